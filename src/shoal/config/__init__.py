@@ -1,0 +1,1 @@
+"""Settings: their keys and defaults (`schema`), how they are written (`arguments`) and put together (`compose`)."""

@@ -1,0 +1,176 @@
+"""What a user types, rewritten into overrides that Hydra reads as they were meant.
+
+    --run-name=a,b   model=X   --groups   stop=</answer>   gsm8k.yml   --config-name gsm8k
+    ->  ++run_name='a,b'   ++model.path='X'   ++report...   ++sampling.stop=['</answer>']
+
+Every value travels as quoted text and gets its type from the schema, so that neither Hydra's grammar nor YAML guesses
+one: `run_name=123` is text, `steps=123` a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config.keys import Key, command_of, dataclass_of, keys_of, sections_of, unknown_key
+from shoal.types import ShoalError
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name of a key: the key, the commands that take it (none named: all that have the key), a note."""
+
+    key: str
+    commands: tuple[str, ...] = ()
+    note: str = ""
+
+
+_ASKING = ("eval", "generate")
+
+ALIASES: Mapping[str, Alias] = {
+    "model": Alias("model.path"),
+    "task": Alias("task.name", note="brings the preset of that name, under your own keys"),
+    "reward": Alias("reward.functions", note="file.py:function, several with commas"),
+    "checkpoint_period": Alias("checkpoint.checkpoint_period"),
+    "temperature": Alias("sampling.temperature", _ASKING),
+    "max_new_tokens": Alias("sampling.max_completion_tokens", _ASKING),
+    "max_prompt_tokens": Alias("sampling.max_prompt_tokens", _ASKING),
+    "top_k": Alias("sampling.top_k", _ASKING),
+    "top_p": Alias("sampling.top_p", _ASKING),
+    "min_p": Alias("sampling.min_p", _ASKING),
+    "stop": Alias("sampling.stop", _ASKING, note="several as [a,b]"),
+    "from": Alias("source", ("export",)),
+}
+"""Short form -> what it stands for: the one table of names that are not the schema's own."""
+
+COMMA_LISTS = frozenset({"reward.functions", "reward.weights"})
+"""Lists whose items cannot hold a comma: `a,b` is two items there, but one stop string."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, rewritten.
+
+    >>> rewrite("train", ["gsm8k.yml", "--steps=5"])
+    Arguments(config_name='gsm8k.yml', values={'steps': '5'}, overrides=("++steps='5'",))
+    """
+
+    config_name: str  # a preset or a file; empty for none
+    values: Mapping[str, str | list[str]]  # by dotted key, the last of several
+    overrides: tuple[str, ...]  # in Hydra's grammar
+
+
+def aliases_of(config_type: type) -> dict[str, Alias]:
+    """The aliases that a command takes."""
+    keys, command = keys_of(config_type), command_of(config_type)
+    return {name: alias for name, alias in ALIASES.items()
+            if alias.key in keys and (not alias.commands or command in alias.commands)}
+
+
+def names_of(config_type: type) -> dict[str, str]:
+    """Every name that a command takes -> its dotted key; the schema's own names first."""
+    return {**{name: name for name in keys_of(config_type)},
+            **{name: alias.key for name, alias in aliases_of(config_type).items()}}
+
+
+def find_key(config_type: type, name: str) -> Key:
+    """The key that a name stands for; ShoalError with the nearest name where there is none."""
+    names = names_of(config_type)
+    if name not in names:
+        if name in sections_of(config_type):
+            inside = next(key for key in names if key.startswith(f"{name}."))
+            raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
+        raise unknown_key(name, config_type, names)
+    return keys_of(config_type)[names[name]]
+
+
+def rewrite(command: str | type, argv: Sequence[str]) -> Arguments:
+    """Reads `key=value`, `--key=value`, `--flag`, `--config-name X` and a leading `X.yml`; raises ShoalError."""
+    config_type = dataclass_of(command)
+    config_name, words = _take_config_name(argv)
+    values = {}
+    for word in words:
+        key, value = _read(config_type, word)
+        values.pop(key.name, None)
+        values[key.name] = split_list(key, value) if key.is_list else value
+    return Arguments(config_name, values, tuple(f"++{key}={quote(value)}" for key, value in values.items()))
+
+
+def _take_config_name(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The preset's name or file, and what is left."""
+    words, found = list(argv), []
+    if words and words[0].endswith((".yml", ".yaml")) and ("=" not in words[0] or Path(words[0]).is_file()):
+        found.append(words.pop(0))
+    rest = []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in ("--config-name", "--config_name", "-cn"):
+            rest.append(word)
+            continue
+        if not equals:
+            value = words.pop(0) if words else ""
+        if not value:
+            raise ShoalError(f"{name}: expected the name of a preset or a YAML file after it, nothing came")
+        found.append(value)
+    if len(found) > 1:
+        raise ShoalError(f"two presets were named, {found[0]} and {found[1]}: name one, a file may build on others "
+                         "by its `defaults` list")
+    return (found[0] if found else ""), rest
+
+
+def _read(config_type: type, word: str) -> tuple[Key, str]:
+    """One argument as its key and the text of its value."""
+    name, equals, value = word.partition("=")
+    if name.startswith("-"):
+        name = name.lstrip("-").replace("-", "_")
+    name = name.lstrip("+")
+    if not name:
+        raise ShoalError(f"{word!r}: expected key=value")
+    key = find_key(config_type, name)
+    if equals:
+        return key, value
+    if key.type is not bool:
+        raise ShoalError(f"{word}: expected a value ({key.type_text}): write {name}=VALUE")
+    return key, "true"
+
+
+def split_list(key: Key, text: str) -> list[str]:
+    """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item as it stands."""
+    if not text:
+        return []
+    if text.startswith("[") and text.endswith("]") and len(text) > 1:
+        return _split_brackets(key, text)
+    return [item.strip() for item in text.split(",")] if key.name in COMMA_LISTS else [text]
+
+
+_ITEM = re.compile(r"""\s*(?:"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'|([^,"']*?))\s*(,|\Z)""", re.DOTALL)
+
+
+def _split_brackets(key: Key, text: str) -> list[str]:
+    inside, place, items = text[1:-1], 0, []
+    while place < len(inside):
+        match = _ITEM.match(inside, place)
+        if match is None:
+            raise ShoalError(f"{key.name}={text}: the list cannot be read after {inside[:place]!r}; put each item "
+                             "that holds a comma or a quote in quotes")
+        double, single, plain, _ = match.groups()
+        quoted = double if double is not None else single
+        items.append(plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))
+        place = match.end()
+    return items
+
+
+def quote(value: str | Iterable[str]) -> str:
+    """Text, or a list of texts, as Hydra's grammar reads it back unchanged, interpolations included."""
+    if not isinstance(value, str):
+        return "[" + ",".join(quote(item) for item in value) + "]"
+    text = escape_interpolation(value)
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
+
+
+def escape_interpolation(text: str) -> str:
+    """Text in which OmegaConf sees no `${...}` to replace."""
+    return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)

@@ -1,0 +1,163 @@
+"""The keys of each command, read from its dataclass: dotted name, type, default and the help text under the field."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, PretrainConfig
+from shoal.types import ShoalError
+
+COMMANDS: Mapping[str, type] = {
+    "train": Config, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig,
+    "pretrain": PretrainConfig,
+}
+"""Command -> the dataclass that holds its settings."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting of a command.
+
+    >>> keys_of(Config)["optimizer.lr"]
+    Key(name='optimizer.lr', type=<class 'float'>, default=0.0001, help='Peak learning rate of AdamW.')
+    """
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+    @property
+    def section(self) -> str:
+        """The dotted name without its last part; empty at the top level."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def type_text(self) -> str:
+        return type_text(self.type)
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) is tuple
+
+
+class Description(NamedTuple):
+    """A row of `describe`."""
+
+    key: str
+    type_text: str
+    default: Any
+    help: str
+
+
+_TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"}
+
+
+def type_text(wanted: Any) -> str:
+    """A type in a user's words: `integer`, `a | b` for a Literal, `list of text` for a tuple."""
+    if get_origin(wanted) is Literal:
+        return " | ".join(map(str, get_args(wanted)))
+    if get_origin(wanted) is tuple:
+        element = get_args(wanted)[0]
+        return "list of text" if element is str else f"list of {type_text(element)}s"
+    return _TYPE_TEXT[wanted]
+
+
+def dataclass_of(command: str | type) -> type:
+    """The settings of a command; a dataclass is returned as it came."""
+    return COMMANDS[command] if isinstance(command, str) else command
+
+
+def command_of(config_type: type) -> str:
+    """The command whose settings these are; empty for a dataclass of no command."""
+    return next((command for command, known in COMMANDS.items() if known is config_type), "")
+
+
+@functools.cache
+def keys_of(config_type: type) -> Mapping[str, Key]:
+    """Every key by its dotted name, in the order of the schema; sections are entered, not listed."""
+    types, helps, found = get_type_hints(config_type), _help_texts(config_type), {}
+    for field in dataclasses.fields(config_type):
+        wanted = types[field.name]
+        if dataclasses.is_dataclass(wanted):
+            for name, key in keys_of(wanted).items():
+                full = f"{field.name}.{name}"
+                found[full] = dataclasses.replace(key, name=full)
+        else:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            found[field.name] = Key(field.name, wanted, default, helps.get(field.name, ""))
+    return found
+
+
+@functools.cache
+def sections_of(config_type: type) -> frozenset[str]:
+    return frozenset(key.section for key in keys_of(config_type).values() if key.section)
+
+
+def describe(config_type: type) -> list[Description]:
+    """Rows (dotted key, type in words, default, help), in the order of the schema."""
+    return [Description(key.name, key.type_text, key.default, key.help) for key in keys_of(config_type).values()]
+
+
+@functools.cache
+def _module_tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _help_texts(config_type: type) -> dict[str, str]:
+    """Field -> the string that stands under it in the source, in one line."""
+    tree = _module_tree(config_type.__module__)
+    body = next((node.body for node in ast.walk(tree)
+                 if isinstance(node, ast.ClassDef) and node.name == config_type.__name__), [])
+    texts = {}
+    for field, below in itertools.pairwise(body):
+        if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)):
+            texts[field.target.id] = " ".join(below.value.value.split())
+    return texts
+
+
+def unknown_key(key: str, config_type: type, names: Mapping[str, str]) -> ShoalError:
+    """The error for a key that does not exist; `names` maps every accepted name to its dotted key."""
+    name = _nearest_by_help(key, config_type) or nearest(key, names)
+    meant = name if names[name] == name else f"{name} ({names[name]})"
+    command = command_of(config_type)
+    listed = f" `shoal {command} --help` lists all keys" if command else ""
+    return ShoalError(f"{key}: there is no such key, did you mean {meant}?{listed}")
+
+
+def _nearest_by_help(key: str, config_type: type) -> str:
+    """The first key whose help holds the words of `key` in a row (`learning_rate`); empty where names should decide."""
+    last = key.rpartition(".")[2].lower()
+    words = last.replace("_", " ")
+    found = [known.name for known in keys_of(config_type).values() if words in known.help.lower()]
+    alike = any(likeness(last, name.rpartition(".")[2]) > CLOSE for name in keys_of(config_type))
+    return found[0] if "_" in last and found and not alike else ""
+
+
+CLOSE = 0.75
+"""Likeness from which a name is taken for a misspelling."""
+
+
+def likeness(a: str, b: str) -> float:
+    """0 (nothing in common) to 1 (equal but for case)."""
+    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
+
+
+def nearest(key: str, names: Iterable[str]) -> str:
+    """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the first."""
+
+    def score(name: str) -> float:
+        whole, part = likeness(key, name), likeness(key.rpartition(".")[2], name.rpartition(".")[2])
+        return max(whole, 0.9 * part + 0.1 * whole)
+
+    return max(names, key=score)

@@ -1,0 +1,115 @@
+"""Devices: meshes, the logical names of array dimensions, and the three roles that share the devices out.
+
+A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns names into a sharding
+on its mesh. The trainer splits `embed` over `fsdp`; the sampler keeps whole copies over `data` and `fsdp` and splits
+only over `tensor`, so that drawing a token moves no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shoal.config.schema import MeshSection
+from shoal.types import ShoalError
+
+AXES = ("data", "fsdp", "tensor", "context")
+
+ROWS = ("data", "fsdp")
+"""Mesh axes over which rows of a batch and slots of a sampler are split."""
+
+TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
+    "rows": ROWS,
+    "tokens": "context",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "layers": None,
+}
+SAMPLER_RULES = {**TRAINER_RULES, "embed": None}
+
+
+@dataclass(frozen=True)
+class Role:
+    """One duty (trainer, sampler or reference) on its mesh.
+
+    >>> role.sharding(("layers", "embed", "heads"), (4, 128, 256))
+    NamedSharding(mesh=..., spec=PartitionSpec(None, 'fsdp', 'tensor'))
+    """
+
+    name: str
+    mesh: Mesh
+    rules: tuple[tuple[str, Any], ...]
+
+    def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+        """Mesh axes for logical ones; a dimension that does not divide evenly stays whole."""
+        rules = dict(self.rules)
+        parts: list[Any] = []
+        for axis, size in zip(axes, shape, strict=True):
+            mapped = rules[axis] if axis is not None else None
+            names = (mapped,) if isinstance(mapped, str) else (mapped or ())
+            parts.append(mapped if size % math.prod(self.mesh.shape[n] for n in names) == 0 else None)
+        return PartitionSpec(*parts)
+
+    def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Inside a compiled function: x laid out by its logical axes."""
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+    def put_rows(self, tree: Any) -> Any:
+        """Host arrays whose first dimension is rows, split over the devices."""
+        return jax.tree.map(
+            lambda x: jax.device_put(x, self.sharding(("rows",) + (None,) * (np.ndim(x) - 1), np.shape(x))), tree
+        )
+
+    @property
+    def row_shards(self) -> int:
+        """Parts that rows are split into: R and the sampler's groups are multiples of it."""
+        return math.prod(self.mesh.shape[axis] for axis in ROWS)
+
+
+@dataclass(frozen=True)
+class Roles:
+    trainer: Role
+    sampler: Role
+    reference: Role
+
+
+def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
+    """The mesh `data x fsdp x tensor x context` over the first devices; fsdp=-1 takes what the others leave."""
+    fixed = section.data * section.tensor
+    fsdp = max(1, len(devices) // fixed) if section.fsdp == -1 else section.fsdp
+    needed = fixed * fsdp
+    if needed > len(devices):
+        raise ShoalError(
+            f"mesh.data={section.data} x mesh.fsdp={fsdp} x mesh.tensor={section.tensor} needs {needed} devices, "
+            f"but {len(devices)} {devices[0].platform} device(s) are here. Lower one of them."
+        )
+    grid = np.asarray(devices[:needed]).reshape(section.data, fsdp, section.tensor, 1)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
+    """All three roles on one mesh over the same devices."""
+    mesh = make_mesh(section, devices if devices is not None else jax.devices())
+    trainer, sampler = tuple(TRAINER_RULES.items()), tuple(SAMPLER_RULES.items())
+    return Roles(
+        trainer=Role("trainer", mesh, trainer),
+        sampler=Role("sampler", mesh, sampler),
+        reference=Role("reference", mesh, trainer),
+    )

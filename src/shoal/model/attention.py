@@ -1,0 +1,151 @@
+"""Attention over two sets of keys: the prompt that a group shares, and a completion's own tokens.
+
+`attend` is the reference for every later kernel: one softmax over the scores of both sets, ordinary autodiff.
+`attend_blocks` serves decoding: the same sum, gathered over fixed blocks of keys in order, so that a row's result
+does not depend, to the bit, on how far the caches are padded or on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LOWEST = -1e30
+"""Stands for minus infinity where a row may have no key at all: no infinity ever meets another."""
+
+
+class Keys(NamedTuple):
+    """Keys and values with who may see them. `k, v` are [R, T, K, A] (shared by all slots) or [R, S, T, K, A];
+    `mask` is bool, [R, T] for shared keys, [R, S, C, T] for own ones."""
+
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array
+
+
+def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
+    """Softmax attention of q[R, S, C, H, A] over a shared and an own set of keys -> [R, S, C, H, A].
+
+    H is a multiple of K: query heads read key heads in order, H // K to each. Scores and sums are float32.
+    A query without any key gives 0, and no gradient.
+    """
+    q = _by_key_head(q, own.k.shape[-2])  # [R, S, C, K, g, A]
+    scores = [_masked(_own_scores(q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
+    if prefix is not None:
+        scores.append(_masked(_prefix_scores(q, prefix.k), prefix.mask[:, None, None, None, None]))
+    top = jax.lax.stop_gradient(jnp.maximum(*(s.max(-1) for s in scores)) if prefix else scores[0].max(-1))
+    parts = [jnp.where(s > LOWEST, jnp.exp(s - top[..., None]), 0.0) for s in scores]
+    total = jnp.add(*(p.sum(-1) for p in parts)) if prefix else parts[0].sum(-1)
+    total = jnp.where(total == 0.0, 1.0, total)
+    out = _einsum("rskgct,rstka->rsckga", parts[0].astype(own.v.dtype), own.v)
+    if prefix is not None:
+        out += _einsum("rskgct,rtka->rsckga", parts[1].astype(prefix.v.dtype), prefix.v)
+    out = out / jnp.moveaxis(total, 4, 2)[..., None]
+    return out.reshape(*out.shape[:3], -1, out.shape[-1]).astype(q.dtype)
+
+
+def _by_key_head(q: jax.Array, num_key_heads: int) -> jax.Array:
+    """Scales by 1/sqrt(A) and splits the heads: [..., H, A] -> [..., K, H // K, A]."""
+    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    return q.reshape(*q.shape[:-2], num_key_heads, -1, q.shape[-1])
+
+
+def _einsum(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+
+
+def _own_scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return _einsum("rsckga,rstka->rskgct", q, k)
+
+
+def _prefix_scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return _einsum("rsckga,rtka->rskgct", q, k)
+
+
+def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, scores, LOWEST)
+
+
+def attend_blocks(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,
+                  block: int) -> jax.Array:
+    """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
+
+    Of each set only the first `num_*` keys (int32 scalars) are looked at, rounded up to blocks; the others must be
+    masked. A block that is wholly masked changes no bit of a row that has seen a key before, so neither the padding
+    nor the companions of a row show in its result. T of both sets is a multiple of `block`. No gradient.
+    """
+    q = _by_key_head(q, own.k.shape[-2])
+    rows, slots, _, heads, share, width = q.shape
+    shape = (rows, slots, heads, share, 1)
+    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32),
+             jnp.zeros((rows, slots, heads, share, 1, width), jnp.float32))
+
+    def cut(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis)
+
+    def add(carry: tuple, scores: jax.Array, v: jax.Array, form: str) -> tuple:
+        top, total, out = carry
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
+        out = out * shrink[..., None] + _einsum(form, p.astype(v.dtype), v)
+        return new_top, total * shrink + p.sum(-1), out
+
+    def prefix_block(number: jax.Array, carry: tuple) -> tuple:
+        mask = cut(prefix.mask, number, 1)[:, None, None, None, None]
+        scores = _masked(_prefix_scores(q, cut(prefix.k, number, 1)), mask)
+        return add(carry, scores, cut(prefix.v, number, 1), "rskgct,rtka->rskgca")
+
+    def own_block(number: jax.Array, carry: tuple) -> tuple:
+        mask = cut(own.mask, number, 3)[:, :, None, None]
+        scores = _masked(_own_scores(q, cut(own.k, number, 2)), mask)
+        return add(carry, scores, cut(own.v, number, 2), "rskgct,rstka->rskgca")
+
+    carry = jax.lax.fori_loop(0, -(-num_prefix // block), prefix_block, start)
+    _, total, out = jax.lax.fori_loop(0, -(-num_own // block), own_block, carry)
+    out = jnp.moveaxis(out / total[..., None], 4, 2)
+    return out.reshape(rows, slots, 1, -1, width).astype(q.dtype)
+
+
+def segment_index(segment: jax.Array) -> jax.Array:
+    """segment[..., C] (0 = padding; runs of equal numbers) -> each token's index within its run, int32[..., C]."""
+    place = jnp.arange(segment.shape[-1], dtype=jnp.int32)
+    before = jnp.pad(segment, [(0, 0)] * (segment.ndim - 1) + [(1, 0)])[..., :-1]
+    starts = jnp.where(segment != before, place, 0)
+    return place - jax.lax.cummax(starts, axis=segment.ndim - 1)
+
+
+def share_prefix(prefix_size: int, prefix_len: jax.Array, segment: jax.Array):
+    """The `Mix` of training and scoring: rows [prefix | slots], T = Tp + S*C, slots reading their row's prefix.
+
+    A prompt token attends to the prompt up to itself; a completion token to the prompt and to the tokens of its own
+    segment up to itself. `prefix_len[R]`, `segment[R, S, C]`.
+    """
+    rows, slots, size = segment.shape
+    visible = jnp.arange(prefix_size) < prefix_len[:, None]
+    prefix_mask = (visible[:, None, :] & jnp.tri(prefix_size, dtype=bool))[:, None]
+    own_mask = (segment[..., None] == segment[..., None, :]) & jnp.tri(size, dtype=bool) & (segment > 0)[..., None]
+
+    def mix(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
+        def prefix(x: jax.Array) -> jax.Array:
+            return x[:, :prefix_size]
+
+        def own(x: jax.Array) -> jax.Array:
+            return x[:, prefix_size:].reshape(rows, slots, size, *x.shape[2:])
+
+        first = attend(prefix(q)[:, None], None, Keys(prefix(k)[:, None], prefix(v)[:, None], prefix_mask))[:, 0]
+        rest = attend(own(q), Keys(prefix(k), prefix(v), visible), Keys(own(k), own(v), own_mask))
+        return jnp.concatenate([first, rest.reshape(rows, slots * size, *rest.shape[3:])], axis=1), None
+
+    return mix
+
+
+def keep_keys(prefix_len: jax.Array, size: int):
+    """The `Mix` of prefill: prompts [R, T] attend to themselves, and their keys and values are handed back."""
+    mask = ((jnp.arange(size) < prefix_len[:, None])[:, None, :] & jnp.tri(size, dtype=bool))[:, None]
+
+    def mix(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask))[:, 0], (k, v)
+
+    return mix

@@ -1,0 +1,509 @@
+"""Other people's checkpoints: folders in Hugging Face format, in and out.
+
+    locate           a name -> a folder
+    architecture_of  its config.json -> Architecture
+    load             its safetensors -> Parameters, each made where it belongs
+    save             Parameters -> a folder that transformers loads
+
+One table, `NAMES`, says what each parameter is called in the files. Reading goes by one stacked parameter at a time,
+writing by one tensor, so the host never holds a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shoal.mesh import Role
+from shoal.model.tensor_file import DTYPES, Stored, read_header, write_file
+from shoal.model.transformer import Architecture, Declared, Parameters, RopeScaling, declare, is_declared
+from shoal.types import ShoalError
+
+FAMILIES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""`model_type` of config.json -> its class in transformers."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a parameter is called in the files; `{layer}` is the layer's number. Kernels lie there as [out, in]."""
+
+    template: str
+    transposed: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        return "{layer}" in self.template
+
+
+_LAYER = "model.layers.{layer}."
+_PRODUCTS = {
+    "blocks.q": _LAYER + "self_attn.q_proj",
+    "blocks.k": _LAYER + "self_attn.k_proj",
+    "blocks.v": _LAYER + "self_attn.v_proj",
+    "blocks.o": _LAYER + "self_attn.o_proj",
+    "blocks.gate": _LAYER + "mlp.gate_proj",
+    "blocks.up": _LAYER + "mlp.up_proj",
+    "blocks.down": _LAYER + "mlp.down_proj",
+}
+NAMES: Mapping[str, Name] = {
+    "embedding": Name("model.embed_tokens.weight"),
+    "blocks.attention_norm": Name(_LAYER + "input_layernorm.weight"),
+    "blocks.mlp_norm": Name(_LAYER + "post_attention_layernorm.weight"),
+    "blocks.q_norm": Name(_LAYER + "self_attn.q_norm.weight"),
+    "blocks.k_norm": Name(_LAYER + "self_attn.k_norm.weight"),
+    **{path: Name(name + ".weight", transposed=True) for path, name in _PRODUCTS.items()},
+    **{path + ".bias": Name(name + ".bias") for path, name in _PRODUCTS.items()},
+    "final_norm": Name("model.norm.weight"),
+    "unembedding": Name("lm_head.weight", transposed=True),
+}
+"""Path in `Parameters` (a biased weight's kernel under the weight's own path) -> name in the files."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+
+
+# Where a model is
+
+
+def locate(path: str | Path, token: str | None = None) -> Path:
+    """The folder of a model: a local one, the packaged one under the name `tiny`, or a hub id, downloaded.
+
+    `token` is the hub's access token; None for the one in HF_TOKEN. A local folder called `tiny` is `./tiny`.
+    ShoalError where there is none.
+    """
+    if str(path) == "tiny":
+        return _packaged("tiny")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+        return _download(str(path), token or os.environ.get("HF_TOKEN"))
+    raise ShoalError(f"There is no model folder {folder}. Give a folder, a hub id (org/name), or `tiny`.")
+
+
+def _packaged(name: str) -> Path:
+    folder = Path(str(resources.files("shoal").joinpath("assets", name)))
+    if not folder.is_dir():
+        raise ShoalError(f"This installation lacks its packaged model `{name}` ({folder}): reinstall shoal.")
+    return folder
+
+
+def _download(repository: str, token: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    wanted = f"{repository} is no local folder, and as a hub id"
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                token=token,
+                allow_patterns=["*.json", "*.jinja", "*.safetensors", "merges.txt", "tokenizer.model"],
+                ignore_patterns=["*/*"],
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise ShoalError(
+            f"{wanted} it is gated: ask for access on its page, then set HF_TOKEN to a token that has it."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ShoalError(f"{wanted} it was not found; where it is private, set HF_TOKEN.") from error
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        advice = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "try again later"
+        raise ShoalError(f"{wanted} the hub answered with an error ({status}): {advice}.") from error
+    except errors.HFValidationError as error:
+        raise ShoalError(f"{wanted} it is not well formed: {error}") from error
+    except Exception as error:  # of the network, the disk, the library's own transport
+        raise ShoalError(
+            f"{wanted} it could not be downloaded ({type(error).__name__}): "
+            "is this machine online? Otherwise give a local folder."
+        ) from error
+
+
+# What it is
+
+
+def architecture_of(folder: str | Path) -> Architecture:
+    """Reads config.json, as transformers 4 or 5 writes it. ShoalError for what Shoal does not compute."""
+    folder = Path(folder)
+    config = _read_config(folder)
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ShoalError(f"{folder}: model_type is {family!r}; Shoal knows {', '.join(FAMILIES)}.")
+    _refuse_unsupported(config, folder)
+    width, heads = _size(config, "hidden_size", folder), _size(config, "num_attention_heads", folder)
+    key_heads = config.get("num_key_value_heads") or heads
+    if heads % key_heads:
+        raise ShoalError(f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}.")
+    theta, scaling = _rope(config, folder)
+    bias = bool(config.get("attention_bias", False))
+    return Architecture(
+        vocab_size=_size(config, "vocab_size", folder),
+        width=width,
+        feed_forward=_size(config, "intermediate_size", folder),
+        num_layers=_size(config, "num_hidden_layers", folder),
+        num_heads=heads,
+        num_key_heads=key_heads,
+        head_width=config.get("head_dim") or (128 if family == "qwen3" else width // heads),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or bias,
+        output_bias=family != "qwen2" and bias,
+        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ShoalError(f"{folder} holds no config.json: expected a model folder in Hugging Face format.")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; ShoalError where it is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ShoalError(f"{file} could not be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ShoalError(f"{file}: expected a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def _size(config: Mapping[str, Any], key: str, folder: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        came = "is missing" if value is None else f"is {value!r}"
+        raise ShoalError(f"{folder}/config.json: {key} {came}; expected a whole number of 1 or more.")
+    return value
+
+
+def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
+    def refuse(what: str, advice: str = "") -> None:
+        raise ShoalError(f"{folder}: {what}, which Shoal does not compute.{advice and ' ' + advice}")
+
+    if config.get("quantization_config"):
+        refuse("config.json has a quantization_config", "Use the model's unquantised weights.")
+    if config.get("hidden_act", "silu") != "silu":
+        refuse(f"hidden_act is {config['hidden_act']!r} (expected 'silu')")
+    if config.get("layer_types"):
+        others = set(config["layer_types"]) - {"full_attention"}
+        if others:
+            refuse(f"layer_types has {', '.join(sorted(others))} (expected full_attention)")
+    elif config.get("use_sliding_window") and config.get("sliding_window"):
+        first = config.get("max_window_layers", 28)
+        if first < _size(config, "num_hidden_layers", folder):
+            refuse(f"use_sliding_window is true from layer {first} on")
+
+
+def _rope(config: Mapping[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) from `rope_scaling` + `rope_theta` (transformers 4) or `rope_parameters` (5)."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # transformers 5 may write one a kind of layer
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise ShoalError(f"{folder}: partial_rotary_factor is set, which Shoal does not compute.")
+    if kind == "default":
+        return theta, None
+    if kind not in ("llama3", "linear"):
+        raise ShoalError(f"{folder}: rope type {kind!r} is not supported; Shoal knows default, linear, llama3.")
+
+    def number(key: str) -> float:
+        if not isinstance(rope.get(key), (int, float)):
+            raise ShoalError(f"{folder}/config.json: rope type {kind!r} needs the number {key!r}.")
+        return float(rope[key])
+
+    if kind == "linear":
+        return theta, RopeScaling("linear", number("factor"))
+    original = (
+        config.get("original_max_position_embeddings")
+        or rope.get("original_max_position_embeddings")
+        or _size(config, "max_position_embeddings", folder)
+    )
+    return theta, RopeScaling(
+        "llama3", number("factor"), number("low_freq_factor"), number("high_freq_factor"), int(original)
+    )
+
+
+# Weights in
+
+
+def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32) -> Parameters:
+    """The parameters in a folder's safetensors (bf16, f16 or f32), as `dtype`, sharded as `role` lays them out.
+
+    Each is built stacked, shard by shard, from the slices that the shard needs. ShoalError names every tensor that is
+    missing, left over or misshapen, and a file that is cut short.
+    """
+    folder, dtype = Path(folder), np.dtype(dtype)
+    stored: dict[str, Stored] = {}
+    for file in _weight_files(folder):
+        stored.update(read_header(file))
+    tensors = _match(stored, architecture, folder)
+
+    def make(path: Any, declared: Declared) -> jax.Array:
+        name = NAMES[dotted(path)]
+        sharding = role.sharding(declared.axes, declared.shape)
+        parts: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
+
+        def read(index: Any) -> np.ndarray:
+            key = str(index)
+            if key not in parts:
+                parts[key] = _read(tensors[dotted(path)], name, index, dtype)
+            return parts[key]
+
+        array = jax.make_array_from_callback(declared.shape, sharding, read)
+        return array.block_until_ready()  # else the host's copies of several wait for their transfer at once
+
+    return jax.tree_util.tree_map_with_path(make, declare(architecture), is_leaf=is_declared)
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """A tree path as `NAMES` spells it: `blocks.q`, `blocks.q.bias`."""
+    return ".".join(key.name for key in path).removesuffix(".kernel")
+
+
+def _read(tensors: Sequence[Stored], name: Name, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    """One shard of a parameter: `index` is in its own, stacked and untransposed, dimensions."""
+    chosen, within = (tensors[index[0]], index[1:]) if name.stacked else (tensors, index)
+    parts = None
+    for number, tensor in enumerate(chosen):
+        view = tensor.view()
+        part = view[within[::-1]].T if name.transposed else view[within]
+        if parts is None:
+            parts = np.empty((len(chosen), *part.shape), dtype)
+        parts[number] = part
+    assert parts is not None
+    return parts if name.stacked else parts[0]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        files = sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise ShoalError(f"{folder}: {index.name} names {_listed(absent)}, which is not there. Download it again.")
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        advice = " Pickled weights are never read: convert them to safetensors." if pickled else ""
+        raise ShoalError(f"{folder} holds no safetensors file.{advice}")
+    return files
+
+
+def _match(stored: Mapping[str, Stored], a: Architecture, folder: Path) -> dict[str, list[Stored]]:
+    """The stored tensors of each parameter, by dotted path; ShoalError unless they fit one to one."""
+    found: dict[str, list[Stored]] = {}
+    missing, misshapen = [], []
+    left = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
+    if a.tie_embeddings and "lm_head.weight" in stored:
+        left.discard("lm_head.weight")  # the same tensor once more, or alone
+        stored = {"model.embed_tokens.weight": stored["lm_head.weight"], **stored}
+    for path, name, shape, numbers in _named(a):
+        tensors = found.setdefault(path, [])
+        for layer in numbers:
+            text = name.template.format(layer=layer)
+            left.discard(text)
+            if text not in stored:
+                missing.append(text)
+            elif stored[text].shape != shape:
+                misshapen.append(f"{text} {list(stored[text].shape)} instead of {list(shape)}")
+            elif stored[text].dtype not in DTYPES:
+                misshapen.append(f"{text} stored as {stored[text].dtype} instead of {', '.join(DTYPES)}")
+            else:
+                tensors.append(stored[text])
+    problems = (("missing", missing), ("left over", sorted(left)), ("not as expected", misshapen))
+    told = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems if names)
+    if told:
+        raise ShoalError(f"The tensors in {folder} do not fit its config.json. {told}.")
+    return found
+
+
+def _named(a: Architecture) -> Iterator[tuple[str, Name, tuple[int, ...], Sequence[int]]]:
+    """Each parameter's dotted path, name, shape of one tensor in the files, and layers."""
+    for path, declared in jax.tree_util.tree_leaves_with_path(declare(a), is_leaf=is_declared):
+        name = NAMES[dotted(path)]
+        shape = declared.shape[1:] if name.stacked else declared.shape
+        yield dotted(path), name, shape[::-1] if name.transposed else shape, range(a.num_layers if name.stacked else 1)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# Weights out
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to be written: `leaf` is its parameter, of which it is one layer where `layer` is a number."""
+
+    name: str
+    leaf: Any
+    shape: tuple[int, ...]
+    transposed: bool
+    layer: int | None
+
+    def fetch(self, dtype: np.dtype) -> np.ndarray:
+        """The tensor on the host, as it lies in the file."""
+        # A new array either way: an array keeps the host's copy that was once asked of it.
+        value = np.asarray(jnp.copy(self.leaf) if self.layer is None else _layer_of(self.leaf, self.layer))
+        return np.ascontiguousarray(value.T if self.transposed else value, dtype=dtype)
+
+
+@jax.jit
+def _layer_of(leaf: jax.Array, layer: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)  # the number is traced: one program for all
+
+
+def save(
+    folder: str | Path,
+    parameters: Parameters,
+    architecture: Architecture,
+    source_folder: str | Path | None = None,
+    dtype: Any = "float32",
+    shard_bytes: int = 4_000_000_000,
+) -> None:
+    """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer files.
+
+    The config is the source's own, but for the type of the weights; without one it is made from the architecture.
+    Everything is written beside the folder and moved into its place at the end. ShoalError where it holds files.
+    """
+    folder, source = Path(folder), None if source_folder is None else Path(source_folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ShoalError(f"{folder} exists and is not empty: give another folder, or remove it.")
+    dtype = np.dtype(jnp.dtype(dtype))
+    if dtype not in DTYPES.values():
+        raise ShoalError(f"dtype={dtype.name!r}: expected float32, bfloat16 or float16.")
+    config = _config_to_write(architecture, source, dtype)
+    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    partial.mkdir(parents=True)
+    try:
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in TOKENIZER_FILES:
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        _write_shards(partial, _outgoing(parameters, architecture), dtype, shard_bytes)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _outgoing(parameters: Parameters, a: Architecture) -> Iterator[Outgoing]:
+    leaves = jax.tree.leaves(parameters)
+    for leaf, (path, name, shape, numbers) in zip(leaves, _named(a), strict=True):
+        full = (len(numbers), *shape) if name.stacked else shape
+        wanted = (*full[:-2], full[-1], full[-2]) if name.transposed else full
+        if tuple(leaf.shape) != wanted:
+            raise ValueError(f"parameter {path} is {tuple(leaf.shape)}; the architecture has {wanted}")
+        for layer in numbers:
+            text = name.template.format(layer=layer)
+            yield Outgoing(text, leaf, shape, name.transposed, layer if name.stacked else None)
+
+
+def _write_shards(folder: Path, tensors: Iterator[Outgoing], dtype: np.dtype, shard_bytes: int) -> None:
+    shards: list[list[Outgoing]] = [[]]
+    sizes = [0]
+    for tensor in tensors:
+        size = dtype.itemsize * int(np.prod(tensor.shape))
+        if shards[-1] and sizes[-1] + size > shard_bytes:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append(tensor)
+        sizes[-1] += size
+    if len(shards) == 1:
+        write_file(folder / "model.safetensors", shards[0], dtype)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_file(folder / name, shard, dtype)
+        weight_map.update({tensor.name: name for tensor in shard})
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _config_to_write(a: Architecture, source: Path | None, dtype: np.dtype) -> dict[str, Any]:
+    if source is None or not (source / "config.json").is_file():
+        config = config_of(a)
+        generation = source / "generation_config.json" if source else None
+        if generation and generation.is_file():
+            ids = read_json(generation)
+            config.update({key: ids[key] for key in config if key.endswith("_token_id") and key in ids})
+    else:
+        if architecture_of(source) != a:
+            raise ShoalError(f"{source}/config.json describes another architecture than these parameters have.")
+        config = _read_config(source)
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype.name
+    return config
+
+
+def config_of(a: Architecture) -> dict[str, Any]:
+    """A config.json for an architecture; ShoalError where no family of transformers has it."""
+    family = "qwen3" if a.qk_norm else "qwen2" if a.qkv_bias and not a.output_bias else "llama"
+    if (family != "llama" and a.mlp_bias) or (family != "qwen2" and a.qkv_bias != a.output_bias):
+        raise ShoalError(f"No model of transformers has this mixture of biases and norms ({family}): {a}.")
+    config: dict[str, Any] = {
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        "vocab_size": a.vocab_size,
+        "hidden_size": a.width,
+        "intermediate_size": a.feed_forward,
+        "num_hidden_layers": a.num_layers,
+        "num_attention_heads": a.num_heads,
+        "num_key_value_heads": a.num_key_heads,
+        "head_dim": a.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": a.norm_eps,
+        "rope_theta": a.rope_theta,
+        "tie_word_embeddings": a.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family != "qwen2":
+        config["attention_bias"] = a.qkv_bias
+    if family == "llama":
+        config["mlp_bias"] = a.mlp_bias
+    else:
+        config["use_sliding_window"] = False
+    if a.rope_scaling is not None:
+        s = a.rope_scaling
+        config["rope_scaling"] = {"rope_type": s.kind, "factor": s.factor}
+        if s.kind == "llama3":
+            config["rope_scaling"] |= {
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_position,
+            }
+    return config

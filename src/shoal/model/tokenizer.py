@@ -1,0 +1,316 @@
+"""Text to tokens and back, by the model's own tokenizer.json and chat template.
+
+Prompt ids equal what transformers' `apply_chat_template(messages, add_generation_prompt=True)` gives. Templates come
+with checkpoints and so are strangers' code: they run in Jinja's immutable sandbox and see plain data only. The names
+that they may use follow https://huggingface.co/docs/transformers/chat_templating_writing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shoal.types import Messages, Prompt, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Architecture
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class Tokenizer:
+    """The tokens of one model.
+
+    eos_ids        any of them ends a completion: generation_config.json's, else config.json's, else eos_token
+    pad_id         never read by the model; the pad token, else an end-of-sequence one
+    bos_id         None where the model has none
+    vocab_size     the largest token id + 1
+    has_template   whether messages are written by a chat template
+    notes          what a user should know, a line each
+
+    >>> tokenizer = Tokenizer.load(folder)
+    >>> tokenizer.decode(tokenizer.encode_prompt([{"role": "user", "content": "2 + 3 = ?"}]), skip_special_tokens=False)
+    '<|im_start|>user\\n2 + 3 = ?<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        eos_ids: Sequence[int],
+        pad_id: int | None = None,
+        template: str = "",
+        notes: Sequence[str] = (),
+    ):
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._special = dict(special)
+        self._template = _compile(template) if template else None
+        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.bos_id: int | None = self._id_of("bos_token")
+        own_pad = self._id_of("pad_token")
+        choices = (own_pad, pad_id, *self.eos_ids, 0)
+        self.pad_id: int = next(id for id in choices if id is not None)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.notes: list[str] = list(notes)
+
+    @classmethod
+    def load(cls, folder: str | Path, template: str = "") -> Tokenizer:
+        """Reads a model folder. `template` is a chat template, or a file that holds one, in place of its own."""
+        folder = Path(folder)
+        config = _read(folder / "tokenizer_config.json")
+        backend = _backend(folder / "tokenizer.json")
+        special = _special_tokens(folder, config)
+        _add_tokens(backend, config, special)
+        model, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
+        own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        eos_ids = _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id")) or _ids(own_eos)
+        text = _given_template(template) if template else _own_template(folder, config)
+        notes = []
+        if not text:
+            notes.append(
+                f"no chat template in {folder}: messages are written plainly as 'User: ...'; "
+                "set model.template to choose one"
+            )
+        if not eos_ids:
+            notes.append(f"no end-of-sequence token in {folder}: every completion runs to its limit")
+        elif own_eos is not None and own_eos not in eos_ids:
+            notes.append(f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id {eos_ids}")
+        pad_id = next(iter(_ids(generation.get("pad_token_id")) or _ids(model.get("pad_token_id"))), None)
+        return cls(backend, special, eos_ids, pad_id, text, notes)
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def encode_prompt(self, prompt: Prompt) -> np.ndarray:
+        """Ids of a prompt, int32[T]: messages by the chat template, open for the answer; a text as it stands.
+
+        ShoalError where the template refuses the messages.
+        """
+        if isinstance(prompt, str):
+            return self._encode_text(prompt)
+        text = self.render(prompt)
+        return self._array(self._encode(text, special=False)) if self.has_template else self._encode_text(text)
+
+    def render(self, messages: Messages) -> str:
+        """The text that messages become, up to where the answer starts."""
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
+        clean = [{key: _plain(value) for key, value in m.items() if value is not None} for m in messages]
+        if self._template is None:
+            return _plain_text(clean)
+        reserved = {"messages", "tools", "documents", "add_generation_prompt"}
+        special = {name: token for name, token in self._special.items() if name not in reserved}
+        try:
+            return self._template.render(
+                messages=[_with_reasoning(m) for m in clean],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **special,
+            )
+        except Exception as error:  # a template is a program of another's: whatever it raises is about the prompt
+            first = f"{messages[0]!r:.200}"
+            raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}") from error
+
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, id: int) -> str:
+        """One token as it reads, special ones and leading spaces included; for tables, not for joining."""
+        token = self._backend.id_to_token(int(id))
+        if token is None:
+            return f"<{int(id)}>"
+        return token.replace("▁", " ") if "▁" in token else self.decode([id], skip_special_tokens=False)
+
+    def check_vocabulary(self, architecture: Architecture) -> None:
+        """ShoalError where a token would lie outside the model's embedding."""
+        largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)
+        if largest >= architecture.vocab_size:
+            raise ShoalError(
+                f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
+                f"{architecture.vocab_size} entries: the tokenizer and the weights belong to different models."
+            )
+
+    def _encode_text(self, text: str) -> np.ndarray:
+        """A text with the tokenizer's own special tokens, but neither a second bos nor a closing eos."""
+        ids, plain = self._encode(text, special=True), self._encode(text, special=False)
+        if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
+            ids = ids[1:]
+        appended = bool(plain) and ids[-1 - len(plain) : -1] == plain
+        if appended and ids[-1] in self.eos_ids:
+            ids = ids[:-1]
+        return self._array(ids)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=special).ids
+
+    @staticmethod
+    def _array(ids: Sequence[int]) -> np.ndarray:
+        return np.asarray(ids, dtype=np.int32)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self._special.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+# Files
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ShoalError(f"{file} could not be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ShoalError(f"{file}: expected a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def _backend(file: Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise ShoalError(f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make one.")
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ShoalError(f"{file} is no valid tokenizer: {error}") from error
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... with their text. The older special_tokens_map.json counts only where
+    tokenizer_config.json lists no added tokens, as in transformers."""
+    older = {} if "added_tokens_decoder" in config else _read(folder / "special_tokens_map.json")
+    texts = {
+        name: value.get("content") if isinstance(value, Mapping) else value
+        for name, value in {**config, **older}.items()
+    }
+    names = dict.fromkeys((*_NAMED, *texts))  # transformers' order, which numbers tokens that have no id yet
+    named = ((name, texts.get(name)) for name in names if name.endswith("_token"))
+    return {name: text for name, text in named if isinstance(text, str)}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Tokens that only tokenizer_config.json knows, in the order in which transformers adds them."""
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    tokens = [tokenizers.AddedToken(**{flag: value[flag] for flag in _FLAGS if flag in value}) for _, value in listed]
+    backend.add_tokens([token for token in tokens if repr(token) not in known])
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    contents = [token["content"] if isinstance(token, Mapping) else token for token in further]
+    backend.add_special_tokens([text for text in dict.fromkeys([*special.values(), *contents]) if text not in added])
+
+
+def _ids(value: Any) -> list[int]:
+    return [] if value is None else [int(value)] if isinstance(value, int) else [int(id) for id in value]
+
+
+def _own_template(folder: Path, config: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        if "default" not in named:
+            raise ShoalError(
+                f"{folder} has chat templates {', '.join(named)} but no default: choose one with model.template."
+            )
+        return named["default"]
+    return template or ""
+
+
+def _given_template(template: str) -> str:
+    """model.template: a file where there is one of that name, else the template itself."""
+    if "{" in template or "\n" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template.")
+    return file.read_text(encoding="utf-8")
+
+
+# Templates
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`, which marks what the assistant wrote: here just its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ShoalError(f"The chat template is not valid Jinja: {error}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML; this one does not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _plain(value: Any) -> Any:
+    """Data that a stranger's template may see: JSON types, arrays and scalars of NumPy unpacked, else its text."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning goes by three names; a template may read any of the first two."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain_text(messages: Messages) -> str:
+    """Where there is no template: the system's text, then `User: ...` and `Assistant: ...` lines."""
+    lines = []
+    for message in messages:
+        role, content = str(message.get("role", "user")), str(message.get("content", ""))
+        lines.append(content if role == "system" else f"{role.capitalize()}: {content}")
+    return "\n".join([*lines, "Assistant:"])

@@ -1,0 +1,300 @@
+"""The model: an architecture, its parameters declared once, and the one `forward`.
+
+`forward` runs on rows of tokens [R, T] and leaves attention to a `mix` function: training and scoring mix a shared
+prefix with slots, prefill mixes a prompt with itself and hands back keys and values, decoding mixes one new token
+a row with caches. Everything else, and so every number, is the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from shoal.mesh import Role
+from shoal.model.linear import Biased, Weight, linear
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of rotary frequencies beyond the length trained on: `llama3` (by wavelength) or `linear`."""
+
+    kind: Literal["llama3", "linear"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and switches of a decoder: Llama 2/3, Qwen2/2.5 (biases on q, k, v), Qwen3 (norms on q and k)."""
+
+    vocab_size: int  # V
+    width: int  # D
+    feed_forward: int  # F
+    num_layers: int  # L
+    num_heads: int  # H
+    num_key_heads: int  # K
+    head_width: int  # A
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False  # on the attention's output projection (Llama's `attention_bias`)
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """Parameters of one layer, or of all L stacked along a first dimension."""
+
+    attention_norm: Any  # [D]
+    q: Any  # [D, H*A]
+    k: Any  # [D, K*A]
+    v: Any  # [D, K*A]
+    o: Any  # [H*A, D]
+    mlp_norm: Any  # [D]
+    gate: Any  # [D, F]
+    up: Any  # [D, F]
+    down: Any  # [F, D]
+    q_norm: Any = None  # [A]
+    k_norm: Any = None  # [A]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Parameters:
+    embedding: Any  # [V, D]
+    blocks: Block  # stacked: each leaf has L in front
+    final_norm: Any  # [D]
+    unembedding: Any = None  # [D, V]; None where tied to the embedding
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One parameter: its shape, the logical axes of its dimensions, the standard deviation (or constant) it starts
+    with."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    stddev: float = 0.02
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to norms and biases."""
+        return self.init == "normal"
+
+
+def declare(a: Architecture) -> Parameters:
+    """Every parameter of an architecture, as `Declared` leaves in the form of `Parameters`."""
+    depth = (2 * a.num_layers) ** -0.5  # what adds to the residual stream starts smaller
+
+    def stacked(*shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0) -> Declared:
+        return Declared((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale)
+
+    def product(rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0) -> Any:
+        kernel = stacked(rows, columns, axes=axes, scale=scale)
+        return Biased(kernel, stacked(columns, axes=(axes[1],), init="zeros")) if bias else kernel
+
+    queries, keys = a.num_heads * a.head_width, a.num_key_heads * a.head_width
+    norm = stacked(a.width, axes=("embed",), init="ones")
+    head_norm = stacked(a.head_width, axes=(None,), init="ones") if a.qk_norm else None
+    blocks = Block(
+        attention_norm=norm,
+        q=product(a.width, queries, ("embed", "heads"), a.qkv_bias),
+        k=product(a.width, keys, ("embed", "heads"), a.qkv_bias),
+        v=product(a.width, keys, ("embed", "heads"), a.qkv_bias),
+        o=product(queries, a.width, ("heads", "embed"), a.output_bias, depth),
+        mlp_norm=norm,
+        gate=product(a.width, a.feed_forward, ("embed", "mlp"), a.mlp_bias),
+        up=product(a.width, a.feed_forward, ("embed", "mlp"), a.mlp_bias),
+        down=product(a.feed_forward, a.width, ("mlp", "embed"), a.mlp_bias, depth),
+        q_norm=head_norm,
+        k_norm=head_norm,
+    )
+    return Parameters(
+        embedding=Declared((a.vocab_size, a.width), ("vocab", "embed")),
+        blocks=blocks,
+        final_norm=Declared((a.width,), ("embed",), "ones"),
+        unembedding=None if a.tie_embeddings else Declared((a.width, a.vocab_size), ("embed", "vocab")),
+    )
+
+
+def is_declared(x: object) -> bool:
+    return isinstance(x, Declared)
+
+
+def shardings(a: Architecture, role: Role) -> Parameters:
+    """A NamedSharding for every parameter."""
+    return jax.tree.map(lambda d: role.sharding(d.axes, d.shape), declare(a), is_leaf=is_declared)
+
+
+def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
+    """Random float32 parameters, made where they live."""
+    declared, structure = jax.tree.flatten(declare(a), is_leaf=is_declared)
+
+    def make() -> Parameters:
+        leaves = []
+        for number, d in enumerate(declared):
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            constant = jnp.ones if d.init == "ones" else jnp.zeros
+            leaves.append(jax.random.normal(key, d.shape) * d.stddev if d.init == "normal" else constant(d.shape))
+        return jax.tree.unflatten(structure, leaves)
+
+    return jax.jit(make, out_shardings=shardings(a, role))()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `forward` needs to know beside parameters: static, hashable, part of what is compiled."""
+
+    architecture: Architecture
+    role: Role
+    dtype: Any = jnp.float32  # of the computation
+    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again, see REMAT
+
+    def on(self, role: Role) -> Model:
+        return replace(self, role=role)
+
+
+REMAT: dict[str, Callable[[Callable], Callable]] = {
+    "none": lambda layer: layer,
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
+"""What a block's backward pass computes again: nothing; all but its products with weights; everything.
+
+On CPU the second is the fastest by far: the first writes and reads four times the memory (docs/LOG.md)."""
+
+Mix = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache)."""
+
+
+def forward(
+    model: Model,
+    parameters: Parameters,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mix: Mix,
+    caches: tuple[Any, ...] | None = None,
+) -> tuple[jax.Array, Any]:
+    """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
+
+    With `caches` (one a layer) the layers are unrolled, each with its own; aux is the tuple of new ones (decoding).
+    Without, they are scanned, and aux is whatever `mix` gave beside its output, stacked over layers (training gives
+    nothing, prefill the keys and values).
+    """
+    a = model.architecture
+    x = parameters.embedding[tokens].astype(model.dtype)
+    x = model.role.constrain(x, "rows", None, None)
+    rope = rotary(a, positions)
+
+    def layer(x: jax.Array, weights: Block, cache: Any) -> tuple[jax.Array, Any]:
+        return block(model, weights, x, rope, mix, cache)
+
+    if caches is None:
+        step = REMAT[model.remat](layer)
+        x, aux = jax.lax.scan(lambda x, weights: step(x, weights, None), x, parameters.blocks)
+    else:
+        new = []
+        for number, cache in enumerate(caches):
+            x, cache = layer(x, layer_of(parameters.blocks, number), cache)
+            new.append(cache)
+        aux = tuple(new)
+    return rms_norm(x, parameters.final_norm, a.norm_eps), aux
+
+
+def layer_of(blocks: Block, number: int) -> Block:
+    return jax.tree.map(lambda leaf: leaf[number], blocks)
+
+
+def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], mix: Mix, cache: Any) -> Any:
+    """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
+    a, constrain = model.architecture, model.role.constrain
+    h = rms_norm(x, w.attention_norm, a.norm_eps)
+    q, k, v = (_heads(linear(weight, h), a.head_width) for weight in (w.q, w.k, w.v))
+    if a.qk_norm:
+        q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    out, cache = mix(q, k, v, cache)
+    x = x + linear(w.o, out.reshape(*out.shape[:-2], -1))
+    h = rms_norm(x, w.mlp_norm, a.norm_eps)
+    h = jax.nn.silu(linear(w.gate, h)) * linear(w.up, h)
+    x = x + linear(w.down, constrain(h, "rows", None, "mlp"))
+    return constrain(x, "rows", None, None), cache
+
+
+def _heads(x: jax.Array, head_width: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], -1, head_width)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight.astype(x.dtype) * wide.astype(x.dtype)
+
+
+def frequencies(a: Architecture) -> jax.Array:
+    """Rotary frequencies, float32[A/2], scaled as the architecture says (Llama 3's rule: the long wavelengths are
+    divided by `factor`, the short ones kept, those between interpolated)."""
+    base = a.rope_theta ** -(jnp.arange(0, a.head_width, 2, dtype=jnp.float32) / a.head_width)
+    scaling = a.rope_scaling
+    if scaling is None:
+        return base
+    if scaling.kind == "linear":
+        return base / scaling.factor
+    turns = scaling.original_max_position * base / (2 * jnp.pi)  # full turns within the original length
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share = jnp.clip(share, 0.0, 1.0)
+    return share * base + (1.0 - share) * base / scaling.factor
+
+
+def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin) of positions[R, T], float32[R, T, 1, A/2]."""
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies(a)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face checkpoints."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
+    """hidden[..., D] -> float32[..., V]."""
+    weight: Weight = parameters.embedding.T if parameters.unembedding is None else parameters.unembedding
+    return linear(weight, hidden.astype(model.dtype)).astype(jnp.float32)
+
+
+@jax.jit
+def checksum(parameters: Parameters) -> jax.Array:
+    """A uint32 over the bits of every parameter, the same for any layout: sums of integers have no order.
+
+    Each element's bits are mixed with its place first (one to one), so that any single change shows, an exchange too.
+    """
+    total = jnp.uint32(0)
+    for number, leaf in enumerate(jax.tree.leaves(parameters)):
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if leaf.dtype.itemsize == 4 else jnp.uint16)
+        place = jnp.zeros(leaf.shape, jnp.uint32)
+        for axis, size in enumerate(leaf.shape):
+            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        total += jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(place + _mixed(jnp.uint32(number + 1)))))
+    return total
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3: uint32 -> uint32, one to one, each bit of the input moves half of the output."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,263 @@
+"""What one sees of a run: with colours and a progress bar on a terminal, as plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO, cast
+
+from shoal.report.figures import duration, evaluation_text, figure_text, one_line, step_figures, summary_rows
+from shoal.types import Prompt
+
+PLAIN_SECONDS = 5.0
+PLAIN_FIRST_STEPS = 3
+_LONGEST_TEXT = 2000
+
+
+@dataclass(frozen=True)
+class SolvedProblem:
+    """A problem that was wrong before training and is right after it: the prompt and both answers."""
+
+    prompt: Prompt
+    before: str
+    after: str
+
+
+class Console:
+    """Prints a run's progress. Use in a `with`, or call `close`, so that the terminal is left as it was.
+
+    `terminal=None` asks the stream; `clock` gives seconds. No text can make it fail: what the stream cannot show, and
+    control characters, are printed as escapes."""
+
+    def __init__(self, stream: TextIO | None = None, terminal: bool | None = None,
+                 clock: Callable[[], float] = time.monotonic, width: int | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        is_terminal = getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
+        self._rich = _rich_console(self._stream, width) if is_terminal else None
+        self._progress: Any = None
+        self._bar: Any = None
+        self._pace = Pace(clock())
+        self._said: Counter[tuple[str, str]] = Counter()
+        self._last_line = (-math.inf, 0)  # when, and at which tenth of the run
+
+    def heading(self, text: str) -> None:
+        """Begins a part: evaluation, training."""
+        self._stop_progress()
+        if self._rich is None:
+            self._write(f"== {one_line(text)}")
+        else:
+            self._rich.print(self._text(f"\n{one_line(text)}", "bold cyan"))
+
+    def note(self, text: str) -> None:
+        """One fact in one line. Said again, it is only counted; the counts stand in the summary."""
+        self._say("note", one_line(text), "dim")
+
+    def warning(self, text: str) -> None:
+        """One line that asks for attention. Said again, it is only counted; the counts stand in the summary."""
+        self._say("warning", f"warning: {one_line(text)}", "yellow")
+
+    def first_prompt(self, text: str) -> None:
+        """The first prompt of the run as the model reads it, decoded."""
+        self._write("first prompt:", "dim")
+        self._write(_indented(text))
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+        """`step` of `steps` (from 1) is done. Plain: a line at the first steps, every 5 s, every tenth, the last."""
+        now = self._clock()
+        self._pace.mark(now, step)
+        figures = step_figures(metrics)
+        if self._rich is not None:
+            self._show_progress(step, steps, figures, now)
+        elif self._line_is_due(step, steps, now):
+            self._last_line = (now, _tenth(step, steps))
+            self._write("  ".join([f"step {step}/{steps}", self._times(step, steps, now), *figures]))
+        if step >= steps:
+            self._stop_progress()
+
+    def evaluation(self, name: str, figures: Mapping[str, Any]) -> None:
+        """The figures of one set of questions, with their number and protocol.
+
+        >>> console.evaluation("held_out", {"accuracy": 0.5, "num_questions": 500, "protocol": "greedy",
+        ...                                 "pass@8": 0.8})
+        held_out: accuracy 50.0% (greedy, 500 questions; 95% interval 45.6-54.4)  pass@8 80.0%
+        """
+        self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
+
+    def summary(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]],
+                solved: SolvedProblem | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        """The end: a table of figures by set of questions before and after, facts, a solved problem, counts.
+
+        `before`, `after`: name of the set -> its figures, as given to `evaluation`."""
+        self._stop_progress()
+        rows = summary_rows(before, after)
+        if rows:
+            self._table(("", "before", "after", "change"), rows)
+        for name, value in (facts or {}).items():
+            self._write(f"{one_line(name)}: {figure_text(name, value)}")
+        if solved is not None:
+            self._write("a problem that was wrong before and is right after:", "bold")
+            for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),
+                                ("after", solved.after)):
+                self._write(f"{title}:", "dim")
+                self._write(_indented(text))
+        for (_, text), count in self._said.items():
+            if count > 1:
+                self._write(f"{count} times: {text}")
+
+    def close(self) -> None:
+        """Ends the progress bar and gives the terminal back."""
+        self._stop_progress()
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _say(self, kind: str, text: str, style: str) -> None:
+        self._said[kind, text] += 1
+        if self._said[kind, text] == 1:
+            self._write(text, style)
+
+    def _write(self, text: str, style: str = "") -> None:
+        if self._rich is not None:
+            self._rich.print(self._text(text, style))
+            return
+        self._stream.write(self._printable(text) + "\n")
+        self._stream.flush()
+
+    def _printable(self, text: str) -> str:
+        return printable(text, getattr(self._stream, "encoding", None) or "utf-8")
+
+    def _text(self, text: str, style: str = "") -> Any:
+        from rich.text import Text  # Text, not markup: a model's "[bold]" stays what it is
+
+        return Text(self._printable(text), style=style)
+
+    def _line_is_due(self, step: int, steps: int, now: float) -> bool:
+        last, tenth = self._last_line
+        return (step <= PLAIN_FIRST_STEPS or step >= steps or now - last >= PLAIN_SECONDS
+                or _tenth(step, steps) > tenth)
+
+    def _times(self, step: int, steps: int, now: float) -> str:
+        left = self._pace.left(steps - step)
+        return f"{duration(self._pace.elapsed(now))} elapsed" + (f", {duration(left)} left" if left is not None else "")
+
+    def _show_progress(self, step: int, steps: int, figures: list[str], now: float) -> None:
+        if self._progress is None:
+            self._progress = _rich_progress(self._rich)
+            self._bar = self._progress.add_task("", total=max(steps, 1), figures=self._text(""))
+            self._progress.start()
+        line = "  ".join([f"{step}/{steps}", self._times(step, steps, now), *figures])
+        self._progress.update(self._bar, completed=step, figures=self._text(line))
+        self._progress.refresh()
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        if self._rich is None:
+            widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+            for row in [head, *rows]:
+                self._write("  ".join([row[0].ljust(widths[0]),
+                                       *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]).rstrip())
+            return
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD)
+        for i, title in enumerate(head):
+            table.add_column(title, justify="right" if i else "left")
+        for row in rows:
+            table.add_row(*(self._text(cell) for cell in row))
+        self._rich.print(table)
+
+
+class Pace:
+    """Time since the start, and time left by the mean over the last steps (compilation soon falls out of it)."""
+
+    def __init__(self, start: float, window: int = 20) -> None:
+        self._start = start
+        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
+
+    def mark(self, now: float, step: int) -> None:
+        self._marks.append((now, step))
+
+    def elapsed(self, now: float) -> float:
+        return now - self._start
+
+    def left(self, num_steps: int) -> float | None:
+        """Seconds for `num_steps` more; None until two steps have been marked."""
+        if len(self._marks) < 2:
+            return None
+        (first, begun), (last, done) = self._marks[0], self._marks[-1]
+        return None if done <= begun else (last - first) / (done - begun) * max(num_steps, 0)
+
+
+class _EscapingStream:
+    """A stream that cannot fail on a character: rich draws some of its own (an ellipsis) in any encoding."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        return self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _rich_console(stream: TextIO, width: int | None) -> Any:
+    from rich.console import Console as RichConsole
+
+    escaping = cast(TextIO, _EscapingStream(stream))
+    return RichConsole(file=escaping, force_terminal=True, width=width, highlight=False, emoji=False, markup=False)
+
+
+def _rich_progress(console: Any) -> Any:
+    from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
+    from rich.table import Column
+
+    class Figures(RenderableColumn):
+        def render(self, task: Any) -> Any:
+            return task.fields["figures"]
+
+    return Progress(TextColumn("step"), BarColumn(bar_width=20), Figures("", table_column=Column(ratio=1)),
+                    console=console, auto_refresh=False, expand=True)
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """The text with control characters (but line ends and tabs) and what `encoding` lacks written as escapes."""
+    shown = "".join(c if c in "\n\t" or not _is_control(c) else c.encode("unicode_escape").decode() for c in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _is_control(character: str) -> bool:
+    code = ord(character)
+    return code < 0x20 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+
+
+def _indented(text: str) -> str:
+    shown = text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT]
+    rest = len(text) - len(shown)
+    lines = [f"    {line}".rstrip() for line in shown.split("\n")]
+    return "\n".join(lines + ([f"    ... {rest} more characters"] if rest else []))
+
+
+def _tenth(step: int, steps: int) -> int:
+    return 10 * step // max(steps, 1)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt for reading: text as it is, messages one below the other."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in prompt)

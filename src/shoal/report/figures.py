@@ -1,0 +1,137 @@
+"""How figures are read: numbers, shares, times and speeds as text, without a terminal or colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.report.metrics import wilson_interval
+
+STEP_FIGURES = (
+    ("reward/mean", "reward", "number"),
+    ("groups/informative", "informative", "share"),
+    ("kl", "kl", "number"),
+    ("completions/length_mean", "length", "tokens"),
+    ("completions/cut", "cut", "share"),
+    ("throughput/sample_tokens_per_second", "sampling", "speed"),
+    ("throughput/train_tokens_per_second", "training", "speed"),
+)
+"""Metric, its word on the step's line, its form; those absent from a step are left out of its line."""
+
+
+def one_line(text: object) -> str:
+    """The text with every run of white space as one blank."""
+    return " ".join(str(text).split())
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, hours where there are some: 0:05, 1:02:03."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def step_figures(metrics: Mapping[str, float]) -> list[str]:
+    """What a step's line says of its metrics, in the order of STEP_FIGURES; skipped updates where there are any."""
+    figures = [f"{word} {_FORMS[form](metrics[name])}" for name, word, form in STEP_FIGURES
+               if metrics.get(name) is not None]
+    skipped = metrics.get("update/skipped")
+    return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
+
+
+def _speed(value: float) -> str:
+    for limit, divisor, letter in ((1e6, 1e6, "M"), (1e3, 1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / divisor:.1f}{letter} tokens/s"
+    return f"{value:.0f} tokens/s"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+_FORMS: dict[str, Callable[[float], str]] = {
+    "number": lambda value: f"{value:.3g}", "share": _share, "tokens": lambda value: f"{value:.1f}", "speed": _speed,
+}
+
+
+def _is_share(name: str) -> bool:
+    return name.startswith(("accuracy", "pass", "maj")) or name.endswith(("share", "fraction", "well_formed", "cut"))
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+
+
+def figure_text(name: str, value: Any) -> str:
+    """One figure for reading: shares in percent, seconds as a time, other numbers short, the rest as text."""
+    if not _is_number(value):
+        return one_line(value)
+    number = float(value)
+    if not math.isfinite(number):
+        return "not a number"
+    if _is_share(name):
+        return f"{100 * number:.1f}%"
+    if name.endswith("tokens_per_second"):
+        return _speed(number)
+    if name.endswith("seconds") or name.startswith("seconds"):
+        return f"{number:.1f} s"
+    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}"
+
+
+def evaluation_text(figures: Mapping[str, Any]) -> str:
+    """The figures in one line; the first carries protocol, number of questions and, an accuracy, its interval."""
+    names = [name for name in figures if name not in ("num_questions", "protocol")]
+    parts = [f"{name.replace('_', ' ')} {figure_text(name, figures[name])}" for name in names]
+    terms = [one_line(figures["protocol"])] if figures.get("protocol") else []
+    questions = figures.get("num_questions")
+    if questions is not None:
+        terms.append(f"{questions} questions")
+    about = "; ".join(part for part in (", ".join(terms), _interval_text(names, figures, questions)) if part)
+    if about:
+        parts[:1] = [f"{parts[0]} ({about})" if parts else f"({about})"]
+    return "  ".join(parts)
+
+
+def _interval_text(names: list[str], figures: Mapping[str, Any], questions: Any) -> str:
+    if not names or names[0] != "accuracy" or not questions or not _is_number(figures["accuracy"]):
+        return ""
+    if not 0 <= float(figures["accuracy"]) <= 1:
+        return ""
+    low, high = wilson_interval(float(figures["accuracy"]) * int(questions), int(questions))
+    return f"95% interval {100 * low:.1f}-{100 * high:.1f}"
+
+
+def summary_rows(before: Mapping[str, Mapping[str, Any]],
+                 after: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """One row a figure: its name (with the number of questions and the protocol), before, after, change.
+
+    Figures only one side has are shown with a dash on the other."""
+    rows = []
+    for subset in dict.fromkeys([*before, *after]):
+        old, new = before.get(subset, {}), after.get(subset, {})
+        about = new or old
+        terms = ", ".join(filter(None, [str(about.get("protocol", "")),
+                                        f"{about['num_questions']} questions" if "num_questions" in about else ""]))
+        for name in dict.fromkeys([*old, *new]):
+            if name in ("num_questions", "protocol") or not _is_number(old.get(name, new.get(name))):
+                continue
+            title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == "accuracy" and terms else "")
+            rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))
+    return rows
+
+
+def _cell(name: str, figures: Mapping[str, Any]) -> str:
+    return figure_text(name, figures[name]) if name in figures else "-"
+
+
+def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    if not _is_number(old.get(name)) or not _is_number(new.get(name)):
+        return ""
+    difference = float(new[name]) - float(old[name])
+    if not math.isfinite(difference):
+        return ""
+    return f"{100 * difference:+.1f} points" if _is_share(name) else f"{difference:+.3g}"

@@ -1,0 +1,320 @@
+"""Puts a job together in one process: from a configuration to devices, model, data, sampler, trainer, and back.
+
+    config -> roles -> model, tokenizer -> task, prompts -> engine, source -> learner, updater -> Run.train
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shoal.config.schema import (
+    Config,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    MeshSection,
+    ModelSection,
+    SamplingSection,
+)
+from shoal.mesh import Role, Roles, make_roles
+from shoal.model import hf
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Architecture, Model
+from shoal.report.console import Console
+from shoal.report.sink import RunFolder
+from shoal.runtime.compilation import CompilationCounter
+from shoal.runtime.local import LocalSource, drive
+from shoal.sampler.engine import Engine
+from shoal.task.task import Task, load_task
+from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, find_checkpoint, load_parameters
+from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.loop import Run
+from shoal.trainer.prompts import Prepared, PromptStream, prepare
+from shoal.trainer.record import Recorder
+from shoal.trainer.step import Learner, Objective
+from shoal.trainer.update import Updater
+from shoal.types import Address, Params, Purpose, SampleRequest, SamplingParams, ShoalError
+
+REMAT_BYTES = 2 << 30
+"""Activations of a micro-batch above which blocks are recomputed by default."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model as a job uses it."""
+
+    folder: Path  # holds config.json and the tokenizer
+    architecture: Architecture
+    tokenizer: Tokenizer
+    parameters: Params
+
+
+def open_model(section: ModelSection, role: Role, console: Console) -> Opened:
+    """A folder or hub id in Hugging Face format, or a run of ours, or one of its checkpoints."""
+    local = Path(section.path)
+    checkpoint = find_checkpoint(local) if local.is_dir() else None
+    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hf.locate(section.path)
+    architecture = hf.architecture_of(folder)
+    tokenizer = Tokenizer.load(folder, section.template)
+    tokenizer.check_vocabulary(architecture)
+    for note in tokenizer.notes:
+        console.note(note)
+    parameters = load_parameters(*checkpoint, architecture, role) if checkpoint else hf.load(folder, architecture, role)
+    return Opened(folder, architecture, tokenizer, parameters)
+
+
+def compute_dtype(name: str) -> Any:
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:
+    """What the backward pass keeps of `tokens` tokens where each layer's products with weights are kept."""
+    a_token = 3 * a.width + (a.num_heads + 2 * a.num_key_heads) * a.head_width + 2 * a.feed_forward
+    return a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize
+
+
+def make_model(section: ModelSection, opened: Opened, role: Role, micro_tokens: int) -> Model:
+    dtype, remat = compute_dtype(section.dtype), section.remat
+    if remat == "auto":
+        remat = "full" if activation_bytes(opened.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
+    return Model(opened.architecture, role, dtype, remat)
+
+
+def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
+                 truncated: bool) -> Callable[[int], Engine]:
+    """Makes the engine for groups of a size; `slots` completions at once in all."""
+
+    def make(group_size: int) -> Engine:
+        return Engine(
+            model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
+            max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
+            decode=tokenizer.decode, truncated=truncated)
+
+    return make
+
+
+def sampling_params(s: SamplingSection) -> SamplingParams:
+    return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_completion_tokens, s.stop)
+
+
+def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
+                 console: Console) -> dict[str, list[Prepared]]:
+    """Each evaluation set's questions with their tokens; those too long are dropped, counted and said."""
+    sets = {}
+    for subset, examples in task.evaluations.items():
+        prepared = [prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts)
+                    for example in examples]
+        sets[subset] = [entry for entry in prepared if entry is not None]
+        if dropped := len(prepared) - len(sets[subset]):
+            console.warning(f"{dropped} of {len(prepared)} questions of {subset} have more than "
+                            f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are left out")
+        if not sets[subset]:
+            raise ShoalError(f"no question of {subset} has at most {sampling.max_prompt_tokens} tokens: raise "
+                             "sampling.max_prompt_tokens")
+    return sets
+
+
+def peak_bytes() -> int:
+    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def check_trainable(config: Config) -> None:
+    s = config.sampling
+    if s.top_k or s.top_p < 1 or s.min_p:
+        raise ShoalError(f"sampling.top_k={s.top_k}, top_p={s.top_p:g}, min_p={s.min_p:g}: training samples the whole "
+                         "distribution, truncated samples would bias the ratio; set them to 0, 1 and 0")
+    if s.temperature == 0:
+        raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
+                         "set it to 1.0")
+
+
+def assemble_run(config: Config, config_text: tuple[str, str], reward_functions: Sequence[Callable],
+                 console: Console) -> Run:
+    """Everything that can be wrong with a configuration is met here, before the run folder exists."""
+    started = time.perf_counter()
+    compilations = CompilationCounter()
+    check_trainable(config)
+    task = load_task(config.task, config.reward, reward_functions)
+    roles = make_roles(config.mesh)
+    opened = open_model(config.model, roles.trainer, console)
+    for note in task.notes:
+        console.note(note)
+    tokenizer = opened.tokenizer
+    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, config.sampling.max_prompt_tokens,
+                           config.sampling.long_prompts)
+    sets = prepare_sets(task, tokenizer, config.sampling, console)
+    first = prompts.peek()
+    folder = RunFolder.create(config.base_output_directory, config.run_name)
+    folder.write_config(*config_text)
+    copy_model_files(opened.folder, folder.path / MODEL_FOLDER)
+    console.note(f"run folder {folder.path}")
+    console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
+
+    model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
+    source = make_source(config, model.on(roles.sampler), tokenizer, task, roles)
+    num_updates = config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
+    learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates)
+    reference = opened.parameters if config.algorithm.kl_coef > 0 else None
+    recorder = Recorder(folder, console, prompts, config.steps, config.report.groups, source.read_clock,
+                        compilations.read, peak_bytes, started=started)
+    recorder.spent("start", time.perf_counter() - started)
+    return Run(
+        config=config,
+        parameters=opened.parameters,
+        updater=Updater(learner, config.algorithm, config.batch, config.sampling.temperature, config.seed, reference),
+        source=source,
+        prompts=prompts,
+        evaluator=Evaluator(sets, sampling_params(config.sampling), config.train.pass_k),
+        folder=folder,
+        console=console,
+        checkpoints=Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last),
+        recorder=recorder,
+    )
+
+
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, roles: Roles) -> LocalSource:
+    completions = config.batch.prompts_per_step * config.batch.group_size
+    slots = config.sampling.slots_per_device * roles.sampler.mesh.size or completions
+    make = engine_maker(model, tokenizer, config.sampling, slots, truncated=False)
+    return LocalSource(model, make, task, tokenizer.decode, config.seed, config.steps)
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Config and tokenizer of the model, so that checkpoints need nothing else."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", *hf.TOKENIZER_FILES):
+        if (source / name).is_file():
+            shutil.copy2(source / name, target / name)
+
+
+def train(config: Config, config_text: tuple[str, str] = ("", ""), reward_functions: Sequence[Callable] = (),
+          console: Console | None = None) -> dict[str, Any]:
+    """`shoal train`: returns the summary, which also stands in the run folder."""
+    with console or Console() as console:
+        run = assemble_run(config, config_text, reward_functions, console)
+        try:
+            return run.train()
+        finally:
+            run.checkpoints.close()
+            run.folder.close()
+
+
+def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
+             console: Console | None = None) -> dict[str, Any]:
+    """`shoal eval`: figures by data set, with their protocol."""
+    with console or Console() as console:
+        task = load_task(config.task, config.reward, reward_functions)
+        roles = make_roles(config.mesh)
+        opened = open_model(config.model, roles.sampler, console)
+        for note in task.notes:
+            console.note(note)
+        model = make_model(config.model, opened, roles.sampler, 0)
+        params = sampling_params(config.sampling)
+        make = engine_maker(model, opened.tokenizer, config.sampling, config.batch * roles.sampler.mesh.size,
+                            params.truncated)
+        source = LocalSource(model, make, task, opened.tokenizer.decode, config.seed, 0)
+        source.publish(0, opened.parameters)
+        sets = prepare_sets(task, opened.tokenizer, config.sampling, console)
+        figures, _ = Evaluator(sets, params, config.pass_k).evaluate(source, 0, 0, sampled=True)
+        for subset, values in figures.items():
+            console.evaluation(subset, values)
+    if config.output:
+        write_text(Path(config.output), json.dumps(figures, indent=2) + "\n")
+    return figures
+
+
+def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
+    """`shoal generate`: a row a completion, in the order of the prompts."""
+    from shoal.config.compose import require_given
+
+    require_given(config, "prompts", "output")
+    with console or Console() as console:
+        rows = read_prompts(Path(config.prompts))
+        roles = make_roles(config.mesh)
+        opened = open_model(config.model, roles.sampler, console)
+        model = make_model(config.model, opened, roles.sampler, 0)
+        params, tokenizer = sampling_params(config.sampling), opened.tokenizer
+        make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size,
+                            params.truncated)
+        source_model = LocalSource(model, make, None, tokenizer.decode, config.seed, 0)  # type: ignore[arg-type]
+        source_model.publish(0, opened.parameters)
+        engine = make(config.num_generations)
+        engine.load(0, source_model.versions[0])
+        requests = []
+        for number, prompt in enumerate(rows):
+            ids = tokenizer.encode_prompt(prompt)
+            address = Address(config.seed, Purpose.GENERATE.value, 0, number)
+            requests.append(SampleRequest(number, ids, config.num_generations, address, params))
+        engine.submit(requests)
+        completions = drive(engine)
+    lines = []
+    for request in requests:
+        for index in range(config.num_generations):
+            completion = completions[request.id, index]
+            lines.append(json.dumps({
+                "prompt_ids": request.prompt_ids.tolist(),
+                "completion_ids": completion.token_ids.tolist(),
+                "logprobs": [float(value) for value in completion.logprobs],
+                "completion": tokenizer.decode(completion.token_ids.tolist()),
+                "stop_reason": completion.stop_reason.value,
+            }, ensure_ascii=False))
+    write_text(Path(config.output), "".join(line + "\n" for line in lines))
+    return {"completions": len(lines), "output": config.output}
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """The `prompt` of every line of a jsonl file."""
+    if not path.is_file():
+        raise ShoalError(f"prompts={path}: no such file")
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ShoalError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict) or "prompt" not in row:
+            raise ShoalError(f"{path}, line {number} has no `prompt` (text or messages)")
+        prompts.append(row["prompt"])
+    if not prompts:
+        raise ShoalError(f"{path} holds no prompt")
+    return prompts
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
+    """`shoal export`: the newest weights of a run (or one checkpoint) as a folder that transformers loads."""
+    from shoal.config.compose import require_given
+
+    require_given(config, "source", "to")
+    with console or Console() as console:
+        roles = make_roles(MeshSection())
+        opened = open_model(ModelSection(path=config.source), roles.trainer, console)
+        hf.save(config.to, opened.parameters, opened.architecture, opened.folder, config.dtype)
+        console.note(f"wrote {config.to}")
+    return {"to": config.to}

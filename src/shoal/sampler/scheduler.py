@@ -1,0 +1,64 @@
+"""Decides what runs next: which waiting prompts enter which free group slots. Sees numbers, never an array."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Admission:
+    """One prefill: request ids and the group slots they enter; all prompts fit `bucket` tokens."""
+
+    bucket: int
+    ids: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass
+class Scheduler:
+    """First come, first served, a bucket of prompt lengths at a time.
+
+    Prompts enter together, `prefill_rows` at once: a prefill costs the same however many of its rows are used, so it
+    waits until it can be filled, unless nothing else is left to run.
+    """
+
+    num_slots: int
+    prefill_rows: int
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (id, bucket)
+    running: dict[int, int] = field(default_factory=dict)  # id -> slot
+    free: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.num_slots))
+
+    def submit(self, id: int, bucket: int) -> None:
+        if id in self.running or any(id == other for other, _ in self.waiting):
+            raise ValueError(f"request {id} was submitted already")
+        self.waiting.append((id, bucket))
+
+    def admit(self) -> Admission | None:
+        """The next prefill, or None when decoding should go on."""
+        wanted = min(self.prefill_rows, len(self.waiting))
+        if wanted == 0 or not self.free or (len(self.free) < wanted and self.running):
+            return None
+        bucket = self.waiting[0][1]
+        room = min(self.prefill_rows, len(self.free))
+        ids = [id for id, size in self.waiting if size == bucket][:room]
+        chosen = set(ids)
+        self.waiting = deque(entry for entry in self.waiting if entry[0] not in chosen)
+        slots = [self.free.pop(0) for _ in ids]
+        self.running.update(zip(ids, slots, strict=True))
+        return Admission(bucket, tuple(ids), tuple(slots))
+
+    def finish(self, id: int) -> None:
+        """Frees a group's slot, or takes it off the queue."""
+        if id in self.running:
+            self.free.append(self.running.pop(id))
+            self.free.sort()
+        else:
+            self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting

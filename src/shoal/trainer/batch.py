@@ -1,0 +1,155 @@
+"""Groups to batches of fixed shape: `LearnerBatch`, what enters the compiled update, and the way back.
+
+A row holds one prompt and S slots, a slot one completion. Shapes come from a few buckets, rows are filled up with
+empty ones, so that neither the number of groups nor their lengths compile anything anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from shoal.types import Completion, Group
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LearnerBatch:
+    """One micro-batch: R rows, each a prompt of up to Tp tokens and S slots of up to C.
+
+    >>> batch.prefix[0, :3], batch.prefix_len[0]      # right-padded
+    (array([5, 8, 13]), 3)
+    >>> batch.segment[0, 0]                           # slot 0 of row 0 holds a completion of 3 tokens
+    array([1, 1, 1, 0])
+    """
+
+    prefix: Any  # int32[R, Tp]
+    prefix_len: Any  # int32[R]
+    slots: Any  # int32[R, S, C]
+    segment: Any  # int32[R, S, C]: 0 = padding, else the number of the completion within its slot, from 1
+    drawn: Any  # bool[R, S, C]: the model drew this token; only such tokens have loss, KL and entropy
+    weight: Any  # float32[R, S, C]: of the token's loss; aggregation and denominator of the whole update are in it
+    advantage: Any  # float32[R, S, C]
+    beh: Any  # float32[R, S, C]: log-probs of the sampler
+    old: Any  # float32[R, S, C]: of the trainer before the first update on this batch
+    ref: Any  # float32[R, S, C]: of the reference
+    temperature: Any  # float32[]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of every micro-batch of an update."""
+
+    rows: int
+    prefix: int
+    slots: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.prefix + self.slots * self.length)
+
+
+Place = tuple[int, int, int]
+"""(row, slot, segment)"""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A LearnerBatch of host arrays and where each (group, completion) lies in it."""
+
+    arrays: LearnerBatch
+    places: dict[tuple[int, int], Place]
+
+    def take(self, values: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+        """values[R, S, C] -> each completion's own, by (group, completion)."""
+        found = {}
+        for key, (row, slot, segment) in self.places.items():
+            found[key] = values[row, slot][np.asarray(self.arrays.segment)[row, slot] == segment]
+        return found
+
+
+def bucket(size: int, smallest: int = 16) -> int:
+    """The least of 16, 24, 32, 48, 64, 96, ... that holds `size`: at most a third is padding."""
+    top = smallest
+    while top < size:
+        top *= 2
+    return top * 3 // 4 if top > smallest and size <= top * 3 // 4 else top
+
+
+def choose_shape(groups: Sequence[Group], num_prompts: int, group_size: int, micro_tokens: int,
+                 row_shards: int) -> Shape:
+    """The shape for an update on these groups: as many rows as `micro_tokens` a device allow, at least one a device.
+
+    A group whose completions do not fit one row takes several; its prompt is then computed once a row.
+    """
+    prefix = bucket(max(len(g.prompt_ids) for g in groups))
+    length = bucket(max((len(c) for g in groups for c in g.completions), default=1))
+    slots = _even(group_size, max(1, (micro_tokens - prefix) // length))
+    rows = -(-num_prompts * -(-group_size // slots) // row_shards)
+    return Shape(_even(rows, max(1, micro_tokens // (prefix + slots * length))) * row_shards, prefix, slots, length)
+
+
+def _even(count: int, most: int) -> int:
+    """The size of equal parts, none above `most`, into which `count` falls with the least padding."""
+    return -(-count // -(-count // most))
+
+
+TokenValues = Mapping[tuple[int, int], np.ndarray]
+"""Values by token, float32[T] for each (group, completion)."""
+
+
+def pack(
+    groups: Sequence[Group],
+    include: Sequence[int],
+    advantages: np.ndarray,
+    weights: np.ndarray,
+    shape: Shape,
+    temperature: float,
+    old: TokenValues | None = None,
+    ref: TokenValues | None = None,
+) -> list[MicroBatch]:
+    """Lays the groups numbered in `include` out in micro-batches of one shape.
+
+    `advantages[P, G]`, `weights[P, G]` (of each token of a completion). Completions that are not valid are left out.
+    At least one micro-batch comes back: an update without rows applies a gradient of 0.
+    """
+    rows: list[tuple[int, list[int]]] = []
+    for number in include:
+        group = groups[number]
+        members = [i for i in range(group.size) if group.valid[i] and len(group.completions[i])]
+        rows.extend((number, members[at : at + shape.slots]) for at in range(0, len(members), shape.slots))
+    starts = range(0, max(1, len(rows)), shape.rows)
+    batches = [_fill(groups, advantages, weights, shape, temperature, rows[at : at + shape.rows]) for at in starts]
+    for batch in batches:
+        for values, target in ((old, batch.arrays.old), (ref, batch.arrays.ref)):
+            for key, (row, slot, _) in batch.places.items() if values else ():
+                assert values is not None
+                target[row, slot, : len(values[key])] = values[key]
+    return batches
+
+
+def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, shape: Shape, temperature: float,
+          rows: list[tuple[int, list[int]]]) -> MicroBatch:
+    grid = (shape.rows, shape.slots, shape.length)
+    prefix, prefix_len = np.zeros((shape.rows, shape.prefix), np.int32), np.zeros(shape.rows, np.int32)
+    slots, segment, drawn = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
+    weight, advantage, beh, old, ref = (np.zeros(grid, np.float32) for _ in range(5))
+    places: dict[tuple[int, int], Place] = {}
+    for row, (number, members) in enumerate(rows):
+        group = groups[number]
+        prefix[row, : len(group.prompt_ids)], prefix_len[row] = group.prompt_ids, len(group.prompt_ids)
+        for slot, index in enumerate(members):
+            completion: Completion = group.completions[index]
+            at = (row, slot, slice(0, len(completion)))
+            slots[at], segment[at], drawn[at] = completion.token_ids, 1, completion.drawn
+            weight[at] = weights[number, index] * completion.drawn
+            advantage[at], beh[at] = advantages[number, index], completion.logprobs
+            places[number, index] = (row, slot, 1)
+    arrays = LearnerBatch(prefix, prefix_len, slots, segment, drawn, weight, advantage, beh, old, ref,
+                          np.float32(temperature))
+    return MicroBatch(arrays, places)

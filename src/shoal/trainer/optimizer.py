@@ -1,0 +1,44 @@
+"""AdamW with warm-up, decay and clipping by global norm, and where its state lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shoal.config.schema import OptimizerSection
+from shoal.types import Params
+
+
+def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any], Any]:
+    """Update number (from 0) -> learning rate: up from 0 over the warm-up (the first update takes a part of it),
+    then constant, or down to 0 at the last update."""
+    warmup, rest = section.warmup_steps, max(1, num_updates - section.warmup_steps)
+    after = {
+        "constant": optax.constant_schedule(section.lr),
+        "linear": optax.linear_schedule(section.lr, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(section.lr, rest),
+    }[section.schedule]
+
+    def rate(update: Any) -> Any:
+        rising = section.lr * (update + 1) / max(1, warmup)
+        return jnp.where(update < warmup, rising, after(update - warmup))
+
+    return rate
+
+
+def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any], decays: Any) -> optax.GradientTransformation:
+    """`decays`: a tree of bools over the parameters; weight decay applies where True."""
+    parts = [optax.clip_by_global_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
+    adamw = optax.adamw(rate, section.beta1, section.beta2, weight_decay=section.weight_decay, mask=decays)
+    return optax.chain(*parts, adamw)
+
+
+def state_shardings(optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, other: Any) -> Any:
+    """Moments are split as their parameters are; counters lie on every device (`other`)."""
+    state = jax.eval_shape(optimizer.init, shapes)
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: other)

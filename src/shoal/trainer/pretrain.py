@@ -1,0 +1,122 @@
+"""Makes the tiny model: a tokenizer, random weights, and supervised steps on worked solutions.
+
+The steps run through the same `forward` and the same batches as reinforcement learning; only the loss differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shoal.mesh import Role
+from shoal.model.transformer import Architecture, Model, declare, initialise, is_declared
+from shoal.trainer.batch import LearnerBatch, bucket
+from shoal.trainer.step import batch_logprobs
+from shoal.types import Params
+
+END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+CHUNK_ELEMENTS = 2**25
+
+
+def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
+    """Trains a byte-level BPE tokenizer in which every digit stands alone, and writes it with its chat template."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    specials = [PAD, END, SYSTEM, USER, ASSISTANT]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(TAGS), special_tokens=specials, show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD, "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": False, "model_max_length": 1024,
+    }
+    ids = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
+    (folder / "generation_config.json").write_text(json.dumps(ids) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def tiny_architecture(width: int, layers: int, vocabulary: int) -> Architecture:
+    """A Qwen3-shaped decoder of this width: heads of 32, two query heads to a key head, feed-forward 3 x wide."""
+    heads = width // 32
+    return Architecture(
+        vocab_size=vocabulary, width=width, feed_forward=3 * width, num_layers=layers, num_heads=heads,
+        num_key_heads=max(1, heads // 2), head_width=32, rope_theta=10000.0, tie_embeddings=True, qk_norm=True)
+
+
+def supervised_batch(prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LearnerBatch:
+    """A row and a slot for each pair of token ids; every target token weighs the same."""
+    rows = len(prompts)
+    prefix = np.zeros((rows, bucket(max(map(len, prompts)))), np.int32)
+    slots = np.zeros((rows, 1, bucket(max(map(len, targets)))), np.int32)
+    segment = np.zeros_like(slots)
+    for row, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
+        prefix[row, : len(prompt)] = prompt
+        slots[row, 0, : len(target)], segment[row, 0, : len(target)] = target, 1
+    drawn = segment > 0
+    zeros = np.zeros(slots.shape, np.float32)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    weight = (drawn / drawn.sum()).astype(np.float32)
+    return LearnerBatch(prefix, lengths, slots, segment, drawn, weight, zeros, zeros, zeros, zeros, np.float32(1.0))
+
+
+def run_pretraining(
+    architecture: Architecture,
+    role: Role,
+    batch_of: Callable[[int], LearnerBatch],
+    *,
+    steps: int,
+    lr: float,
+    seed: int,
+    after: Callable[[int, float, Params], bool],
+) -> Params:
+    """Minimises the cross-entropy of `batch_of(step)`'s targets; `after(step, loss, parameters)` may stop it."""
+    model = Model(architecture, role)
+    rate = optax.warmup_cosine_decay_schedule(0.0, lr, min(100, max(1, steps // 10)), steps, lr / 10)
+    decays = jax.tree.map(lambda d: d.decays, declare(architecture), is_leaf=is_declared)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0),
+                            optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=decays))
+    update = jax.jit(partial(_update, model, optimizer), donate_argnums=(0, 1))
+    parameters = initialise(architecture, seed, role)
+    moments = jax.jit(optimizer.init)(parameters)
+    for step in range(steps):
+        batch = batch_of(step)
+        temperature = batch.temperature
+        batch = replace(role.put_rows(replace(batch, temperature=None)), temperature=temperature)
+        parameters, moments, loss = update(parameters, moments, batch)
+        if after(step + 1, loss, parameters):
+            break
+    return parameters
+
+
+def _update(model: Model, optimizer: optax.GradientTransformation, parameters: Params, moments: Any,
+            batch: LearnerBatch) -> tuple[Params, Any, jax.Array]:
+    def loss(parameters: Params) -> jax.Array:
+        lp, _ = batch_logprobs(model, parameters, batch, CHUNK_ELEMENTS)
+        return -jnp.sum(batch.weight * lp)
+
+    value, gradient = jax.value_and_grad(loss)(parameters)
+    change, moments = optimizer.update(gradient, moments, parameters)
+    return optax.apply_updates(parameters, change), moments, value

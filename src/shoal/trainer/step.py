@@ -1,0 +1,235 @@
+"""The jitted update: log-probs of a batch, `accumulate` its gradient, `apply` the sum; and the `Scorer`.
+
+    LearnerBatch -> forward -> token_logprobs -> policy loss + KL -> sum(weight * token loss) -> gradient
+
+`accumulate` runs once a micro-batch, `apply` once an update: their number never compiles anything anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shoal.algorithm.kl import token_kl
+from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
+from shoal.algorithm.policy_loss import POLICY_LOSSES
+from shoal.config.schema import AlgorithmSection, OptimizerSection
+from shoal.model.attention import segment_index, share_prefix
+from shoal.model.transformer import Model, declare, forward, is_declared, logits, shardings
+from shoal.trainer.batch import LearnerBatch
+from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
+from shoal.types import Params
+
+MAX_IN_FLIGHT = 2
+"""Compiled steps that may run undrained: more, with collectives, can deadlock simulated devices."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """`trainable` and `frozen` have the same structure; each parameter is in one of them, None in the other."""
+
+    trainable: Params
+    frozen: Params
+    optimizer: Any
+    updates: Any  # int32[]: updates applied; a skipped one does not count
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Accumulated:
+    """Sums over the micro-batches of one update."""
+
+    gradient: Params
+    loss: Any
+    sums: Any  # name -> (sum, count)
+    maxima: Any  # name -> number
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: static, part of the compiled update. `use_old`: the batch's `old` are given, else they are
+    this update's own log-probs under stop-gradient (one update a batch: clipping never acts)."""
+
+    loss: str
+    clip_low: float
+    clip_high: float
+    kl: str
+    kl_coef: float
+    use_old: bool
+    chunk_elements: int = CHUNK_ELEMENTS
+
+    @classmethod
+    def of(cls, a: AlgorithmSection) -> Objective:
+        several = a.num_epochs * a.num_minibatches > 1
+        return cls(a.loss, a.clip_low, a.clip_high, a.kl, a.kl_coef, several)
+
+
+def assemble(trainable: Params, frozen: Params) -> Params:
+    """The whole parameters from their two parts."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None)
+
+
+def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int) -> Any:
+    """(log-probs, entropy), float32[R, S, C] each; a row's prompt is computed once for all its slots.
+
+    A token's value comes from the hidden state before it: the first of a segment reads the prompt's last.
+    """
+    rows, slots, size = batch.slots.shape
+    prefix_size = batch.prefix.shape[1]
+    index = segment_index(batch.segment)
+    own_positions = (batch.prefix_len[:, None, None] + index).reshape(rows, -1)
+    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(prefix_size), batch.prefix.shape), own_positions], 1)
+    tokens = jnp.concatenate([batch.prefix, batch.slots.reshape(rows, -1)], axis=1)
+    mix = share_prefix(prefix_size, batch.prefix_len, batch.segment)
+    hidden, _ = forward(model, parameters, tokens, positions, mix)
+    last = jnp.maximum(batch.prefix_len - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(hidden[:, :prefix_size], last, axis=1)[:, :, None]  # [R, 1, 1, D]
+    own = hidden[:, prefix_size:].reshape(rows, slots, size, -1)
+    before = jnp.pad(own, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
+    before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
+    chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
+    project = partial(_project, model, parameters)
+    both = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk)
+    return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in both)
+
+
+def _project(model: Model, parameters: Params, hidden: jax.Array) -> jax.Array:
+    return model.role.constrain(logits(model, parameters, hidden), "rows", None, "vocab")
+
+
+def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
+    """(loss, (sums, maxima, log-probs)): the micro-batch's part of the update's loss, and its metrics."""
+    lp, entropy = batch_logprobs(model, parameters, batch, objective.chunk_elements)
+    mask = batch.drawn
+    old = batch.old if objective.use_old else jax.lax.stop_gradient(lp)
+    token_loss, policy = POLICY_LOSSES[objective.loss](
+        lp, old, batch.advantage, mask, batch.segment, clip_low=objective.clip_low, clip_high=objective.clip_high)
+    count = mask.sum(dtype=jnp.float32)
+    sums = {
+        "clip/fraction": policy["clip_fraction"],
+        "clip/low": policy["clip_low_fraction"],
+        "clip/high": policy["clip_high_fraction"],
+        "ratio/mean": policy["ratio"],
+        "entropy": (jnp.where(mask, entropy, 0.0).sum(), count),
+    }
+    if objective.kl_coef:
+        divergence = token_kl(objective.kl, lp, batch.ref, mask)
+        token_loss += objective.kl_coef * divergence
+        sums["kl"] = (divergence.sum(), count)
+    fixed = jax.lax.stop_gradient(lp)
+    difference = jnp.where(mask, jnp.abs(fixed - batch.beh), 0.0)
+    w = jnp.where(mask, jnp.exp(jnp.where(mask, fixed - batch.beh, 0.0)), 0.0)
+    sums["mismatch/logprob_mean"] = (difference.sum(), count)
+    sums["mismatch/w"] = (w.sum(), count)
+    sums["mismatch/w2"] = ((w * w).sum(), count)
+    return (batch.weight * token_loss).sum(), (sums, {"mismatch/logprob_max": difference.max()}, fixed)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one update did."""
+
+    loss: Any
+    grad_norm: Any
+    lr: Any
+    skipped: Any  # 1 where the gradient was not finite: parameters and moments stay as they were
+
+
+class Learner:
+    """The trainer's compiled steps. Parameters are not donated: a sampler may hold them; the gradient's buffers
+    become the new parameters'."""
+
+    def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int):
+        self.model, self.objective = model, objective
+        declared = declare(model.architecture)
+        decays = jax.tree.map(lambda d: d.decays, declared, is_leaf=is_declared)
+        self.rate = learning_rate(section, num_updates)
+        self.optimizer = make_optimizer(section, self.rate, decays)
+        split, everywhere = shardings(model.architecture, model.role), model.role.replicated
+        shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declared, is_leaf=is_declared)
+        moments = state_shardings(self.optimizer, shapes, split, everywhere)
+        nothing = jax.tree.map(lambda _: None, split)
+        self.layout = TrainState(split, nothing, moments, everywhere)
+        self._init = jax.jit(self.optimizer.init, out_shardings=moments)
+        sums = (Accumulated(split, everywhere, everywhere, everywhere), None)
+        self._first = jax.jit(partial(_accumulate, model, objective, None), out_shardings=sums)
+        self._next = jax.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=sums)
+        self._apply = jax.jit(partial(_apply, self.optimizer, self.rate), donate_argnames=("gradient", "moments"),
+                              out_shardings=(self.layout, everywhere))
+        self._score = jax.jit(partial(_score, model, objective.chunk_elements))
+        self._in_flight: deque[Any] = deque()
+
+    def init(self, parameters: Params) -> TrainState:
+        nothing = jax.tree.map(lambda _: None, parameters)
+        updates = jax.device_put(np.int32(0), self.model.role.replicated)
+        return TrainState(parameters, nothing, self._init(parameters), updates)
+
+    def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
+        """Adds a micro-batch's gradient and metrics; also its log-probs, float32[R, S, C]."""
+        batch = self.put(batch)
+        parts = (state.trainable, state.frozen, batch)
+        result = self._first(*parts) if total is None else self._next(total, *parts)
+        self._bound(result[1])
+        return result
+
+    def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Applied]:
+        """One update of the optimizer. `total` is spent."""
+        rest = (total.loss, state.trainable, state.frozen, state.updates)
+        state, applied = self._apply(*rest, gradient=total.gradient, moments=state.optimizer)
+        return state, Applied(*applied)
+
+    def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
+        """The `Scorer`: log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
+        lp = self._score(parameters, self.put(batch))
+        self._bound(lp)
+        return lp
+
+    def put(self, batch: LearnerBatch) -> LearnerBatch:
+        temperature = jax.device_put(batch.temperature, self.model.role.replicated)
+        return replace(self.model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
+
+    def _bound(self, output: Any) -> None:
+        self._in_flight.append(output)
+        if len(self._in_flight) > MAX_IN_FLIGHT:
+            jax.block_until_ready(self._in_flight.popleft())
+
+
+def _accumulate(model: Model, objective: Objective, total: Accumulated | None, trainable: Params, frozen: Params,
+                batch: LearnerBatch) -> tuple[Accumulated, jax.Array]:
+    def loss(trainable: Params) -> Any:
+        return batch_loss(model, objective, assemble(trainable, frozen), batch)
+
+    (value, (sums, maxima, lp)), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
+    new = Accumulated(gradient, value, sums, maxima)
+    if total is not None:
+        added = jax.tree.map(jnp.add, replace(total, maxima=None), replace(new, maxima=None))
+        new = replace(added, maxima=jax.tree.map(jnp.maximum, total.maxima, maxima))
+    return new, lp
+
+
+def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, trainable: Params, frozen: Params,
+           updates: jax.Array, *, gradient: Params, moments: Any) -> tuple[TrainState, Any]:
+    norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(norm)
+    safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
+    change, new_moments = optimizer.update(safe, moments, trainable)
+    new = optax.apply_updates(trainable, change)
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(finite, new, old)
+
+    state = TrainState(jax.tree.map(keep, new, trainable), frozen, jax.tree.map(keep, new_moments, moments),
+                       updates + finite)
+    return state, (loss, norm, rate(updates), 1 - finite.astype(jnp.int32))
+
+
+def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:
+    return batch_logprobs(model, parameters, batch, chunk_elements)[0]

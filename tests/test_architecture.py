@@ -1,0 +1,208 @@
+"""The frame of the package: who may import whom, how long files and functions may be, what `import shoal` loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
+
+LAYERS = {
+    0: ("types", "config", "mesh"),
+    1: ("model", "algorithm", "report"),
+    2: ("sampler", "task"),
+    3: ("rollout", "trainer"),
+    4: ("runtime",),
+    5: ("cli", "recipes", "benchmarks", "__init__", "__main__"),
+}
+LAYER = {noun: layer for layer, nouns in LAYERS.items() for noun in nouns}
+
+WITHIN_LAYER = {  # who may import whom inside one layer
+    ("config", "types"), ("mesh", "types"), ("mesh", "config"),
+    ("cli", "__init__"), ("cli", "recipes"), ("__init__", "recipes"), ("__main__", "cli"), ("benchmarks", "__init__"),
+}
+
+ONLY_IN = {  # a foreign package -> the files that may import it
+    "ray": {"runtime/cluster.py"},
+    "orbax": {"trainer/checkpoint.py"},
+    "torch": set(), "transformers": set(), "vllm": set(),
+    "pickle": set(), "cloudpickle": set(), "dill": set(), "marshal": set(), "shelve": set(),
+}
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+
+
+def noun_of(path: Path, package: Path) -> str:
+    """The layer table's name of a file: its folder in the package, or its own name at the top."""
+    first = path.relative_to(package).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that a file imports, inside functions too; `shoal.types.Group` where a
+    name is taken from a module."""
+    here = ("shoal", *path.relative_to(package).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = list(here[: len(here) - node.level]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def target_of(name: str, package: Path) -> str | None:
+    """The layer table's name of what `shoal...` refers to; None for another package."""
+    parts = name.split(".")
+    if parts[0] != "shoal":
+        return None
+    if len(parts) > 1 and ((package / parts[1]).is_dir() or (package / f"{parts[1]}.py").is_file()):
+        return parts[1]
+    return "__init__"
+
+
+def layer_fault(importer: str, target: str) -> str | None:
+    """Why `importer` may not import `target`, both names of the layer table; None where it may."""
+    for noun in (importer, target):
+        if noun not in LAYER:
+            return f"{noun} has no layer: give it one in the table"
+    if importer == target or LAYER[target] < LAYER[importer] or (importer, target) in WITHIN_LAYER:
+        return None
+    if LAYER[target] == LAYER[importer]:
+        return f"{importer} and {target} are of one layer: neither may import the other"
+    return f"{importer} (layer {LAYER[importer]}) may not import {target} (layer {LAYER[target]})"
+
+
+def import_faults(package: Path) -> list[str]:
+    """Every import that breaks a rule, as `file:line: reason`."""
+    faults = []
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package).as_posix()
+        for line, name in imports(path, package):
+            target, foreign = target_of(name, package), name.split(".")[0]
+            fault = layer_fault(noun_of(path, package), target) if target else None
+            if foreign in ONLY_IN and place not in ONLY_IN[foreign]:
+                fault = f"{foreign} may be imported in {', '.join(ONLY_IN[foreign]) or 'no file'} only"
+            if fault:
+                faults.append(f"{place}:{line}: {fault}")
+        if noun_of(path, package) not in LAYER:
+            faults.append(f"{place}:1: {noun_of(path, package)} has no layer: give it one in the table")
+    return faults
+
+
+def length_faults(package: Path) -> list[str]:
+    """Files and functions over their limits."""
+    faults = []
+    for path in sorted(package.rglob("*.py")):
+        place, text = path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > MAX_FILE_LINES:
+            faults.append(f"{place}: {len(text.splitlines())} lines, at most {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    faults.append(f"{place}:{node.lineno}: {node.name} has {length} lines, "
+                                  f"at most {MAX_FUNCTION_LINES}")
+    return faults
+
+
+def test_the_package_imports_downwards_only():
+    assert (PACKAGE / "types.py").is_file()  # the right folder is being read
+    assert import_faults(PACKAGE) == []
+
+
+def test_files_and_functions_stay_short():
+    assert length_faults(PACKAGE) == []
+
+
+def make_tree(root: Path, files: dict[str, str]) -> Path:
+    """A package of given files, with an empty module for each noun that they name."""
+    defaults = {"types.py": "", "mesh.py": "", "config/schema.py": "", "model/linear.py": "", "algorithm/kl.py": "",
+                "report/sink.py": "", "sampler/engine.py": "", "task/words.py": "", "rollout.py": "",
+                "trainer/loop.py": "", "runtime/local.py": "", "runtime/cluster.py": "", "cli.py": "", "__init__.py": "",
+                "recipes/__init__.py": "", "trainer/checkpoint.py": ""}
+    for name, text in {**defaults, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(("place", "text", "reason"), [
+    ("types.py", "import shoal.mesh", "one layer"),
+    ("types.py", "from shoal.model import linear", "layer 1"),
+    ("config/schema.py", "from shoal import mesh", "one layer"),
+    ("model/linear.py", "from shoal.algorithm.kl import k3", "one layer"),
+    ("model/linear.py", "from shoal import ShoalError", "__init__"),
+    ("report/sink.py", "def f():\n    from shoal.task import words", "layer 2"),
+    ("sampler/engine.py", "from ..task import words", "one layer"),
+    ("sampler/engine.py", "import importlib\nimportlib.import_module('shoal.cli')", "layer 5"),
+    ("trainer/loop.py", "import shoal.rollout", "one layer"),
+    ("rollout.py", "def f():\n    if True:\n        from shoal.trainer.loop import run", "one layer"),
+    ("trainer/loop.py", "import shoal.runtime.local", "layer 4"),
+    ("runtime/local.py", "from shoal import cli", "layer 5"),
+    ("runtime/local.py", "import ray", "runtime/cluster.py"),
+    ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/checkpoint.py"),
+    ("model/linear.py", "import torch.nn as nn", "no file"),
+    ("model/linear.py", "def f():\n    from transformers import AutoModel", "no file"),
+    ("runtime/local.py", "import vllm", "no file"),
+    ("trainer/checkpoint.py", "import pickle", "no file"),
+    ("utils.py", "", "has no layer"),
+])
+def test_a_forbidden_import_is_found(tmp_path, place, text, reason):
+    faults = import_faults(make_tree(tmp_path, {place: text}))
+    assert len(faults) == 1
+    assert faults[0].startswith(f"{place}:")
+    assert reason in faults[0]
+
+
+@pytest.mark.parametrize(("place", "text"), [
+    ("mesh.py", "from shoal.config.schema import MeshSection\nfrom shoal.types import ShoalError"),
+    ("config/schema.py", "from shoal import types"),
+    ("model/linear.py", "import jax\nimport raytracer\nfrom shoal.mesh import axis"),
+    ("model/linear.py", "from . import linear\nfrom ..types import Group"),
+    ("trainer/loop.py", "from shoal.sampler.engine import Engine\nfrom .checkpoint import save"),
+    ("trainer/checkpoint.py", "import orbax.checkpoint as ocp"),
+    ("runtime/cluster.py", "import ray"),
+    ("runtime/local.py", "import shoal.rollout, shoal.trainer.loop"),
+    ("cli.py", "import shoal\nfrom shoal.runtime import local"),
+    ("__init__.py", "def train():\n    from shoal.runtime import local"),
+])
+def test_an_allowed_import_passes(tmp_path, place, text):
+    assert import_faults(make_tree(tmp_path, {place: text})) == []
+
+
+def test_what_is_too_long_is_found(tmp_path):
+    body = "    x = 1\n" * MAX_FUNCTION_LINES
+    make_tree(tmp_path, {"rollout.py": f"def short():\n{body[10:]}\n\ndef long():\n{body}",
+                         "mesh.py": "x = 1\n" * (MAX_FILE_LINES + 1), "cli.py": "x = 1\n" * MAX_FILE_LINES})
+    faults = length_faults(tmp_path)
+    assert len(faults) == 2
+    assert faults[0] == f"mesh.py: {MAX_FILE_LINES + 1} lines, at most {MAX_FILE_LINES}"
+    assert "long has 81 lines" in faults[1]
+
+
+LIGHT = ["shoal", "shoal.types", "shoal.config.schema", "shoal.report.metrics", "shoal.report.sink",
+         "shoal.report.console", "shoal.cli"]
+
+
+def test_light_modules_load_no_jax():
+    modules = [name for name in LIGHT if name.count(".") == 0 or any(
+        PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(suffix).exists() for suffix in (".py", ""))]
+    heavy = ("jax", "optax", "orbax", "torch", "transformers", "pyarrow", "rich", "tokenizers")
+    code = (f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+            f"    loaded = [heavy for heavy in {heavy!r} if heavy in sys.modules]\n"
+            "    assert not loaded, f'{name} loads {loaded}'\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          env={"PYTHONPATH": str(PACKAGE.parent), "PATH": ""})
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,130 @@
+"""What runs next: no slot twice, nobody forgotten, first come first served within a bucket."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shoal.sampler.scheduler import Admission, Scheduler
+
+BUCKETS = (64, 128, 256)
+
+
+def check_admission(admission: Admission, waiting: list[tuple[int, int]], rows: int) -> None:
+    """One bucket, the head's; of that bucket those that came first."""
+    assert admission.bucket == waiting[0][1]
+    assert 1 <= len(admission.ids) == len(admission.slots) <= rows
+    same = [id for id, bucket in waiting if bucket == admission.bucket]
+    assert list(admission.ids) == same[: len(admission.ids)]
+    assert len(set(admission.slots)) == len(admission.slots)
+
+
+class Machine(RuleBasedStateMachine):
+    """A plain model beside the scheduler: a list that waits, and who holds which slot."""
+
+    @initialize(slots=st.integers(1, 6), rows=st.integers(1, 4))
+    def start(self, slots, rows):
+        self.slots, self.rows = slots, min(rows, slots)
+        self.scheduler = Scheduler(slots, self.rows)
+        self.waiting: list[tuple[int, int]] = []
+        self.running: dict[int, int] = {}
+        self.next_id, self.admitted = 0, []
+
+    @rule(buckets=st.lists(st.sampled_from(BUCKETS), min_size=1, max_size=4))
+    def submit(self, buckets):
+        for bucket in buckets:
+            self.scheduler.submit(self.next_id, bucket)
+            self.waiting.append((self.next_id, bucket))
+            self.next_id += 1
+
+    @rule()
+    def admit(self):
+        admission = self.scheduler.admit()
+        if admission is None:
+            assert not self.waiting or self.running  # alone and waiting, one must get in
+            return
+        check_admission(admission, self.waiting, self.rows)
+        assert not set(admission.slots) & set(self.running.values())
+        self.admitted += admission.ids
+        self.running |= dict(zip(admission.ids, admission.slots, strict=True))
+        self.waiting = [entry for entry in self.waiting if entry[0] not in admission.ids]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        id = data.draw(st.sampled_from(sorted(self.running)))
+        self.scheduler.finish(id)
+        del self.running[id]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel_before_it_runs(self, data):
+        entry = data.draw(st.sampled_from(self.waiting))
+        self.scheduler.finish(entry[0])
+        self.waiting.remove(entry)
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data())
+    def submit_again(self, data):
+        id = data.draw(st.sampled_from([*self.running, *(id for id, _ in self.waiting)]))
+        with pytest.raises(ValueError, match=f"request {id} was submitted already"):
+            self.scheduler.submit(id, 64)
+
+    @invariant()
+    def it_agrees_with_the_model(self):
+        if not hasattr(self, "scheduler"):
+            return
+        assert self.scheduler.running == self.running
+        assert list(self.scheduler.waiting) == self.waiting
+        taken = list(self.scheduler.running.values())
+        assert len(taken) <= self.slots and sorted([*taken, *self.scheduler.free]) == list(range(self.slots))
+        assert len(set(self.admitted)) == len(self.admitted)
+        assert self.scheduler.idle == (not self.waiting and not self.running)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None,
+                                suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(deadline=None, max_examples=60)
+@given(slots=st.integers(1, 8), rows=st.integers(1, 4), buckets=st.lists(st.sampled_from(BUCKETS), max_size=30),
+       order=st.randoms(use_true_random=False))
+def test_everyone_is_admitted_once_and_in_the_order_of_its_bucket(slots, rows, buckets, order):
+    scheduler, came = Scheduler(slots, min(rows, slots)), []
+    for id, bucket in enumerate(buckets):
+        scheduler.submit(id, bucket)
+    rounds = 0
+    while not scheduler.idle:
+        while (admission := scheduler.admit()) is not None:
+            came += admission.ids
+            assert len(scheduler.running) <= slots
+        scheduler.finish(order.choice(sorted(scheduler.running)))
+        rounds += 1
+    assert rounds == len(buckets) and sorted(came) == list(range(len(buckets)))
+    for bucket in BUCKETS:
+        of_bucket = [id for id in came if buckets[id] == bucket]
+        assert of_bucket == sorted(of_bucket)
+
+
+def test_a_prefill_waits_until_it_can_be_filled():
+    scheduler = Scheduler(num_slots=4, prefill_rows=2)
+    for id in range(6):
+        scheduler.submit(id, 64)
+    assert scheduler.admit() == Admission(64, (0, 1), (0, 1))
+    assert scheduler.admit() == Admission(64, (2, 3), (2, 3))
+    assert scheduler.admit() is None
+    scheduler.finish(2)
+    assert scheduler.admit() is None  # one slot is free, two wait, others still run
+    scheduler.finish(0)
+    assert scheduler.admit() == Admission(64, (4, 5), (0, 2))
+
+
+def test_a_rare_bucket_at_the_head_goes_first_and_alone():
+    scheduler = Scheduler(num_slots=4, prefill_rows=4)
+    for id, bucket in enumerate((128, 64, 64, 128)):
+        scheduler.submit(id, bucket)
+    assert scheduler.admit() == Admission(128, (0, 3), (0, 1))
+    assert scheduler.admit() == Admission(64, (1, 2), (2, 3))

@@ -1,0 +1,175 @@
+"""Tiny random models and tokenizers in Hugging Face format, written without torch; the same bytes for a seed, always.
+
+`FAMILIES` has a config.json for every kind of model that Shoal reads; `write_model` makes a folder of one,
+`write_tokenizer` puts a tokenizer into a folder. Names of tensors stand here once more, apart from shoal.model.hf.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _config(family: str, **changes: Any) -> dict[str, Any]:
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    return {"architectures": [f"{name}ForCausalLM"], "model_type": family, **_SIZES, **changes}
+
+
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "llama2": _config("llama"),  # without rope_theta, as Llama 2's own
+    "llama3": _config("llama", rope_theta=500000.0, rope_scaling=_LLAMA3, tie_word_embeddings=True),
+    "llama-linear": _config(
+        "llama", rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 4.0}, attention_bias=True, mlp_bias=True
+    ),
+    "qwen2": _config("qwen2", rope_theta=1000000.0, rms_norm_eps=1e-6),
+    "qwen2-tied": _config("qwen2", rope_theta=1000000.0, tie_word_embeddings=True, use_sliding_window=False),
+    "qwen3": _config("qwen3", rope_theta=1000000.0, head_dim=16),
+    "qwen3-tied": _config("qwen3", rope_theta=1000000.0, head_dim=16, tie_word_embeddings=True),
+}
+
+
+def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 tensors by name: logits of standard deviation above 1, biases and norms that matter."""
+    random = np.random.RandomState(seed)  # its stream is frozen, unlike default_rng's
+    d, f = config["hidden_size"], config["intermediate_size"]
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    a = config.get("head_dim") or d // heads
+    family = config["model_type"]
+    attention_bias = bool(config.get("attention_bias"))
+    biased = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), family == "qwen2" or attention_bias),
+        "o_proj": attention_bias,
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), bool(config.get("mlp_bias"))),
+    }
+    out: dict[str, np.ndarray] = {}
+
+    def normal(name: str, *shape: int, mean: float = 0.0, stddev: float) -> None:
+        out[name] = (mean + stddev * random.standard_normal(shape)).astype(np.float32)
+
+    def product(place: str, name: str, rows: int, columns: int) -> None:
+        normal(f"{place}{name}.weight", rows, columns, stddev=1.2 * columns**-0.5)
+        if biased[name]:
+            normal(f"{place}{name}.bias", rows, stddev=0.5)
+
+    normal("model.embed_tokens.weight", config["vocab_size"], d, stddev=2 * d**-0.5)
+    for layer in range(config["num_hidden_layers"]):
+        place = f"model.layers.{layer}."
+        normal(f"{place}input_layernorm.weight", d, mean=1.0, stddev=0.2)
+        product(f"{place}self_attn.", "q_proj", heads * a, d)
+        product(f"{place}self_attn.", "k_proj", keys * a, d)
+        product(f"{place}self_attn.", "v_proj", keys * a, d)
+        product(f"{place}self_attn.", "o_proj", d, heads * a)
+        if family == "qwen3":
+            normal(f"{place}self_attn.q_norm.weight", a, mean=1.3, stddev=0.3)
+            normal(f"{place}self_attn.k_norm.weight", a, mean=1.3, stddev=0.3)
+        normal(f"{place}post_attention_layernorm.weight", d, mean=1.0, stddev=0.2)
+        product(f"{place}mlp.", "gate_proj", f, d)
+        product(f"{place}mlp.", "up_proj", f, d)
+        product(f"{place}mlp.", "down_proj", d, f)
+    normal("model.norm.weight", d, mean=1.0, stddev=0.2)
+    if not config.get("tie_word_embeddings"):
+        normal("lm_head.weight", config["vocab_size"], d, stddev=2 * d**-0.5)
+    return out
+
+
+def write_model(
+    folder: str | Path, family: str = "qwen3", seed: int = 0, dtype: Any = np.float32, **changes: Any
+) -> Path:
+    """A model folder: config.json and model.safetensors; `changes` are keys of config.json. Returns the folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**FAMILIES[family], **changes}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_tensors(folder / "model.safetensors", {n: t.astype(dtype) for n, t in tensors(config, seed).items()})
+    return folder
+
+
+def save_tensors(file: Path, named: Mapping[str, np.ndarray]) -> None:
+    save_file(dict(named), file, metadata={"format": "pt"})
+
+
+CHATML = """{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+SPECIAL = {
+    "chatml": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "plain": ("<s>", "</s>"),
+}
+_NAMED = {
+    "chatml": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "plain": {"bos_token": "<s>", "eos_token": "</s>"},
+}
+_MERGES = [
+    ("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "n"), ("1", "0"),
+    ("Ġ", "a"), ("Ċ", "Ċ"), ("u", "s"), ("e", "r"), ("us", "er"),
+]  # fmt: skip
+
+
+def write_tokenizer(folder: str | Path, style: str = "chatml", template: str | None = None) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer of about 270 tokens: every text goes through and comes back.
+
+    `style`: chatml (Qwen: no bos), llama3 (bos first), plain (bos first, and no template unless one is given).
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [first + second for first, second in _MERGES]
+    backend = tokenizers.Tokenizer(models.BPE({piece: id for id, piece in enumerate(pieces)}, _MERGES))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL[style]))
+    named = _NAMED[style]
+    if "bos_token" in named:
+        bos = named["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    template = CHATML if template is None and style == "chatml" else template
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    if template:
+        config["chat_template"] = template
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    eos = [backend.token_to_id(named["eos_token"])]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    return backend
+
+
+def write_model_with_tokenizer(
+    folder: str | Path, family: str = "qwen3", style: str = "chatml", seed: int = 0, **changes: Any
+) -> Path:
+    """A whole model folder: weights with a vocabulary that fits the tokenizer, both written here."""
+    size = write_tokenizer(folder, style).get_vocab_size()
+    return write_model(folder, family, seed, vocab_size=size, **changes)

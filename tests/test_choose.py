@@ -247,7 +247,7 @@ def test_the_likeliest_always_stays(seed, top_k, top_p, min_p):
 
 
 def test_truncation_that_is_off_changes_no_bit():
-    logits = np.random.default_rng(5).normal(0, 12, (64, 1500)).astype(np.float32)  # many masses below any rounding
+    logits = np.random.default_rng(5).normal(0, 9, (64, 1500)).astype(np.float32)  # most masses are below any rounding
     plain, open_ = (_choose(logits, how(64), grid(64), truncated) for truncated in (False, True))
     for x, y in zip(plain, open_, strict=True):
         assert (np.asarray(x) == np.asarray(y)).all()

@@ -122,13 +122,13 @@ def test_hard_text_arrives_unchanged(text):
     assert values["run_name"] == text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(TEXT)
 def test_any_text_arrives_unchanged(text):
     assert compose("generate", [f"prompts={text}"])[0].prompts == text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(TEXT, st.lists(TEXT, max_size=4))
 def test_any_text_and_list_survive_hydras_grammar(text, items):
     overrides = [f"++prompts={quote(text)}", f"++stop={quote(items)}"]

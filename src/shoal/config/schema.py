@@ -138,7 +138,7 @@ class AlgorithmSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    lr: float = 1e-4
+    lr: float = 5e-5
     """Peak learning rate of AdamW."""
     warmup_steps: int = 5
     """Updates over which the learning rate rises from 0."""
@@ -164,7 +164,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class BatchSection:
-    prompts_per_step: int = 16
+    prompts_per_step: int = 32
     """P: prompts a step."""
     group_size: int = 8
     """G: completions a prompt."""
@@ -230,7 +230,7 @@ class Config:
 
     seed: int = 0
     """Of data order and sampling."""
-    steps: int = 200
+    steps: int = 100
     """Training steps: each samples P x G completions and learns from them."""
     run_name: str = ""
     """Name of the run's folder under base_output_directory; empty for date and time under outputs/."""
@@ -252,6 +252,10 @@ class Config:
         require(self.steps >= 0, "steps", self.steps, "0 or more")
         require(self.algorithm.num_minibatches <= self.batch.prompts_per_step, "algorithm.num_minibatches",
                 self.algorithm.num_minibatches, f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
+        if slots := self.sampling.slots_per_device * self.mesh.tensor:
+            for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.train.pass_k)):
+                require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
+                        f"0 (auto), or room for the completions of a prompt ({name}={size})")
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,11 @@ class EvalConfig:
     sampling: SamplingSection = field(default_factory=SamplingSection)
     mesh: MeshSection = field(default_factory=MeshSection)
 
+    def __post_init__(self) -> None:
+        require(self.pass_k >= 0, "pass_k", self.pass_k, "0 (off) or more")
+        least = max(1, -(-self.pass_k // self.mesh.tensor))
+        require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a question")
+
 
 @dataclass(frozen=True)
 class GenerateConfig:
@@ -290,6 +299,11 @@ class GenerateConfig:
     model: ModelSection = field(default_factory=ModelSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     mesh: MeshSection = field(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        require(self.num_generations >= 1, "num_generations", self.num_generations, "1 or more")
+        least = -(-self.num_generations // self.mesh.tensor)
+        require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a prompt")
 
 
 @dataclass(frozen=True)
@@ -312,9 +326,9 @@ class PretrainConfig:
     """The folder to write, in Hugging Face format."""
     seed: int = 0
     """Of initial weights and data."""
-    steps: int = 1500
-    """Updates."""
-    batch: int = 128
+    steps: int = 3000
+    """Updates that the learning rate's schedule is laid out for; training stops earlier where stop_at_accuracy says."""
+    batch: int = 64
     """Problems an update."""
     lr: float = 2e-3
     """Peak learning rate; it warms up over 100 updates and falls to a tenth."""
@@ -324,6 +338,15 @@ class PretrainConfig:
     """L: layers."""
     vocabulary: int = 1024
     """Size of the tokenizer that is trained first."""
-    stop_at_accuracy: float = 0.0
+    stop_at_accuracy: float = 0.35
     """Stop when this share of held-out problems is solved greedily (looked at every 100 updates); 0 for never."""
     task: TaskSection = field(default_factory=TaskSection)
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps", self.steps, "1 or more")
+        require(self.batch >= 1, "batch", self.batch, "1 or more")
+        require(self.lr >= 0, "lr", self.lr, "0 or more")
+        require(self.width >= 64 and self.width % 64 == 0, "width", self.width, "a multiple of 64: heads are 32 wide")
+        require(self.layers >= 1, "layers", self.layers, "1 or more")
+        require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "300 or more: all bytes and the special tokens")
+        require(0 <= self.stop_at_accuracy <= 1, "stop_at_accuracy", self.stop_at_accuracy, "a number in [0, 1]")

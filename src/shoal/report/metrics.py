@@ -69,7 +69,7 @@ update/skipped | updates | sum | updates left out because a gradient was not fin
 version | updates | last | updates that the trainer's weights have seen
 staleness | updates | mean | trainer's version minus the version that drew the token
 tokens/sampled | tokens | sum | tokens that the sampler drew
-tokens/trained | tokens | sum | drawn tokens that entered an update
+tokens/trained | tokens | sum | tokens that entered an update, prompts (each once a row) and completions
 tokens/prompt_saved | share | mean | prompt tokens not computed, since siblings share their prompt
 time/step_seconds | seconds | sum | a whole step
 time/sample_seconds | seconds | sum | waiting for samples

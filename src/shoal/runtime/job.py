@@ -30,9 +30,11 @@ from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
-from shoal.report.sink import RunFolder
+from shoal.report.sink import RunFolder, json_ready
 from shoal.runtime.compilation import CompilationCounter
-from shoal.runtime.local import LocalSource, drive
+from shoal.runtime.local import LocalSource, drive, publish_to
+from shoal.runtime.output import check_new_folder, check_writable, write_text, writing
+from shoal.runtime.prompt_file import completion_rows, read_prompts
 from shoal.sampler.engine import Engine
 from shoal.task.task import Task, load_task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, find_checkpoint, load_parameters
@@ -160,7 +162,8 @@ def assemble_run(config: Config, config_text: tuple[str, str], reward_functions:
     prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, config.sampling.max_prompt_tokens,
                            config.sampling.long_prompts)
     sets = prepare_sets(task, tokenizer, config.sampling, console)
-    first = prompts.peek()
+    every = config.sampling.long_prompts == "error"  # a prompt too long ends the run: before it begins
+    first = prompts.peek(config.batch.prompts_per_step, config.steps if every else 1)
     folder = RunFolder.create(config.base_output_directory, config.run_name)
     folder.write_config(*config_text)
     copy_model_files(opened.folder, folder.path / MODEL_FOLDER)
@@ -219,6 +222,8 @@ def train(config: Config, config_text: tuple[str, str] = ("", ""), reward_functi
 def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
              console: Console | None = None) -> dict[str, Any]:
     """`shoal eval`: figures by data set, with their protocol."""
+    if config.output:
+        check_writable(config.output, "output")
     with console or Console() as console:
         task = load_task(config.task, config.reward, reward_functions)
         roles = make_roles(config.mesh)
@@ -236,75 +241,34 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         for subset, values in figures.items():
             console.evaluation(subset, values)
     if config.output:
-        write_text(Path(config.output), json.dumps(figures, indent=2) + "\n")
+        write_text(config.output, json.dumps(json_ready(figures), indent=2) + "\n")
     return figures
 
 
 def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
-    """`shoal generate`: a row a completion, in the order of the prompts."""
+    """`shoal generate`: a row a completion, in the order of the prompts. Everything that can be wrong with a prompt
+    is met before the first token is drawn; the file appears whole or not at all."""
     from shoal.config.compose import require_given
 
     require_given(config, "prompts", "output")
+    check_writable(config.output, "output")
     with console or Console() as console:
-        rows = read_prompts(Path(config.prompts))
+        prompts = read_prompts(Path(config.prompts))
         roles = make_roles(config.mesh)
         opened = open_model(config.model, roles.sampler, console)
-        model = make_model(config.model, opened, roles.sampler, 0)
-        params, tokenizer = sampling_params(config.sampling), opened.tokenizer
+        model, tokenizer = make_model(config.model, opened, roles.sampler, 0), opened.tokenizer
+        params, count = sampling_params(config.sampling), config.num_generations
+        prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]
         make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size,
                             params.truncated)
-        source_model = LocalSource(model, make, None, tokenizer.decode, config.seed, 0)  # type: ignore[arg-type]
-        source_model.publish(0, opened.parameters)
-        engine = make(config.num_generations)
-        engine.load(0, source_model.versions[0])
-        requests = []
-        for number, prompt in enumerate(rows):
-            ids = tokenizer.encode_prompt(prompt)
-            address = Address(config.seed, Purpose.GENERATE.value, 0, number)
-            requests.append(SampleRequest(number, ids, config.num_generations, address, params))
-        engine.submit(requests)
-        completions = drive(engine)
-    lines = []
-    for request in requests:
-        for index in range(config.num_generations):
-            completion = completions[request.id, index]
-            lines.append(json.dumps({
-                "prompt_ids": request.prompt_ids.tolist(),
-                "completion_ids": completion.token_ids.tolist(),
-                "logprobs": [float(value) for value in completion.logprobs],
-                "completion": tokenizer.decode(completion.token_ids.tolist()),
-                "stop_reason": completion.stop_reason.value,
-            }, ensure_ascii=False))
-    write_text(Path(config.output), "".join(line + "\n" for line in lines))
+        engine = make(count)
+        engine.load(0, publish_to(model, opened.parameters))
+        engine.submit([
+            SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
+            for number, ids in enumerate(prompt_ids)])
+        lines = list(completion_rows(prompt_ids, drive(engine), tokenizer.decode, count))
+    write_text(config.output, "".join(line + "\n" for line in lines))
     return {"completions": len(lines), "output": config.output}
-
-
-def read_prompts(path: Path) -> list[Any]:
-    """The `prompt` of every line of a jsonl file."""
-    if not path.is_file():
-        raise ShoalError(f"prompts={path}: no such file")
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ShoalError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or "prompt" not in row:
-            raise ShoalError(f"{path}, line {number} has no `prompt` (text or messages)")
-        prompts.append(row["prompt"])
-    if not prompts:
-        raise ShoalError(f"{path} holds no prompt")
-    return prompts
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
@@ -312,9 +276,11 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     from shoal.config.compose import require_given
 
     require_given(config, "source", "to")
+    check_new_folder(config.to, "to")
     with console or Console() as console:
         roles = make_roles(MeshSection())
         opened = open_model(ModelSection(path=config.source), roles.trainer, console)
-        hf.save(config.to, opened.parameters, opened.architecture, opened.folder, config.dtype)
+        with writing(config.to, "to"):
+            hf.save(config.to, opened.parameters, opened.architecture, opened.folder, config.dtype)
         console.note(f"wrote {config.to}")
     return {"to": config.to}

@@ -55,9 +55,13 @@ class LocalSource:
 
     def publish(self, version: int, params: Params, subset: Sequence[str] | None = None) -> None:
         """One device and one type: the very same arrays. Else a copy laid out for sampling, with an equal checksum."""
-        needed = {request.version for request in self.pending}
-        self.versions = {v: p for v, p in self.versions.items() if v in needed}
+        self._forget(version)
         self.versions[version] = publish_to(self.model, params)
+
+    def _forget(self, newest: int) -> None:
+        """Lets go of weights that no pending request names; the newest stay, requests for them may come."""
+        needed = {request.version for request in self.pending} | {newest}
+        self.versions = {version: params for version, params in self.versions.items() if version in needed}
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         wanted = [request for request in self.pending if request.purpose == purpose and request.step == step]
@@ -73,6 +77,7 @@ class LocalSource:
         for (version, _, size), requests in sorted(batches.items(), key=lambda item: item[0][0]):
             for request, group in zip(requests, self._play(requests, version, size), strict=True):
                 groups[order[id(request)]] = group
+        self._forget(max(self.versions))
         return [groups[number] for number in range(len(wanted))]
 
     def _play(self, requests: Sequence[GroupRequest], version: int, size: int) -> list[Group]:

@@ -17,6 +17,7 @@ from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.runtime.job import engine_maker, prepare_sets, sampling_params
 from shoal.runtime.local import LocalSource
+from shoal.runtime.output import check_new_folder, writing
 from shoal.task import words
 from shoal.task.task import load_task
 from shoal.trainer.batch import LearnerBatch
@@ -31,9 +32,7 @@ LOOK_EVERY = 100
 def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str, Any]:
     """Trains a tokenizer, then a random model by supervised steps, and writes both in Hugging Face format."""
     require_given(config, "output")
-    output = Path(config.output)
-    if output.exists() and any(output.iterdir()):
-        raise ShoalError(f"output={output} exists and is not empty: choose another, or delete it")
+    check_new_folder(config.output, "output")
     with console or Console() as console, tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_tokenizer(folder, words.corpus(20_000), config.vocabulary)
@@ -67,5 +66,6 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
 
         parameters = run_pretraining(architecture, roles.trainer, batch_of, steps=config.steps, lr=config.lr,
                                      seed=config.seed, after=after)
-        hf.save(output, parameters, architecture, folder, np.float32)
-    return {"output": str(output)}
+        with writing(config.output, "output"):
+            hf.save(config.output, parameters, architecture, folder, np.float32)
+    return {"output": config.output}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -36,24 +37,28 @@ class Evaluator:
                  sampled: bool) -> tuple[dict[str, dict[str, Any]], list[Group]]:
         """Figures by data set, and the greedy groups."""
         self.request(source, step, version, sampled)
-        groups = source.take(Purpose.EVALUATE, step)
-        figures = {subset: self._figures([group for group in groups if group.subset == subset])
-                   for subset in self.sets}
-        return figures, [group for group in groups if group.size == 1]
+        taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked
+        figures, answers = {}, []
+        for subset, questions in self.sets.items():
+            greedy = list(islice(taken, len(questions)))
+            several = list(islice(taken, len(questions))) if sampled and self.pass_k else []
+            figures[subset] = score_greedy(greedy) | self._score_sampled(several)
+            answers += greedy
+        return figures, answers
 
-    def _figures(self, groups: Sequence[Group]) -> dict[str, Any]:
-        greedy = [group for group in groups if group.size == 1]
-        figures = score_greedy(greedy)
-        sampled = [group for group in groups if group.size > 1]
-        if sampled and sampled[0].correct is not None:
-            solved = [int(group.correct.sum()) for group in sampled if group.correct is not None]
-            k, p = self.pass_k, self.params
-            figures[f"pass@{k}"] = float(np.mean([pass_at_k(k, c, k) for c in solved]))
-            figures["sampled_accuracy"] = float(np.mean(solved) / k)
-            figures["sampled_protocol"] = f"{k} completions a question at temperature {p.temperature:g}" + "".join(
-                f", {name} {value:g}" for name, value, off in
-                (("top_k", p.top_k, 0), ("top_p", p.top_p, 1), ("min_p", p.min_p, 0)) if value != off)
-        return figures
+    def _score_sampled(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """pass@k and its protocol; nothing where the task defines no `correct`."""
+        solved = [int(group.correct.sum()) for group in groups if group.correct is not None]
+        if not solved:
+            return {}
+        k, p = self.pass_k, self.params
+        truncation = (("top_k", p.top_k, 0), ("top_p", p.top_p, 1), ("min_p", p.min_p, 0))
+        return {
+            f"pass@{k}": float(np.mean([pass_at_k(k, c, k) for c in solved])),
+            "sampled_accuracy": float(np.mean(solved) / k),
+            "sampled_protocol": f"{k} completions a question at temperature {p.temperature:g}" + "".join(
+                f", {name} {value:g}" for name, value, off in truncation if value != off),
+        }
 
 
 def score_greedy(groups: Sequence[Group]) -> dict[str, Any]:
@@ -68,10 +73,16 @@ def score_greedy(groups: Sequence[Group]) -> dict[str, Any]:
         figures |= {"accuracy": right / total, "accuracy_interval": list(wilson_interval(right, total))}
     else:
         figures["protocol"] = "greedy; mean reward stands in for accuracy, the task defines none"
-        figures["accuracy"] = float(np.nanmean(rewards))
-    figures["mean_reward"] = float(np.nanmean(rewards)) if not np.isnan(rewards).all() else None
+        figures["accuracy"] = _known_mean(rewards)
+    figures["mean_reward"] = _known_mean(rewards)
     for name in groups[0].reward_components:
-        figures[f"rewards/{name}"] = float(np.nanmean([group.reward_components[name][0] for group in groups]))
+        figures[f"rewards/{name}"] = _known_mean(np.array([group.reward_components[name][0] for group in groups]))
     figures["mean_length"] = float(np.mean([len(group.completions[0]) for group in groups]))
     figures["cut"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
     return figures
+
+
+def _known_mean(values: np.ndarray) -> float | None:
+    """Mean of what is not NaN; None where all is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None

@@ -65,7 +65,7 @@ class Run:
             self.ask(published=step)
             groups = self.source.take(Purpose.TRAIN, step)
             state, outcome = self.updater.update(state, groups, step)
-            if self.schedule.publishes(step + 1):
+            if self.publication_due(step + 1):
                 self.source.publish(step + 1, state.trainable)
             metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started)
             self.save(step + 1, state)
@@ -87,13 +87,15 @@ class Run:
                 for prompt in self.prompts.next(self.config.batch.prompts_per_step)
             ])
             self.asked += 1
-            if self.schedule.lag == 0:
-                break
 
     @property
     def sampling(self) -> SamplingParams:
         s = self.config.sampling
         return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_completion_tokens, s.stop)
+
+    def publication_due(self, version: int) -> bool:
+        """On schedule, and where the version is to be evaluated."""
+        return self.schedule.publishes(version) or self.evaluation_due(version) or version == self.config.steps
 
     def evaluation_due(self, version: int) -> bool:
         every = self.config.train.evaluate_every

@@ -94,7 +94,8 @@ def run_pretraining(
 ) -> Params:
     """Minimises the cross-entropy of `batch_of(step)`'s targets; `after(step, loss, parameters)` may stop it."""
     model = Model(architecture, role)
-    rate = optax.warmup_cosine_decay_schedule(0.0, lr, min(100, max(1, steps // 10)), steps, lr / 10)
+    warmup = min(100, max(1, steps // 10))
+    rate = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1), lr / 10)
     decays = jax.tree.map(lambda d: d.decays, declare(architecture), is_leaf=is_declared)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0),
                             optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=decays))

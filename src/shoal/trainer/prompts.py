@@ -55,12 +55,13 @@ class PromptStream:
                 found[row] = prepared
         return list(found.values())
 
-    def peek(self) -> Prepared:
-        """The first prompt that `next` will give, without taking it."""
+    def peek(self, count: int = 1, steps: int = 1) -> Prepared:
+        """The first prompt that `next` will give. Nothing is taken, but the prompts of `steps` times `count` are looked
+        at, so that what is wrong with them is met now."""
         cursor, dropped = self.cursor, self.dropped
-        first = self.next(1)[0]
+        looked = [self.next(count) for _ in range(max(1, steps))]
         self.cursor, self.dropped = cursor, dropped
-        return first
+        return looked[0][0]
 
     def _row(self, cursor: int) -> int:
         epoch, place = divmod(cursor, len(self.examples))

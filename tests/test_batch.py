@@ -85,7 +85,7 @@ def test_values_come_back_to_their_completions(seed, prompts, siblings, micro_to
     for batch in packed(groups, shape, old=old, ref=ref)[2]:
         found |= batch.take(batch.arrays.old)
         there |= batch.take(batch.arrays.ref)
-    assert found and found.keys() == there.keys() or not any(
+    assert (found and found.keys() == there.keys()) or not any(
         group.valid[i] and len(c) for group in groups for i, c in enumerate(group.completions))
     for key, value in found.items():
         assert value.tolist() == old[key].tolist() and there[key].tolist() == ref[key].tolist()

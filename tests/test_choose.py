@@ -16,6 +16,7 @@ ADDRESS = Address(seed=0, purpose="train", step=3, row=17)
 GOLDEN = [0.6257759928703308, 0.013721287250518799, 0.18219202756881714]  # of ADDRESS, completion 2, positions 0, 1, 2
 
 _inverse, _choose, _kept = jax.jit(inverse), jax.jit(choose, static_argnums=3), jax.jit(kept)
+ROWS = 64  # of every call of `drawn`: few programs are compiled
 
 
 def uniforms(keys: list[np.ndarray], positions) -> np.ndarray:
@@ -28,6 +29,16 @@ def uniforms(keys: list[np.ndarray], positions) -> np.ndarray:
 def how(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Choice:
     return Choice(np.full(rows, temperature, np.float32), np.full(rows, top_k, np.int32),
                   np.full(rows, top_p, np.float32), np.full(rows, min_p, np.float32))
+
+
+def drawn(masses: np.ndarray, u) -> np.ndarray:
+    """`inverse` of any number of rows."""
+    u = np.asarray(u, np.float32)
+    masses = np.broadcast_to(np.asarray(masses, np.float32), (len(u), np.shape(masses)[-1]))
+    padding = -len(u) % ROWS
+    masses, u = np.pad(masses, ((0, padding), (0, 0)), constant_values=1), np.pad(u, (0, padding), constant_values=0.5)
+    parts = [_inverse(masses[at : at + ROWS], u[at : at + ROWS]) for at in range(0, len(u), ROWS)]
+    return np.concatenate(parts)[: len(u) - padding]
 
 
 def grid(count: int) -> np.ndarray:
@@ -80,7 +91,7 @@ def test_uniforms_are_uniform_and_unrelated():
     keys = [Address(seed, "train", step, row).key(c)
             for seed in range(2) for step in range(5) for row in range(10) for c in range(4)]
     u = uniforms(keys, range(100))
-    assert u.dtype == np.float32 and 0 < u.min() and u.max() < 1
+    assert u.dtype == np.float32 and u.min() > 0 and u.max() < 1
     assert len(np.unique(u)) > 0.99 * u.size
     assert abs(u.mean() - 0.5) < 5 * (1 / 12 / u.size) ** 0.5
     assert abs(u.var() - 1 / 12) < 0.002
@@ -97,21 +108,21 @@ def test_uniforms_are_uniform_and_unrelated():
     ([1, 2, 1], 0.2, 0), ([1, 2, 1], 0.25, 1), ([1, 2, 1], 0.74, 1), ([1, 2, 1], 0.75, 2), ([1, 2, 1], 0.999, 2),
     ([0, 4, 0, 4, 0], 2**-24, 1), ([0, 4, 0, 4, 0], 0.5, 3), ([0, 4, 0, 4, 0], 1 - 2**-24, 3), ([7], 0.6, 0)])
 def test_inverse_by_hand(masses, u, token):
-    assert int(_inverse(np.array([masses], np.float32), np.array([u], np.float32))[0]) == token
+    assert drawn(np.pad(masses, (0, 7 - len(masses))), [u]).tolist() == [token]
 
 
 def test_inverse_by_hand_over_blocks():
     masses = np.zeros((4, 1500), np.float32)
     masses[:, [3, 511, 512, 1499]] = 1, 1, 1, 1  # in three blocks, at their borders
-    assert _inverse(masses, np.array([0.1, 0.3, 0.5, 0.8], np.float32)).tolist() == [3, 511, 512, 1499]
+    assert drawn(masses, [0.1, 0.3, 0.5, 0.8]).tolist() == [3, 511, 512, 1499]
 
 
-@pytest.mark.parametrize("size", [6, 512, 1500])
+@pytest.mark.parametrize("size", [7, 512, 1500])
 def test_inverse_follows_the_distribution(size):
     rng = np.random.default_rng(size)
     masses = rng.exponential(1, size).astype(np.float32) ** 2
     count = 4096
-    tokens = np.asarray(_inverse(np.broadcast_to(masses, (count, size)), grid(count)))
+    tokens = drawn(masses, grid(count))
     expected = count * masses.astype(np.float64) / masses.sum(dtype=np.float64)
     assert np.abs(np.bincount(tokens, minlength=size) - expected).max() < 1.01  # a grid point more or less
 
@@ -134,7 +145,7 @@ def test_inverse_equals_a_search_in_float64(seed, size, power, empty):
     masses[np.arange(64), rng.integers(0, size, 64)] += 1e-3
     u = rng.random(64).astype(np.float32).clip(2**-24, 1 - 2**-24)
     u[:4] = 2**-24, 1 - 2**-24, 2**-20, 1 - 2**-20
-    tokens = np.asarray(_inverse(masses, u))
+    tokens = drawn(masses, u)
     assert (masses[np.arange(64), tokens] > 0).all()
     sums = np.cumsum(masses.astype(np.float64), -1)
     for row in range(64):
@@ -153,27 +164,27 @@ def test_never_a_token_without_mass_where_a_parallel_sum_steps_up_by_rounding():
     sums, total = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(masses)), np.asarray(jnp.asarray(masses).sum(-1))
     row, place = np.nonzero((masses[:, 1:] == 0) & (sums[:, 1:] > sums[:, :-1]))
     assert len(row) > 100  # the sum does step up where nothing is added
-    drawn = []
     for nudge in range(-2, 3):  # aims at the gap
-        u = (sums[row, place] / total[row] * (1 + nudge * 2.0**-24)).astype(np.float32)
-        drawn.append(masses[row, np.asarray(_inverse(masses[row], u))])
-    assert (np.stack(drawn) > 0).all()
+        u = sums[row, place] / total[row] * (1 + nudge * 2.0**-24)
+        assert (masses[row, drawn(masses[row], u)] > 0).all()
 
 
 def test_extreme_logits_draw_the_only_token_left():
-    logits = np.full((3, 700), -1e4, np.float32)
-    logits[:, 650] = 0
-    token, logprob = _choose(logits, how(3), np.array([2**-24, 0.5, 1 - 2**-24], np.float32), False)
-    assert token.tolist() == [650] * 3 and logprob.tolist() == [0.0] * 3
+    logits = np.full((ROWS, 600), -1e4, np.float32)
+    logits[:, 550] = 0
+    u = grid(ROWS)
+    u[[0, -1]] = 2**-24, 1 - 2**-24
+    token, logprob = _choose(logits, how(ROWS), u, False)
+    assert token.tolist() == [550] * ROWS and logprob.tolist() == [0.0] * ROWS
 
 
 # Log-probs, greedy, truncation
 
 
 def test_log_probs_are_those_of_the_temperature():
-    logits = np.random.default_rng(1).normal(0, 3, (256, 40)).astype(np.float32)
+    logits = np.random.default_rng(1).normal(0, 3, (ROWS, 600)).astype(np.float32)
     for temperature in (1.0, 0.7, 1.6):
-        token, logprob = _choose(logits, how(256, temperature), grid(256), False)
+        token, logprob = _choose(logits, how(ROWS, temperature), grid(ROWS), False)
         expected = [np.log(truncated_probabilities(x, temperature)[t]) for x, t in zip(logits, np.asarray(token),
                                                                                        strict=True)]
         assert np.abs(np.asarray(logprob) - expected).max() < 1e-5
@@ -181,19 +192,19 @@ def test_log_probs_are_those_of_the_temperature():
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_greedy_is_the_likeliest_at_temperature_1_untruncated(truncated):
-    logits = np.random.default_rng(2).normal(0, 2, (50, 600)).astype(np.float32)
-    cut = how(50, 0.0, 3, 0.2, 0.5) if truncated else how(50, 0.0)
-    token, logprob = _choose(logits, cut, grid(50), truncated)
+    logits = np.random.default_rng(2).normal(0, 2, (ROWS, 600)).astype(np.float32)
+    cut = how(ROWS, 0.0, 3, 0.2, 0.5) if truncated else how(ROWS, 0.0)
+    token, logprob = _choose(logits, cut, grid(ROWS), truncated)
     assert (np.asarray(token) == logits.argmax(-1)).all()
     expected = [np.log(truncated_probabilities(x, 1.0).max()) for x in logits]
     assert np.abs(np.asarray(logprob) - expected).max() < 1e-5
 
 
 def test_greedy_and_sampled_slots_stand_side_by_side():
-    logits = np.random.default_rng(3).normal(0, 1, (8, 30)).astype(np.float32)
-    mixed = how(8)._replace(temperature=np.array([0, 1] * 4, np.float32))
-    token, logprob = (np.asarray(x) for x in _choose(logits, mixed, grid(8), False))
-    alone = [np.asarray(x) for x in _choose(logits, how(8), grid(8), False)]
+    logits = np.random.default_rng(3).normal(0, 1, (ROWS, 600)).astype(np.float32)
+    mixed = how(ROWS)._replace(temperature=np.array([0, 1] * (ROWS // 2), np.float32))
+    token, logprob = (np.asarray(x) for x in _choose(logits, mixed, grid(ROWS), False))
+    alone = [np.asarray(x) for x in _choose(logits, how(ROWS), grid(ROWS), False)]
     assert (token[::2] == logits.argmax(-1)[::2]).all()
     assert (token[1::2] == alone[0][1::2]).all() and (logprob[1::2] == alone[1][1::2]).all()
 
@@ -247,9 +258,9 @@ def test_the_likeliest_always_stays(seed, top_k, top_p, min_p):
 
 
 def test_truncation_that_is_off_changes_no_bit():
-    logits = np.random.default_rng(5).normal(0, 9, (64, 1500)).astype(np.float32)  # most masses are below any rounding
-    plain, open_ = (_choose(logits, how(64), grid(64), truncated) for truncated in (False, True))
+    logits = np.random.default_rng(5).normal(0, 9, (ROWS, 600)).astype(np.float32)  # most masses are below any rounding
+    plain, open_ = (_choose(logits, how(ROWS), grid(ROWS), truncated) for truncated in (False, True))
     for x, y in zip(plain, open_, strict=True):
         assert (np.asarray(x) == np.asarray(y)).all()
     masses = np.exp(logits - logits.max(-1, keepdims=True))
-    assert np.asarray(_kept(masses, how(64))).all()
+    assert np.asarray(_kept(masses, how(ROWS))).all()

@@ -92,7 +92,7 @@ def test_fewer_rows_than_a_step_needs():
 
 @pytest.mark.parametrize("short", [0, 3])
 def test_too_many_long_prompts_are_an_error_not_a_loop(short):
-    with pytest.raises(ShoalError, match="fewer than 4 prompts.*at most 100 tokens"):
+    with pytest.raises(ShoalError, match=r"fewer than 4 prompts.*at most 100 tokens"):
         stream(lengths=[3] * short + [101] * (12 - short)).next(4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -387,7 +388,8 @@ def test_nothing_is_compiled_after_warm_up(engine, base):
 
 def test_truncated_log_probs_are_those_of_the_kept_set():
     engine = make(truncated=True, slots=8, group_size=2)
-    cuts = ({"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}, {})
+    cuts: tuple[dict[str, Any], ...] = (
+        {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}, {})
     requests = [request(row, 12 * row + 1, count=2, temperature=temperature, max_tokens=40, **cut)
                 for row, (cut, temperature) in enumerate(zip(cuts, (1.0, 0.7, 1.3, 0.7, 1.0), strict=True))]
     for (row, _), completion in play(engine, requests).items():

@@ -278,8 +278,8 @@ def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array
 
 
 @jax.jit
-def checksum(parameters: Parameters) -> jax.Array:
-    """A uint32 over the bits of every parameter, the same for any layout: sums of integers have no order.
+def checksum(parameters: Any) -> jax.Array:
+    """A uint32 over the bits of every array of a tree, the same for any layout: sums of integers have no order.
 
     Each element's bits are mixed with its place first (one to one), so that any single change shows, an exchange too.
     """

@@ -184,7 +184,7 @@ def assemble_run(config: Config, config_text: tuple[str, str], reward_functions:
         updater=Updater(learner, config.algorithm, config.batch, config.sampling.temperature, config.seed, reference),
         source=source,
         prompts=prompts,
-        evaluator=Evaluator(sets, sampling_params(config.sampling), config.train.pass_k),
+        evaluator=Evaluator(sets, sampling_params(config.sampling), config.train.pass_k, task.well_formed),
         folder=folder,
         console=console,
         checkpoints=Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last),
@@ -237,7 +237,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         source = LocalSource(model, make, task, opened.tokenizer.decode, config.seed, 0)
         source.publish(0, opened.parameters)
         sets = prepare_sets(task, opened.tokenizer, config.sampling, console)
-        figures, _ = Evaluator(sets, params, config.pass_k).evaluate(source, 0, 0, sampled=True)
+        figures, _ = Evaluator(sets, params, config.pass_k, task.well_formed).evaluate(source, 0, 0, sampled=True)
         for subset, values in figures.items():
             console.evaluation(subset, values)
     if config.output:

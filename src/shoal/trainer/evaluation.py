@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,22 +16,29 @@ from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingPar
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Asks for each data set's questions: one greedy completion each, and `pass_k` sampled ones where asked."""
+    """Asks for each data set's questions one greedy completion each; of the first set, where asked, `pass_k` sampled
+    ones beside."""
 
     sets: Mapping[str, Sequence[Prepared]]
     params: SamplingParams
     pass_k: int
+    well_formed: Callable[[str], bool] | None = None
 
     def request(self, source: RolloutSource, step: int, version: int, sampled: bool) -> None:
         greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         for subset, questions in self.sets.items():
+
             def ask(prepared: Prepared, count: int, params: SamplingParams, subset: str = subset) -> GroupRequest:
                 return GroupRequest(Purpose.EVALUATE, step, version, prepared.example, prepared.prompt_ids, count,
                                     params, subset)
 
             source.request([ask(question, 1, greedy) for question in questions])
-            if sampled and self.pass_k:
+            if sampled and self._is_sampled(subset):
                 source.request([ask(question, self.pass_k, self.params) for question in questions])
+
+    def _is_sampled(self, subset: str) -> bool:
+        """pass@k is measured on the main set, the first."""
+        return self.pass_k > 0 and subset == next(iter(self.sets))
 
     def evaluate(self, source: RolloutSource, step: int, version: int,
                  sampled: bool) -> tuple[dict[str, dict[str, Any]], list[Group]]:
@@ -41,8 +48,8 @@ class Evaluator:
         figures, answers = {}, []
         for subset, questions in self.sets.items():
             greedy = list(islice(taken, len(questions)))
-            several = list(islice(taken, len(questions))) if sampled and self.pass_k else []
-            figures[subset] = score_greedy(greedy) | self._score_sampled(several)
+            several = list(islice(taken, len(questions))) if sampled and self._is_sampled(subset) else []
+            figures[subset] = score_greedy(greedy, self.well_formed) | self._score_sampled(several)
             answers += greedy
         return figures, answers
 
@@ -61,8 +68,9 @@ class Evaluator:
         }
 
 
-def score_greedy(groups: Sequence[Group]) -> dict[str, Any]:
-    """Accuracy (mean reward where a task defines no `correct`), its interval, and the mean of each reward."""
+def score_greedy(groups: Sequence[Group], well_formed: Callable[[str], bool] | None = None) -> dict[str, Any]:
+    """Accuracy (mean reward where a task defines no `correct`), its interval, the share of answers in the asked form
+    where the task defines one, and the mean of each reward."""
     total = len(groups)
     rewards = np.array([group.rewards[0] for group in groups])
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
@@ -74,6 +82,8 @@ def score_greedy(groups: Sequence[Group]) -> dict[str, Any]:
     else:
         figures["protocol"] = "greedy; mean reward stands in for accuracy, the task defines none"
         figures["accuracy"] = _known_mean(rewards)
+    if well_formed is not None:
+        figures["well_formed"] = float(np.mean([well_formed(group.texts[0]) for group in groups]))
     figures["mean_reward"] = _known_mean(rewards)
     for name in groups[0].reward_components:
         figures[f"rewards/{name}"] = _known_mean(np.array([group.reward_components[name][0] for group in groups]))

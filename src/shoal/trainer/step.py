@@ -27,6 +27,11 @@ from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 from shoal.types import Params
 
+SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "mismatch/logprob_mean", "mismatch/w",
+        "mismatch/w2")
+MAXIMA = ("mismatch/logprob_max",)
+"""What a micro-batch tells beside its loss: (sum, count) pairs, with `kl` where it is active, and largest values."""
+
 MAX_IN_FLIGHT = 2
 """Compiled steps that may run undrained: more, with collectives, can deadlock simulated devices."""
 
@@ -159,9 +164,9 @@ class Learner:
         nothing = jax.tree.map(lambda _: None, split)
         self.layout = TrainState(split, nothing, moments, everywhere)
         self._init = jax.jit(self.optimizer.init, out_shardings=moments)
-        sums = (Accumulated(split, everywhere, everywhere, everywhere), None)
-        self._first = jax.jit(partial(_accumulate, model, objective, None), out_shardings=sums)
-        self._next = jax.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=sums)
+        sums = Accumulated(split, everywhere, everywhere, everywhere)
+        self._zero = jax.jit(partial(_zero, shapes, objective), out_shardings=sums)
+        self._accumulate = jax.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
         self._apply = jax.jit(partial(_apply, self.optimizer, self.rate), donate_argnames=("gradient", "moments"),
                               out_shardings=(self.layout, everywhere))
         self._score = jax.jit(partial(_score, model, objective.chunk_elements))
@@ -174,11 +179,10 @@ class Learner:
 
     def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
         """Adds a micro-batch's gradient and metrics; also its log-probs, float32[R, S, C]."""
-        batch = self.put(batch)
-        parts = (state.trainable, state.frozen, batch)
-        result = self._first(*parts) if total is None else self._next(total, *parts)
-        self._bound(result[1])
-        return result
+        total = self._zero() if total is None else total
+        total, lp = self._accumulate(total, state.trainable, state.frozen, self.put(batch))
+        self._bound(lp)
+        return total, lp
 
     def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Applied]:
         """One update of the optimizer. `total` is spent."""
@@ -202,17 +206,25 @@ class Learner:
             jax.block_until_ready(self._in_flight.popleft())
 
 
-def _accumulate(model: Model, objective: Objective, total: Accumulated | None, trainable: Params, frozen: Params,
+def _zero(shapes: Params, objective: Objective) -> Accumulated:
+    def pair() -> tuple[jax.Array, jax.Array]:
+        return jnp.float32(0), jnp.float32(0)
+
+    names = [*SUMS, *(["kl"] if objective.kl_coef else [])]
+    gradient = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    maxima = {name: jnp.float32(0) for name in MAXIMA}
+    return Accumulated(gradient, jnp.float32(0), {name: pair() for name in names}, maxima)
+
+
+def _accumulate(model: Model, objective: Objective, total: Accumulated, trainable: Params, frozen: Params,
                 batch: LearnerBatch) -> tuple[Accumulated, jax.Array]:
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, assemble(trainable, frozen), batch)
 
     (value, (sums, maxima, lp)), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
     new = Accumulated(gradient, value, sums, maxima)
-    if total is not None:
-        added = jax.tree.map(jnp.add, replace(total, maxima=None), replace(new, maxima=None))
-        new = replace(added, maxima=jax.tree.map(jnp.maximum, total.maxima, maxima))
-    return new, lp
+    added = jax.tree.map(jnp.add, replace(total, maxima=None), replace(new, maxima=None))
+    return replace(added, maxima=jax.tree.map(jnp.maximum, total.maxima, maxima)), lp
 
 
 def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, trainable: Params, frozen: Params,

@@ -1,6 +1,6 @@
 """Does the default run learn, and from the rewards alone? Three seeds, and two controls.
 
-    python benchmarks/learning.py [--seeds 0 1 2] [--steps 100] [--kinds trained permuted "lr 0"]
+    python benchmarks/learning.py [--seeds 0 1 2] [--steps 80] [--kinds trained permuted "lr 0"]
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the completions of each
 group: what is left is not a signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.
@@ -50,7 +50,7 @@ def one(kind: str, seed: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--kinds", nargs="+", default=["trained", "permuted", "lr 0"])
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import save_tensors
-from tiny_runs import PLAIN, Workshop, quick_compilation, write_data
 
 from shoal import cli
+from tiny_models import save_tensors
+from tiny_runs import PLAIN, Workshop, quick_compilation, write_data
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +71,7 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
     ("checkpoint.keep_last=0", ["checkpoint.keep_last=0", "1 or more"]),
     ("sampling.max_prompt_tokens=5", ["no question of held_out has at most 5 tokens", "raise sampling.max_prompt_tok"]),
     ("batch.prompts_per_step=21", ["20 prompts, fewer than batch.prompts_per_step=21", "lower it"]),
-    ("sampling.long_prompts=error sampling.max_prompt_tokens=5", ["has 12 tokens", "sampling.long_prompts=drop"]),
+    ("sampling.long_prompts=error sampling.max_prompt_tokens=5", ["of row 0 has 11 tokens", "long_prompts=drop"]),
     ("model.template={{", ["chat template is not valid Jinja"]),
     ("model.template=missing.jinja", ["model.template='missing.jinja'", "neither a file nor a Jinja template"]),
     ("reward=missing.py:f", ["'missing.py:f'", "no file missing.py"]),
@@ -171,7 +171,7 @@ def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path)
 # ---- data
 
 
-def first_question(**row: object) -> Callable[[Path], None]:
+def fourth_question(**row: object) -> Callable[[Path], object]:
     def spoil(data: Path) -> None:
         lines = data.read_text().splitlines()
         lines[3] = json.dumps(row)
@@ -180,7 +180,7 @@ def first_question(**row: object) -> Callable[[Path], None]:
     return spoil
 
 
-def keep(count: int) -> Callable[[Path], None]:
+def keep(count: int) -> Callable[[Path], object]:
     return lambda data: data.write_text("\n".join(data.read_text().splitlines()[:count]))
 
 
@@ -190,14 +190,14 @@ LONG = {"question": "9" * 80, "answer": "#### 1"}
 @pytest.mark.parametrize(("spoil", "changes", "parts"), [
     (Path.unlink, [], ["task.path=", "there is no such file or folder"]),
     (lambda data: data.write_text(""), [], ["gsm8k_train.jsonl is empty", "`question` and `answer` are needed"]),
-    (first_question(question="?"), [], ["line 4 has no column 'answer'", "its columns: question"]),
-    (first_question(prompt="?", answer="#### 1"), [], ["line 4 has no column 'question'", "prompt, answer"]),
-    (first_question(question=4, answer="#### 1"), [], ["line 4: 'question' is a int; text is needed"]),
+    (fourth_question(question="?"), [], ["line 4 has no column 'answer'", "its columns: question"]),
+    (fourth_question(prompt="?", answer="#### 1"), [], ["line 4 has no column 'question'", "prompt, answer"]),
+    (fourth_question(question=4, answer="#### 1"), [], ["line 4: 'question' is a int; text is needed"]),
     (lambda data: data.write_text('{"question": "a"'), [], ["line 1 is no JSON object", "one object a line"]),
     (lambda data: data.write_bytes(b"\xff\xfe"), [], ["is no text in UTF-8"]),
     (lambda data: data.write_text('{"question": "a", "answer": "5"}\n'), [], ["ends in `#### <number>`"]),
     (keep(1), [], ["the data has 1 prompts, fewer than batch.prompts_per_step=2"]),
-    (first_question(**LONG), ["sampling.long_prompts=error", "steps=10"],
+    (fourth_question(**LONG), ["sampling.long_prompts=error", "steps=10"],
      ["the prompt of row 3 has 81 tokens, sampling.max_prompt_tokens is 64", "sampling.long_prompts=drop"]),
     (lambda data: data.write_text("\n".join(json.dumps({**LONG, "question": f"{'9' * 80}{i}"}) for i in range(9))), [],
      ["fewer than 2 prompts of the data have at most 64 tokens", "raise sampling.max_prompt_tokens"]),

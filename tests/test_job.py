@@ -8,6 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+import shoal
+from shoal import cli
+from shoal.config.compose import compose
+from shoal.model import hf
+from shoal.report.metrics import METRICS, metric
 from tiny_runs import (
     PLAIN,
     Workshop,
@@ -21,12 +27,6 @@ from tiny_runs import (
     same_bits,
     trainer,
 )
-
-import shoal
-from shoal import cli
-from shoal.config.compose import compose
-from shoal.model import hf
-from shoal.report.metrics import METRICS, metric
 
 CLOCKS = ("time/", "throughput/", "memory/", "compilations")
 SUMMARY = {"accuracy_before", "accuracy_after", "num_questions", "seconds_total", "seconds_by_phase",
@@ -268,7 +268,8 @@ def test_learning_rate_0_changes_nothing(workshop):
 
 def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_path, capsys):
     """The run folder (its newest checkpoint), one checkpoint of it, and folders exported from them."""
-    for source, target in ((base, "whole"), (base / "checkpoints" / "3", "single"), (base / "checkpoints" / "1", "old")):
+    saved = base / "checkpoints"
+    for source, target in ((base, "whole"), (saved / "3", "single"), (saved / "1", "old")):
         assert cli.main(["export", f"from={source}", f"to={tmp_path / target}"]) == 0
         written = by_path(hf.load(tmp_path / target, hf.architecture_of(workshop.model), trainer()))
         assert same_bits(written, parameters_of(base, 1 if target == "old" else 3))

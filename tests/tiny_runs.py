@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
-from tiny_models import write_model_with_tokenizer
 
 from shoal import cli
 from shoal.config.schema import MeshSection
 from shoal.mesh import Role, make_roles
 from shoal.model import hf
 from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
+from tiny_models import write_model_with_tokenizer
 
 REWARDS = '''\
 """Rewards for models that know nothing: they judge the letters."""

@@ -230,7 +230,7 @@ class Config:
 
     seed: int = 0
     """Of data order and sampling."""
-    steps: int = 100
+    steps: int = 80
     """Training steps: each samples P x G completions and learns from them."""
     run_name: str = ""
     """Name of the run's folder under base_output_directory; empty for date and time under outputs/."""

@@ -49,6 +49,7 @@ def is_run(folder: Path) -> bool:
 
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     """(run folder, version) of a run folder (its newest checkpoint), `<run>/checkpoints` or one of its numbers."""
+    folder = folder.resolve()  # `.` and `..` have names of their own
     if folder.name.isdigit() and folder.parent.name == "checkpoints" and folder.is_dir():
         return folder.parent.parent, int(folder.name)
     folder = folder.parent if folder.name == "checkpoints" else folder
@@ -75,6 +76,7 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
             restored = checkpointer.restore(path, args=ocp.args.PyTreeRestore(
                 item={"trainable": wanted}, partial_restore=True,
                 restore_args=ocp.checkpoint_utils.construct_restore_args({"trainable": wanted})))
-    except (ValueError, FileNotFoundError, KeyError, OSError) as error:
-        raise ShoalError(f"checkpoint {path.parent} cannot be read ({error}): choose another of {run}") from error
+    except Exception as error:  # what Orbax finds wrong with a file, it raises as anything, bare Exception included
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ShoalError(f"checkpoint {path.parent} cannot be read ({cause:.200}): choose another of {run}") from error
     return restored["trainable"]

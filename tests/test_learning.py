@@ -1,0 +1,16 @@
+"""The default run learns: a short piece of it, one seed (three seeds and the controls: benchmarks/learning.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import shoal
+
+
+def test_twenty_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):
+    summary = shoal.train(seed=0, steps=20, task={"num_questions": 300}, train={"pass_k": 0},
+                          base_output_directory=str(tmp_path))
+    before, after = summary["before"]["held_out"], summary["after"]["held_out"]
+    assert 0.20 <= before["accuracy"] <= 0.55 and before["well_formed"] >= 0.95
+    assert after["accuracy"] >= before["accuracy"] + 0.05
+    assert after["well_formed"] >= 0.95

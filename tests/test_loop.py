@@ -1,0 +1,233 @@
+"""The loop: which version each step samples from, in what order things are asked for, and that nothing is missed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from shoal.config.compose import compose
+from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
+from shoal.report.console import Console
+from shoal.runtime.job import assemble_run
+from shoal.trainer.loop import Run, Schedule
+from shoal.trainer.prompts import PromptStream
+from shoal.types import Example, GroupRequest, Purpose
+from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
+
+# ---- the schedule
+
+
+@pytest.mark.parametrize(("lag", "every", "versions"), [
+    (0, 1, [0, 1, 2, 3, 4, 5, 6, 7]),
+    (1, 1, [0, 0, 1, 2, 3, 4, 5, 6]),
+    (3, 1, [0, 0, 0, 0, 1, 2, 3, 4]),
+    (0, 2, [0, 0, 2, 2, 4, 4, 6, 6]),
+    (1, 2, [0, 0, 0, 2, 2, 4, 4, 6]),
+    (2, 3, [0, 0, 0, 0, 0, 3, 3, 3]),
+])
+def test_versions_by_step(lag, every, versions):
+    schedule = Schedule(lag, every)
+    assert [schedule.version(step) for step in range(8)] == versions
+    assert all(schedule.publishes(version) for version in versions)
+    stale = [step - schedule.version(step) for step in range(40)]
+    assert max(stale) == lag + every - 1 and min(stale) >= 0
+    assert [v for v in range(8) if schedule.publishes(v)] == list(range(0, 8, every))
+
+
+# ---- the order of things
+
+
+class Diary:
+    """A source, updater, evaluator, recorder and checkpoints that only write down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple] = []
+        self.published: list[int] = []
+        self.pending: dict[int, list[GroupRequest]] = {}
+        self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=("weights", 0)))
+
+    def request(self, requests) -> None:
+        [step] = {request.step for request in requests}
+        [version] = {request.version for request in requests}
+        assert version in self.published, f"version {version} is asked for before it is published"
+        assert step not in self.pending, f"step {step} is asked for twice"
+        self.pending[step] = list(requests)
+        self.events.append(("ask", step, version))
+
+    def take(self, purpose, step) -> list[GroupRequest]:
+        assert purpose is Purpose.TRAIN
+        self.events.append(("take", step))
+        return self.pending[step]
+
+    def publish(self, version, params, subset=None) -> None:
+        assert params == ("weights", version)
+        self.published.append(version)
+        self.events.append(("publish", version))
+
+    def close(self) -> None:
+        self.events.append(("close",))
+
+    def state(self) -> dict:
+        return {"pending": sorted(step for step in self.pending if ("take", step) not in self.events)}
+
+    def update(self, state, requests, step):
+        assert {request.step for request in requests} == {step} and state.trainable == ("weights", step)
+        self.events.append(("update", step))
+        return SimpleNamespace(trainable=("weights", step + 1)), "outcome"
+
+    def evaluate(self, source, step, version, sampled):
+        assert source is self and version in self.published
+        self.events.append(("evaluate", version, sampled))
+        return {"held_out": {"accuracy": version / 10}}, [f"answer {version}"]
+
+    def step(self, step, groups, outcome, seconds):
+        assert outcome == "outcome" and seconds >= 0
+        return {"reward/mean": float(step)}
+
+    def finish(self, before, after, answers_before, answers_after):
+        return {"before": before, "after": after, "answers": (answers_before, answers_after)}
+
+    def save(self, version, state, extra) -> None:
+        assert state.trainable == ("weights", version)
+        self.events.append(("save", version, extra["cursor"], tuple(extra["source"]["pending"])))
+
+    def begin_training(self) -> None: ...
+    def evaluation(self, *args) -> None: ...
+    def spent(self, *args) -> None: ...
+
+
+def play(schedule: Schedule, steps: int, evaluate_every: int = 0, period: int = 0) -> tuple[Diary, dict]:
+    diary = Diary()
+    config = Config(steps=steps, batch=BatchSection(prompts_per_step=2, group_size=3),
+                    train=TrainSection(evaluate_every), checkpoint=CheckpointSection(period))
+    prompts = PromptStream([Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10)
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, None, None, diary, diary,  # type: ignore[arg-type]
+              schedule)
+    return diary, run.train()
+
+
+def test_one_step_after_the_other():
+    diary, summary = play(Schedule(), 2)
+    assert diary.events == [
+        ("publish", 0), ("evaluate", 0, True),
+        ("ask", 0, 0), ("take", 0), ("update", 0), ("publish", 1),
+        ("ask", 1, 1), ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 4, ()),
+        ("evaluate", 2, True), ("close",)]
+    assert summary["before"]["held_out"]["accuracy"] == 0 and summary["after"]["held_out"]["accuracy"] == 0.2
+    assert summary["answers"] == (["answer 0"], ["answer 2"])
+
+
+def test_a_lag_asks_ahead():
+    diary, _ = play(Schedule(lag=1), 3, period=1)
+    assert diary.events == [
+        ("publish", 0), ("evaluate", 0, True),
+        ("ask", 0, 0), ("ask", 1, 0), ("take", 0), ("update", 0), ("publish", 1), ("save", 1, 4, (1,)),
+        ("ask", 2, 1), ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 6, (2,)),
+        ("take", 2), ("update", 2), ("publish", 3), ("save", 3, 6, ()),
+        ("evaluate", 3, True), ("close",)]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_every_step_is_asked_for_once_at_its_version(lag, every, steps):
+    schedule = Schedule(lag, every)
+    diary, _ = play(schedule, steps, evaluate_every=2)
+    asked = [event for event in diary.events if event[0] == "ask"]
+    assert asked == [("ask", step, schedule.version(step)) for step in range(steps)]
+    assert [event[1] for event in diary.events if event[0] == "take"] == list(range(steps))
+    for step in range(steps):
+        assert diary.events.index(("ask", step, schedule.version(step))) < diary.events.index(("take", step))
+        assert [(r.num_completions, r.purpose) for r in diary.pending[step]] == [(3, Purpose.TRAIN)] * 2
+    rows = [request.example.row for step in range(steps) for request in diary.pending[step]]
+    assert len(set(rows)) == 2 * steps  # in the first epoch no prompt twice
+    evaluated = [event[1:] for event in diary.events if event[0] == "evaluate"]
+    ends = [(0, True)], [(steps, True)]
+    assert evaluated == [*ends[0], *((v, False) for v in range(2, steps, 2)), *ends[1]]
+    assert diary.published == sorted(set(diary.published))
+    assert set(range(0, steps + 1, every)) <= set(diary.published)
+
+
+@pytest.mark.parametrize(("period", "saved"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])])
+def test_checkpoints_at_the_period_and_the_end(period, saved):
+    diary, _ = play(Schedule(), 7, period=period)
+    assert [event[1:3] for event in diary.events if event[0] == "save"] == [(version, 2 * version) for version in saved]
+
+
+# ---- with the real source
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation():
+    with quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+
+
+def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
+    """A run with another schedule, and the versions that its source holds after each step."""
+    config, _ = compose("train", workshop.words(name, "steps=4", "train.pass_k=0", *words)[1:])
+    with Console() as console:
+        run = assemble_run(config, ("", ""), (), console)
+        held = []
+        run.after_step = lambda step, _: held.append(sorted(run.source.versions))  # type: ignore[attr-defined]
+        replace(run, schedule=schedule).train()
+        run.checkpoints.close()
+        run.folder.close()
+    return workshop.runs / name, held
+
+
+def tokens(run, step: int) -> list:
+    return [[c["token_ids"] for c in group["completions"]] for group in groups(run, step)]
+
+
+@pytest.fixture(scope="module")
+def unmoved(workshop):
+    return workshop.train("unmoved", "steps=4", "train.pass_k=0", "optimizer.lr=0")
+
+
+def test_a_lag_of_one_trains_on_older_samples(workshop, unmoved):
+    run, held = train_with(workshop, "lagging", Schedule(lag=1))
+    assert held == [[0, 1], [1, 2], [2, 3], [4]]  # each as long as a request needs it
+    rows = metrics(run)
+    assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
+    for step, row in enumerate(rows, 1):
+        for group in groups(run, step):
+            assert group["version"] == max(0, step - 2)
+            assert all("versions" not in completion for completion in group["completions"])  # those asked for
+        assert (row["mismatch/logprob_max"] < 2e-5) == (step == 1)  # the weights have moved on since
+    assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
+    assert checkpoints(run) == [4]
+
+
+def test_publication_every_second_update(workshop, unmoved):
+    run, held = train_with(workshop, "sparse", Schedule(publish_every=2), "steps=5", "train.evaluate_every=3")
+    assert held == [[0], [2], [2, 3], [4], [5]]  # the evaluated 3 does not drive out 2, which step 3 needs
+    assert [row["staleness"] for row in metrics(run)] == [0, 1, 0, 1, 0]
+    assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
+
+
+def test_what_is_not_there_is_a_bug_and_says_so(workshop):
+    config, _ = compose("train", workshop.words("bug", "train.pass_k=0")[1:])
+    with Console() as console:
+        run = assemble_run(config, ("", ""), (), console)
+    run.checkpoints.close()
+    run.folder.close()
+    source = run.source
+    with pytest.raises(ValueError, match="nothing was asked for train at step 0"):
+        source.take(Purpose.TRAIN, 0)
+    source.publish(0, run.parameters)
+    prompt = run.prompts.next(1)[0]
+    source.request([GroupRequest(Purpose.TRAIN, 0, 1, prompt.example, prompt.prompt_ids, 4, run.sampling)])
+    assert source.state()["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)]
+    with pytest.raises(RuntimeError, match="version 1 was asked for"):
+        source.take(Purpose.TRAIN, 0)
+    with pytest.raises(RuntimeError, match="ask for them again"):
+        source.restore({"pending": [1]})

@@ -1,0 +1,89 @@
+"""What the README promises: two commands of one line, and the path from the command to the gradient."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_two_commands_are_one_line_each():
+    first, second = blocks("bash")[:2]
+    assert first.count("\n") == second.count("\n") == 1
+    assert first.rstrip().endswith("shoal train") and second.rstrip().endswith("-m pytest")
+
+
+def path_of_the_readme() -> list[str]:
+    (section,) = re.findall(r"^## From the command to the gradient\n+```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return [line.split()[0] for line in section.splitlines()]
+
+
+def resolve(name: str) -> Any:
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(["shoal", *parts[:cut]]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(f"README names {name}, which is not there")
+
+
+def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
+    """Each function of the list is called, and by those above it: the source's two and the trainer's four are two
+    branches under the loop."""
+    names = path_of_the_readme()
+    assert len(names) == 10
+    codes = {resolve(name).__code__: name for name in names}
+    callers: dict[str, set[str]] = {name: set() for name in names}
+    seen: set[str] = set()
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        name = codes.get(frame.f_code) if event == "call" else None
+        if name is None:
+            return
+        seen.add(name)
+        above = frame.f_back
+        while above is not None:
+            if above.f_code in codes:
+                callers[name].add(codes[above.f_code])
+            above = above.f_back
+
+    sys.setprofile(watch)
+    try:
+        code = main(["train", "steps=1", "task.num_questions=2", "train.pass_k=0", "batch.prompts_per_step=8",
+                     f"base_output_directory={tmp_path}"])
+    finally:
+        sys.setprofile(None)
+    assert code == 0
+    assert seen == set(names)
+    command, job, loop, take, engine, groups, update, accumulate, loss, forward = names
+    for name, above in ((job, command), (loop, job), (take, loop), (engine, take), (groups, take), (update, loop),
+                        (accumulate, update), (loss, accumulate), (forward, loss), (forward, engine)):
+        assert above in callers[name], f"{name} was not called by {above}"
+
+
+@pytest.mark.parametrize("line", [line for line in README.splitlines()
+                                  if line.startswith("shoal ") and "--help" not in line])
+def test_the_example_command_lines_compose(line: str):
+    import shlex
+
+    from shoal.config.compose import compose
+
+    _, command, *words = shlex.split(line, comments=True)
+    compose(command, words)

@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.config.schema import MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
-from shoal.model.transformer import Architecture, Model, Parameters, RopeScaling, initialise
+from shoal.model.transformer import Architecture, Declared, Model, Parameters, RopeScaling, declare, is_declared
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
 from shoal.trainer.step import Learner, Objective
 from shoal.types import Completion, Example, Group, Purpose, StopReason
@@ -30,15 +30,14 @@ def roles(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Roles:
 
 def random_parameters(a: Architecture, seed: int = 0, scale: float = 8.0) -> Parameters:
     """Weights large enough that attention and logits are far from flat; norms and biases away from 1 and 0."""
-    parameters = initialise(a, seed, roles().trainer)
     rng = np.random.default_rng(seed)
 
-    def spread(x: jax.Array) -> jax.Array:
-        if np.ptp(np.asarray(x)) == 0:  # constants: norms and biases
-            return jax.numpy.asarray(np.asarray(x) + 0.3 * rng.standard_normal(x.shape).astype(np.float32))
-        return x * scale
+    def draw(d: Declared) -> jax.Array:
+        noise = rng.standard_normal(d.shape)
+        value = noise * d.stddev * scale if d.init == "normal" else (d.init == "ones") + 0.3 * noise
+        return jax.device_put(value.astype(np.float32), roles().trainer.sharding(d.axes, d.shape))
 
-    return jax.tree.map(spread, parameters)
+    return jax.tree.map(draw, declare(a), is_leaf=is_declared)
 
 
 def random_groups(a: Architecture, prompts: int, siblings: int, longest_prompt: int, longest: int, seed: int = 0,

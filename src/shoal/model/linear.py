@@ -21,9 +21,10 @@ class Biased:
 Weight: TypeAlias = "jax.Array | Biased"
 
 
-def linear(weight: Weight, x: jax.Array) -> jax.Array:
-    """x[..., in] -> [..., out], in x's type; the weight is cast to it where it is used."""
+def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
+    """x[..., in] -> [..., out] in x's type, to which the weight is cast; `out_dtype` keeps the sums in a wider one."""
     if isinstance(weight, Biased):
-        return linear(weight.kernel, x) + weight.bias.astype(x.dtype)
+        return linear(weight.kernel, x, out_dtype) + weight.bias.astype(out_dtype or x.dtype)
     # Two plain dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
-    return jnp.matmul(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)).reshape(*x.shape[:-1], -1)
+    flat = x.reshape(-1, x.shape[-1])
+    return jnp.matmul(flat, weight.astype(x.dtype), preferred_element_type=out_dtype).reshape(*x.shape[:-1], -1)

@@ -274,7 +274,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
     """hidden[..., D] -> float32[..., V]."""
     weight: Weight = parameters.embedding.T if parameters.unembedding is None else parameters.unembedding
-    return linear(weight, hidden.astype(model.dtype)).astype(jnp.float32)
+    return linear(weight, hidden.astype(model.dtype), jnp.float32)
 
 
 @jax.jit

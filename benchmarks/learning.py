@@ -43,8 +43,8 @@ def one(kind: str, seed: int, steps: int) -> dict[str, Any]:
     import shoal
 
     with tempfile.TemporaryDirectory() as folder:
-        own: dict[str, Any] = {"permuted": {"reward": permuted_reward}, "lr 0": {"optimizer": {"lr": 0.0}}}.get(kind, {})
-        return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **own)
+        controls: dict[str, Any] = {"permuted": {"reward": permuted_reward}, "lr 0": {"optimizer": {"lr": 0.0}}}
+        return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **controls.get(kind, {}))
 
 
 def main() -> None:
@@ -58,7 +58,9 @@ def main() -> None:
         print("\n" + json.dumps(one(options.one[0], int(options.one[1]), options.steps)))
         return
     print(f"{options.steps} steps; greedy accuracy in percent; {os.cpu_count()} CPU cores")
-    print(f"{'run':>9} {'seed':>5} {'before':>7} {'after':>7} {'change':>7} {'pass@8':>15} {'well-formed':>15} {'seconds':>8}")
+    head = (f"{'run':>9} {'seed':>5}", f"{'before':>7} {'after':>7} {'change':>7}", f"{'pass@8':>15}",
+            f"{'well-formed':>15} {'seconds':>8}")
+    print(*head)
     for kind in options.kinds:
         changes = []
         for seed in options.seeds if kind != "lr 0" else options.seeds[:1]:

@@ -98,7 +98,8 @@ def main() -> None:
         print(json.dumps(measure(options.shapes[0], options.repeats, options.dtype)))
         return
     print(f"median of {options.repeats} steps, {options.dtype}, {os.cpu_count()} CPU cores; seconds")
-    print(f"{'shape':>6} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8} {'compile':>8} {'peak GiB':>9}")
+    print(f"{'shape':>6} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
+          f"{'compile':>8} {'peak GiB':>9}")
     for name in options.shapes:
         command = [sys.executable, __file__, name, "--one", "--repeats", str(options.repeats), "--dtype", options.dtype]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -129,8 +129,8 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     """A package of given files, with an empty module for each noun that they name."""
     defaults = {"types.py": "", "mesh.py": "", "config/schema.py": "", "model/linear.py": "", "algorithm/kl.py": "",
                 "report/sink.py": "", "sampler/engine.py": "", "task/words.py": "", "rollout.py": "",
-                "trainer/loop.py": "", "runtime/local.py": "", "runtime/cluster.py": "", "cli.py": "", "__init__.py": "",
-                "recipes/__init__.py": "", "trainer/checkpoint.py": ""}
+                "trainer/loop.py": "", "runtime/local.py": "", "runtime/cluster.py": "", "cli.py": "",
+                "__init__.py": "", "recipes/__init__.py": "", "trainer/checkpoint.py": ""}
     for name, text in {**defaults, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ def test_help_lists_every_key(capsys, command):
 def test_help_shows_defaults_and_short_forms(capsys):
     cli.main(["train", "--help"])
     out = capsys.readouterr().out
-    for line in ("  optimizer.lr=0.0001", "  report.groups=true", "  sampling.stop=[]", "  model.path=tiny",
+    for line in ("  optimizer.lr=5e-05", "  report.groups=true", "  sampling.stop=[]", "  model.path=tiny",
                  "  model= is model.path="):
         assert f"\n{line}\n" in out
     assert "\noptimizer\n" in out

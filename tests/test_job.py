@@ -435,3 +435,18 @@ def test_what_was_done_before_a_reward_failed_stays(workshop, base, capsys):
     assert not (run / "summary.json").exists() and checkpoints(run) == [1]
     assert same_bits(parameters_of(run, 1), parameters_of(base, 1))
     assert len(read_lines(run / "evaluations.jsonl")) == 1
+
+
+def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
+    """Evaluation and export of a run write messages as its training did."""
+    from tiny_models import write_model_with_tokenizer
+
+    from shoal.model.tokenizer import Tokenizer
+    from shoal.runtime.job import Opened, copy_model_files
+
+    write_model_with_tokenizer(tmp_path / "model", "qwen3", "chatml", 0)
+    given = Tokenizer.load(tmp_path / "model", "{{ messages[0]['content'] }} ->")
+    copy_model_files(Opened(tmp_path / "model", None, given, None), tmp_path / "run")  # type: ignore[arg-type]
+    again = Tokenizer.load(tmp_path / "run")
+    messages = [{"role": "user", "content": "hello"}]
+    assert again.render(messages) == "hello ->" != Tokenizer.load(tmp_path / "model").render(messages)

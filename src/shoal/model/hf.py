@@ -26,16 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import Role
+from shoal.model.hf_config import architecture_of, config_of, read_config, read_json
 from shoal.model.tensor_file import DTYPES, Stored, read_header, write_file
-from shoal.model.transformer import Architecture, Declared, Parameters, RopeScaling, declare, is_declared
+from shoal.model.transformer import Architecture, Declared, Parameters, declare, is_declared
 from shoal.types import ShoalError
-
-FAMILIES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""`model_type` of config.json -> its class in transformers."""
 
 
 @dataclass(frozen=True)
@@ -137,116 +131,6 @@ def _download(repository: str, token: str | None) -> Path:
             f"{wanted} it could not be downloaded ({type(error).__name__}): "
             "is this machine online? Otherwise give a local folder."
         ) from error
-
-
-# What it is
-
-
-def architecture_of(folder: str | Path) -> Architecture:
-    """Reads config.json, as transformers 4 or 5 writes it. ShoalError for what Shoal does not compute."""
-    folder = Path(folder)
-    config = _read_config(folder)
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ShoalError(f"{folder}: model_type is {family!r}; Shoal knows {', '.join(FAMILIES)}.")
-    _refuse_unsupported(config, folder)
-    width, heads = _size(config, "hidden_size", folder), _size(config, "num_attention_heads", folder)
-    key_heads = config.get("num_key_value_heads") or heads
-    if heads % key_heads:
-        raise ShoalError(f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}.")
-    theta, scaling = _rope(config, folder)
-    bias = bool(config.get("attention_bias", False))
-    return Architecture(
-        vocab_size=_size(config, "vocab_size", folder),
-        width=width,
-        feed_forward=_size(config, "intermediate_size", folder),
-        num_layers=_size(config, "num_hidden_layers", folder),
-        num_heads=heads,
-        num_key_heads=key_heads,
-        head_width=config.get("head_dim") or (128 if family == "qwen3" else width // heads),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or bias,
-        output_bias=family != "qwen2" and bias,
-        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
-    )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ShoalError(f"{folder} holds no config.json: expected a model folder in Hugging Face format.")
-    return read_json(file)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; ShoalError where it is none."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ShoalError(f"{file} could not be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ShoalError(f"{file}: expected a JSON object, got {type(value).__name__}.")
-    return value
-
-
-def _size(config: Mapping[str, Any], key: str, folder: Path) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        came = "is missing" if value is None else f"is {value!r}"
-        raise ShoalError(f"{folder}/config.json: {key} {came}; expected a whole number of 1 or more.")
-    return value
-
-
-def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
-    def refuse(what: str, advice: str = "") -> None:
-        raise ShoalError(f"{folder}: {what}, which Shoal does not compute.{advice and ' ' + advice}")
-
-    if config.get("quantization_config"):
-        refuse("config.json has a quantization_config", "Use the model's unquantised weights.")
-    if config.get("hidden_act", "silu") != "silu":
-        refuse(f"hidden_act is {config['hidden_act']!r} (expected 'silu')")
-    if config.get("layer_types"):
-        others = set(config["layer_types"]) - {"full_attention"}
-        if others:
-            refuse(f"layer_types has {', '.join(sorted(others))} (expected full_attention)")
-    elif config.get("use_sliding_window") and config.get("sliding_window"):
-        first = config.get("max_window_layers", 28)
-        if first < _size(config, "num_hidden_layers", folder):
-            refuse(f"use_sliding_window is true from layer {first} on")
-
-
-def _rope(config: Mapping[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_scaling` + `rope_theta` (transformers 4) or `rope_parameters` (5)."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # transformers 5 may write one a kind of layer
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ShoalError(f"{folder}: partial_rotary_factor is set, which Shoal does not compute.")
-    if kind == "default":
-        return theta, None
-    if kind not in ("llama3", "linear"):
-        raise ShoalError(f"{folder}: rope type {kind!r} is not supported; Shoal knows default, linear, llama3.")
-
-    def number(key: str) -> float:
-        if not isinstance(rope.get(key), (int, float)):
-            raise ShoalError(f"{folder}/config.json: rope type {kind!r} needs the number {key!r}.")
-        return float(rope[key])
-
-    if kind == "linear":
-        return theta, RopeScaling("linear", number("factor"))
-    original = (
-        config.get("original_max_position_embeddings")
-        or rope.get("original_max_position_embeddings")
-        or _size(config, "max_position_embeddings", folder)
-    )
-    return theta, RopeScaling(
-        "llama3", number("factor"), number("low_freq_factor"), number("high_freq_factor"), int(original)
-    )
 
 
 # Weights in
@@ -462,48 +346,6 @@ def _config_to_write(a: Architecture, source: Path | None, dtype: np.dtype) -> d
     else:
         if architecture_of(source) != a:
             raise ShoalError(f"{source}/config.json describes another architecture than these parameters have.")
-        config = _read_config(source)
+        config = read_config(source)
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype.name
-    return config
-
-
-def config_of(a: Architecture) -> dict[str, Any]:
-    """A config.json for an architecture; ShoalError where no family of transformers has it."""
-    family = "qwen3" if a.qk_norm else "qwen2" if a.qkv_bias and not a.output_bias else "llama"
-    if (family != "llama" and a.mlp_bias) or (family != "qwen2" and a.qkv_bias != a.output_bias):
-        raise ShoalError(f"No model of transformers has this mixture of biases and norms ({family}): {a}.")
-    config: dict[str, Any] = {
-        "architectures": [FAMILIES[family]],
-        "model_type": family,
-        "vocab_size": a.vocab_size,
-        "hidden_size": a.width,
-        "intermediate_size": a.feed_forward,
-        "num_hidden_layers": a.num_layers,
-        "num_attention_heads": a.num_heads,
-        "num_key_value_heads": a.num_key_heads,
-        "head_dim": a.head_width,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": a.norm_eps,
-        "rope_theta": a.rope_theta,
-        "tie_word_embeddings": a.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if family != "qwen2":
-        config["attention_bias"] = a.qkv_bias
-    if family == "llama":
-        config["mlp_bias"] = a.mlp_bias
-    else:
-        config["use_sliding_window"] = False
-    if a.rope_scaling is not None:
-        s = a.rope_scaling
-        config["rope_scaling"] = {"rope_type": s.kind, "factor": s.factor}
-        if s.kind == "llama3":
-            config["rope_scaling"] |= {
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_position,
-            }
     return config

@@ -57,6 +57,7 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self._special = dict(special)
+        self.template = template  # as text; empty for none
         self._template = _compile(template) if template else None
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.bos_id: int | None = self._id_of("bos_token")

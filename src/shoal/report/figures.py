@@ -59,7 +59,8 @@ _FORMS: dict[str, Callable[[float], str]] = {
 
 
 def _is_share(name: str) -> bool:
-    return name.startswith(("accuracy", "pass", "maj")) or name.endswith(("share", "fraction", "well_formed", "cut"))
+    return name.startswith(("accuracy", "pass", "maj")) or name.endswith(
+        ("accuracy", "share", "fraction", "well_formed", "cut"))
 
 
 def _is_number(value: Any) -> bool:
@@ -84,8 +85,8 @@ def figure_text(name: str, value: Any) -> str:
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
     """The figures in one line; the first carries protocol, number of questions and, an accuracy, its interval."""
-    names = [name for name in figures if name not in ("num_questions", "protocol")]
-    parts = [f"{name.replace('_', ' ')} {figure_text(name, figures[name])}" for name in names]
+    names = [name for name in figures if name not in ("num_questions", "protocol", *_TOLD_BESIDE)]
+    parts = [_named_figure(name, figures) for name in names]
     terms = [one_line(figures["protocol"])] if figures.get("protocol") else []
     questions = figures.get("num_questions")
     if questions is not None:
@@ -94,6 +95,14 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     if about:
         parts[:1] = [f"{parts[0]} ({about})" if parts else f"({about})"]
     return "  ".join(parts)
+
+
+_TOLD_BESIDE = ("accuracy_interval", "sampled_protocol")
+
+
+def _named_figure(name: str, figures: Mapping[str, Any]) -> str:
+    protocol = figures.get("sampled_protocol") if name.startswith("pass@") else None
+    return f"{name.replace('_', ' ')} {figure_text(name, figures[name])}" + (f" ({protocol})" if protocol else "")
 
 
 def _interval_text(names: list[str], figures: Mapping[str, Any], questions: Any) -> str:

@@ -166,7 +166,7 @@ def assemble_run(config: Config, config_text: tuple[str, str], reward_functions:
     first = prompts.peek(config.batch.prompts_per_step, config.steps if every else 1)
     folder = RunFolder.create(config.base_output_directory, config.run_name)
     folder.write_config(*config_text)
-    copy_model_files(opened.folder, folder.path / MODEL_FOLDER)
+    copy_model_files(opened, folder.path / MODEL_FOLDER)
     console.note(f"run folder {folder.path}")
     console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
 
@@ -199,12 +199,14 @@ def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, 
     return LocalSource(model, make, task, tokenizer.decode, config.seed, config.steps)
 
 
-def copy_model_files(source: Path, target: Path) -> None:
-    """Config and tokenizer of the model, so that checkpoints need nothing else."""
+def copy_model_files(opened: Opened, target: Path) -> None:
+    """Config, tokenizer and the template that was trained with, so that checkpoints need nothing else."""
     target.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", *hf.TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copy2(source / name, target / name)
+        if (opened.folder / name).is_file():
+            shutil.copy2(opened.folder / name, target / name)
+    if opened.tokenizer.template:
+        (target / "chat_template.jinja").write_text(opened.tokenizer.template, encoding="utf-8")
 
 
 def train(config: Config, config_text: tuple[str, str] = ("", ""), reward_functions: Sequence[Callable] = (),

@@ -179,10 +179,10 @@ class Learner:
 
     def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
         """Adds a micro-batch's gradient and metrics; also its log-probs, float32[R, S, C]."""
-        total = self._zero() if total is None else total
-        total, lp = self._accumulate(total, state.trainable, state.frozen, self.put(batch))
+        before = self._zero() if total is None else total
+        after, lp = self._accumulate(before, state.trainable, state.frozen, self.put(batch))
         self._bound(lp)
-        return total, lp
+        return after, lp
 
     def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Applied]:
         """One update of the optimizer. `total` is spent."""

@@ -439,10 +439,9 @@ def test_what_was_done_before_a_reward_failed_stays(workshop, base, capsys):
 
 def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
     """Evaluation and export of a run write messages as its training did."""
-    from tiny_models import write_model_with_tokenizer
-
     from shoal.model.tokenizer import Tokenizer
     from shoal.runtime.job import Opened, copy_model_files
+    from tiny_models import write_model_with_tokenizer
 
     write_model_with_tokenizer(tmp_path / "model", "qwen3", "chatml", 0)
     given = Tokenizer.load(tmp_path / "model", "{{ messages[0]['content'] }} ->")

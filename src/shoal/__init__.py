@@ -26,7 +26,7 @@ def train(**overrides: Any) -> dict[str, Any]:
     from shoal.runtime.job import train as run
 
     config, resolved, functions = from_overrides(Config, **overrides)
-    return run(config, (resolved.text, resolved.difference), functions)
+    return run(config, (resolved.text, resolved.difference), functions, _console(resolved))
 
 
 def evaluate(**overrides: Any) -> dict[str, dict[str, Any]]:
@@ -35,5 +35,14 @@ def evaluate(**overrides: Any) -> dict[str, dict[str, Any]]:
     from shoal.config.schema import EvalConfig
     from shoal.runtime.job import evaluate as run
 
-    config, _, functions = from_overrides(EvalConfig, **overrides)
-    return run(config, functions)
+    config, resolved, functions = from_overrides(EvalConfig, **overrides)
+    return run(config, functions, _console(resolved))
+
+
+def _console(resolved: Any) -> Any:
+    from shoal.report.console import Console
+
+    console = Console()
+    for note in resolved.notes:
+        console.note(note)
+    return console

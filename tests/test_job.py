@@ -449,3 +449,54 @@ def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
     again = Tokenizer.load(tmp_path / "run")
     messages = [{"role": "user", "content": "hello"}]
     assert again.render(messages) == "hello ->" != Tokenizer.load(tmp_path / "model").render(messages)
+
+
+def test_a_publication_in_another_type_compiles_once():
+    import jax
+    import jax.numpy as jnp
+
+    from shoal.model.transformer import Model
+    from shoal.runtime.compilation import CompilationCounter
+    from shoal.runtime.local import publish_to
+    from small import QWEN3, random_parameters, roles
+
+    model, parameters = Model(QWEN3, roles().sampler, jnp.bfloat16), random_parameters(QWEN3)
+    first = publish_to(model, parameters)
+    counter = CompilationCounter()
+    again = publish_to(model, parameters)
+    assert counter.read() == 0 and again.final_norm.dtype == jnp.bfloat16
+    assert publish_to(Model(QWEN3, roles().sampler), parameters) is parameters
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
+
+
+def test_mismatch_is_the_engines_not_the_updates(tmp_path: Path):
+    """Several updates on one batch at a large rate: `old` still agrees with the sampler, and is what groups hold."""
+    import shoal
+
+    result = shoal.train(
+        steps=1, base_output_directory=str(tmp_path), run_name="run", task={"num_questions": 2}, train={"pass_k": 0},
+        batch={"prompts_per_step": 8, "group_size": 8},
+        algorithm={"num_epochs": 2, "num_minibatches": 2}, optimizer={"lr": 3e-2, "warmup_steps": 0})
+    (metrics,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics["update/count"] == 4 and abs(metrics["ratio/mean"] - 1) > 1e-3
+    assert metrics["mismatch/logprob_max"] < 2e-5 and abs(metrics["mismatch/ess"] - 1) < 1e-6
+    for line in (tmp_path / "run" / "groups" / "step_000001.jsonl").read_text().splitlines():
+        for completion in json.loads(line)["completions"]:
+            ours = completion.get("trainer_logprobs", completion["logprobs"])
+            assert max(abs(a - b) for a, b in zip(ours, completion["logprobs"], strict=True)) < 2e-5
+    assert result["num_questions"] == 2
+
+
+def test_what_a_reward_logs_is_a_metric_and_gspo_with_a_wide_clip_is_warned_of(tmp_path: Path, capsys):
+    import shoal
+
+    def reward(completions, log_metric, **_):
+        log_metric("words", 2.0)
+        return [float(len(str(c)) % 3) for c in completions]
+
+    shoal.train(steps=1, base_output_directory=str(tmp_path), run_name="run", task={"num_questions": 2}, reward=reward,
+                train={"pass_k": 0}, batch={"prompts_per_step": 4, "group_size": 2},
+                sampling={"max_completion_tokens": 8}, algorithm={"loss": "gspo-token"})
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["rewards/logged/words"] == 2.0
+    assert "practically never clips" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.transformer import Architecture, Model, Parameters, declare, forward, is_declared, logits
 from shoal.runtime.compilation import CompilationCounter
 from shoal.runtime.local import drive
-from shoal.sampler.engine import CHUNK, MAX_IN_FLIGHT, Engine, greedy, prompt_bucket
+from shoal.sampler.engine import CHUNK, MAX_IN_FLIGHT, Engine, prompt_bucket
 from shoal.trainer.batch import bucket, choose_shape, pack
 from shoal.trainer.step import batch_logprobs
 from shoal.types import (
@@ -261,7 +261,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine, base, place
 
 
 def test_greedy_takes_the_likeliest_at_each_step(engine):
-    hot = request(3, params=greedy(SamplingParams(temperature=0.7, top_p=0.5, max_tokens=60)), count=2)
+    hot = request(3, params=SamplingParams(temperature=0.7, top_p=0.5, max_tokens=60).as_greedy(), count=2)
     played = play(engine, [hot, request(0)])
     assert played[3, 0].token_ids.tolist() == played[3, 1].token_ids.tolist()
     completion = played[3, 0]

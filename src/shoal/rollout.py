@@ -14,8 +14,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
-    """What to ask of the sampler. A prompt occurs once a step and purpose, so its row addresses its noise; data sets
-    other than the first of their purpose have a purpose of their own."""
+    """What to ask of the sampler. Purpose, data set and way of choosing name the noise together with step and row: a
+    prompt occurs once in each."""
     purpose = f"{request.purpose}/{request.subset}/{'greedy' if request.params.temperature == 0 else 'sampled'}"
     address = Address(seed, purpose, request.step, request.example.row)
     return SampleRequest(id, request.prompt_ids, request.num_completions, address, request.params)
@@ -27,8 +27,8 @@ def make_groups(
     completions: Sequence[Sequence[Completion]],
     decode: Decode,
     max_steps: int,
-) -> list[Group]:
-    """Finished completions, in order of their index for each request, to rewarded groups.
+) -> tuple[list[Group], Mapping[str, float]]:
+    """Finished completions, in order of their index for each request, to rewarded groups; and what rewards logged.
 
     All requests are of one step and size: rewards see them together, siblings side by side.
     """
@@ -42,10 +42,11 @@ def make_groups(
         step=requests[0].step,
         max_steps=max_steps,
     )
-    return [
+    groups = [
         _group(task, request, siblings, own, scores, number)
         for number, (request, siblings, own) in enumerate(zip(requests, completions, texts, strict=True))
     ]
+    return groups, scores.metrics
 
 
 def _group(task: Task, request: GroupRequest, siblings: Sequence[Completion], texts: Sequence[str], scores: Scores,

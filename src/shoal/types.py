@@ -11,7 +11,7 @@ Words, used in code, metrics and documents alike:
     example      one row of a data set: a prompt and the columns that rewards read
     group        the G completions of one prompt, with rewards: the unit of everything
     completion   the tokens after a prompt; `drawn` marks those that the model drew itself
-    version      the number of updates that the weights had seen
+    version      the number of steps that the weights had seen
     beh old ref  log-probs of the same tokens: the sampler's when it drew them, the trainer's before the first
                  update on this batch, the reference model's
 """
@@ -22,7 +22,7 @@ import enum
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -85,6 +85,10 @@ class SamplingParams:
     @property
     def truncated(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    def as_greedy(self) -> SamplingParams:
+        """The same limits, always the likeliest token."""
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ class BatchSection:
     group_size: int = 8
     """G: completions a prompt."""
     micro_tokens: int = 2048
-    """Tokens a device computes at once in the update, padding included; it bounds memory, never the result."""
+    """Tokens a device computes at once in the update, padding included (one completion with its prompt at least); it
+    decides memory, never the result."""
 
     def __post_init__(self) -> None:
         require(self.prompts_per_step >= 1, "batch.prompts_per_step", self.prompts_per_step, "1 or more")

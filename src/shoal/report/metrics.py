@@ -54,19 +54,19 @@ prompts/length_mean | tokens | mean | tokens of a prompt
 prompts/dropped | prompts | sum | prompts left out for being over the limit
 loss | 1 | mean | the loss that was differentiated, over updates
 kl | nats | mean | divergence from the reference by the configured estimator, over drawn tokens
-entropy | nats | mean | entropy of the next token, over drawn tokens
+entropy | nats | mean | entropy of the next token, over trained tokens (groups that left the update have none)
 clip/fraction | share | mean | drawn tokens whose clipped term is the active one
 clip/low | share | mean | drawn tokens clipped below 1 - clip_low (negative advantage)
 clip/high | share | mean | drawn tokens clipped above 1 + clip_high (positive advantage)
 ratio/mean | 1 | mean | exp(lp - old), over drawn tokens
-mismatch/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over drawn tokens
+mismatch/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over trained tokens
 mismatch/logprob_max | nats | max | its largest value
 mismatch/ess | share | mean | effective sample size of exp(old - beh): (sum w)^2 / (N sum w^2), 1 on-policy
 grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
 lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied
 update/skipped | updates | sum | updates left out because a gradient was not finite
-version | updates | last | updates that the trainer's weights have seen
+version | steps | last | steps that the trainer's weights have seen
 staleness | updates | mean | trainer's version minus the version that drew the token
 tokens/sampled | tokens | sum | tokens that the sampler drew
 tokens/trained | tokens | sum | tokens that entered an update, prompts (each once a row) and completions

@@ -42,7 +42,7 @@ from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
 from shoal.trainer.prompts import Prepared, PromptStream, prepare
 from shoal.trainer.record import Recorder
-from shoal.trainer.step import Learner, Objective
+from shoal.trainer.step import Learner, Objective, ParameterScorer
 from shoal.trainer.update import Updater
 from shoal.types import Address, Params, Purpose, SampleRequest, SamplingParams, ShoalError
 
@@ -60,8 +60,8 @@ class Opened:
     parameters: Params
 
 
-def open_model(section: ModelSection, role: Role, console: Console) -> Opened:
-    """A folder or hub id in Hugging Face format, or a run of ours, or one of its checkpoints."""
+def open_model(section: ModelSection, role: Role, console: Console, dtype: Any = jnp.float32) -> Opened:
+    """A folder or hub id in Hugging Face format, or a run of ours, or one of its checkpoints; weights in `dtype`."""
     local = Path(section.path)
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hf.locate(section.path)
@@ -70,7 +70,9 @@ def open_model(section: ModelSection, role: Role, console: Console) -> Opened:
     tokenizer.check_vocabulary(architecture)
     for note in tokenizer.notes:
         console.note(note)
-    parameters = load_parameters(*checkpoint, architecture, role) if checkpoint else hf.load(folder, architecture, role)
+    parameters = (
+        load_parameters(*checkpoint, architecture, role, dtype) if checkpoint
+        else hf.load(folder, architecture, role, dtype))
     return Opened(folder, architecture, tokenizer, parameters)
 
 
@@ -90,6 +92,8 @@ def make_model(section: ModelSection, opened: Opened, role: Role, micro_tokens: 
     dtype, remat = compute_dtype(section.dtype), section.remat
     if remat == "auto":
         remat = "full" if activation_bytes(opened.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
+    if dtype == jnp.float32:  # accelerators would multiply in fewer bits: float32 was asked for
+        jax.config.update("jax_default_matmul_precision", "highest")
     return Model(opened.architecture, role, dtype, remat)
 
 
@@ -147,14 +151,24 @@ def check_trainable(config: Config) -> None:
                          "set it to 1.0")
 
 
+def warn_of_gspo_clipping(config: Config, console: Console) -> None:
+    a = config.algorithm
+    if a.loss.startswith("gspo") and max(a.clip_low, a.clip_high) > 0.01:
+        console.warning(f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
+                        "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
+
+
 def assemble_run(config: Config, config_text: tuple[str, str], reward_functions: Sequence[Callable],
                  console: Console) -> Run:
     """Everything that can be wrong with a configuration is met here, before the run folder exists."""
     started = time.perf_counter()
     compilations = CompilationCounter()
     check_trainable(config)
+    warn_of_gspo_clipping(config, console)
     task = load_task(config.task, config.reward, reward_functions)
     roles = make_roles(config.mesh)
+    if roles.trainer.mesh.size < (there := jax.device_count()):
+        console.warning(f"{roles.trainer.mesh.size} of {there} devices are used: mesh.fsdp=-1 takes them all")
     opened = open_model(config.model, roles.trainer, console)
     for note in task.notes:
         console.note(note)
@@ -174,7 +188,7 @@ def assemble_run(config: Config, config_text: tuple[str, str], reward_functions:
     source = make_source(config, model.on(roles.sampler), tokenizer, task, roles)
     num_updates = config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
     learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates)
-    reference = opened.parameters if config.algorithm.kl_coef > 0 else None
+    reference = ParameterScorer(learner, opened.parameters) if config.algorithm.kl_coef > 0 else None
     recorder = Recorder(folder, console, prompts, config.steps, config.report.groups, source.read_clock,
                         compilations.read, peak_bytes, started=started)
     recorder.spent("start", time.perf_counter() - started)
@@ -217,6 +231,7 @@ def train(config: Config, config_text: tuple[str, str] = ("", ""), reward_functi
         try:
             return run.train()
         finally:
+            run.source.close()
             run.checkpoints.close()
             run.folder.close()
 
@@ -229,7 +244,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
     with console or Console() as console:
         task = load_task(config.task, config.reward, reward_functions)
         roles = make_roles(config.mesh)
-        opened = open_model(config.model, roles.sampler, console)
+        opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
         for note in task.notes:
             console.note(note)
         model = make_model(config.model, opened, roles.sampler, 0)
@@ -257,7 +272,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     with console or Console() as console:
         prompts = read_prompts(Path(config.prompts))
         roles = make_roles(config.mesh)
-        opened = open_model(config.model, roles.sampler, console)
+        opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
         model, tokenizer = make_model(config.model, opened, roles.sampler, 0), opened.tokenizer
         params, count = sampling_params(config.sampling), config.num_generations
         prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ class SamplingClock:
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0
     tokens: int = 0
+    logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
 
 
 @dataclass
@@ -93,7 +95,9 @@ class LocalSource:
         engine.park()
         sampled = time.perf_counter()
         siblings = [[completions[id, index] for index in range(size)] for id in ids]
-        groups = make_groups(self.task, requests, siblings, self.decode, self.max_steps)
+        groups, logged = make_groups(self.task, requests, siblings, self.decode, self.max_steps)
+        for name, value in logged.items():
+            self.clock.logged.setdefault(name, []).append(value)
         self.clock.sample_seconds += sampled - started
         self.clock.reward_seconds += time.perf_counter() - sampled
         self.clock.tokens += sum(len(completion) for completion in completions.values())
@@ -122,10 +126,18 @@ def drive(engine: Engine) -> dict[tuple[int, int], Completion]:
     """Runs an engine until nothing is left, by (request, index)."""
     found: dict[tuple[int, int], Completion] = {}
     while not engine.idle:
+        started = engine.step()
         while engine.step():
             pass
+        if not started and not engine.in_flight and not engine.finished:
+            raise RuntimeError(f"the sampler waits for nothing: {engine.scheduler}")
         found |= {(completion.request_id, completion.index): completion for completion in engine.collect()}
     return found
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _cast(params: Params, dtype: Any) -> Params:
+    return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def publish_to(model: Model, params: Params) -> Params:
@@ -133,7 +145,9 @@ def publish_to(model: Model, params: Params) -> Params:
     role: Role = model.role
     if role.mesh.size == 1 and all(leaf.dtype == model.dtype for leaf in jax.tree.leaves(params)):
         return params
-    cast = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(model.dtype), p))(params)
+    cast = _cast(params, model.dtype)
+    if role.mesh.size == 1:
+        return cast
     copy = jax.device_put(cast, shardings(model.architecture, role))
     sums = int(checksum(cast)), int(checksum(copy))
     if sums[0] != sums[1]:

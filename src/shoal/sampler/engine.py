@@ -26,7 +26,7 @@ from shoal.model.kv_cache import KEY_BLOCK, LayerCache
 from shoal.model.transformer import Model, forward, logits
 from shoal.sampler.choose import Choice, choose, uniform
 from shoal.sampler.scheduler import Admission, Scheduler
-from shoal.types import Completion, Params, SampleRequest, SamplingParams, ShoalError, StopReason
+from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason
 
 CHUNK = 32
 """Tokens a slot draws in one dispatch of the decoder; at its end finished groups make room."""
@@ -104,7 +104,6 @@ class Engine:
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[tuple[Drawn, tuple[int | None, ...]]] = deque()
         self.finished: list[Completion] = []
-        self.prompt_tokens_computed = 0
         self._stopped = np.zeros((self.num_groups, group_size), bool)
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
@@ -165,10 +164,10 @@ class Engine:
         return self.scheduler.idle and not self.in_flight and not self.finished
 
     def park(self) -> None:
-        """Gives the caches' memory back until the next request; compiled programs stay. Only when idle."""
+        """Lets go of caches and weights until the next `load`; compiled programs stay. Only when idle."""
         if not self.idle:
             raise RuntimeError("an engine with requests under way cannot be parked")
-        self._slots = None
+        self._slots, self.parameters = None, None
 
     # -- dispatch
 
@@ -195,7 +194,6 @@ class Engine:
                                      strict=True):
                 column[row] = value
             self._stopped[slot] = False
-            self.prompt_tokens_computed += len(ids)
         if self._slots is None:
             self._slots = self._make_slots()
         self._slots, drawn = self._prefill(
@@ -295,11 +293,6 @@ class Engine:
             raise ValueError("this engine was made without truncation (top_k, top_p, min_p)")
         if params.stop and self.decode_text is None:
             raise ValueError("stop strings need the engine's `decode`")
-
-
-def greedy(params: SamplingParams) -> SamplingParams:
-    """The same limits, always the likeliest token."""
-    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def prompt_bucket(size: int) -> int:

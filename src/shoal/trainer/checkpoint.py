@@ -42,11 +42,6 @@ class Checkpoints:
         self._manager.close()
 
 
-def is_run(folder: Path) -> bool:
-    """Whether this is a run folder, or one of its checkpoints."""
-    return find_checkpoint(folder) is not None
-
-
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     """(run folder, version) of a run folder (its newest checkpoint), `<run>/checkpoints` or one of its numbers."""
     folder = folder.resolve()  # `.` and `..` have names of their own
@@ -61,14 +56,15 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     return folder, max(numbers)
 
 
-def load_parameters(run: Path, version: int, architecture: Architecture, role: Role) -> Params:
-    """The parameters of one checkpoint, each laid out for this role as it is read."""
+def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,
+                    dtype: Any = jnp.float32) -> Params:
+    """The parameters of one checkpoint, each laid out for this role as it is read, in `dtype`."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.ERROR)
     places = shardings(architecture, role)
     wanted = jax.tree.map(
-        lambda d, sharding: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=sharding),
+        lambda d, sharding: jax.ShapeDtypeStruct(d.shape, dtype, sharding=sharding),
         declare(architecture), places, is_leaf=is_declared)
     path = (run / "checkpoints" / str(version) / "state").absolute()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,7 +25,7 @@ class Evaluator:
     well_formed: Callable[[str], bool] | None = None
 
     def request(self, source: RolloutSource, step: int, version: int, sampled: bool) -> None:
-        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        greedy = self.params.as_greedy()
         for subset, questions in self.sets.items():
 
             def ask(prepared: Prepared, count: int, params: SamplingParams, subset: str = subset) -> GroupRequest:

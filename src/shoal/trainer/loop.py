@@ -42,7 +42,7 @@ class Run:
     """Everything that a run is made of, and `train`, which makes it go."""
 
     config: Config
-    parameters: Params
+    parameters: Params | None
     updater: Updater
     source: RolloutSource
     prompts: PromptStream
@@ -57,6 +57,7 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         state = self.updater.learner.init(self.parameters)
+        self.parameters = None  # the first weights must not outlive their use
         self.source.publish(0, state.trainable)
         before, answers_before = self.evaluate(0, ends=True)
         self.recorder.begin_training()
@@ -74,7 +75,6 @@ class Run:
             if self.evaluation_due(step + 1):
                 self.evaluate(step + 1)
         after, answers_after = self.evaluate(self.config.steps, ends=True)
-        self.source.close()
         return self.recorder.finish(before, after, answers_before, answers_after)
 
     def ask(self, published: int) -> None:

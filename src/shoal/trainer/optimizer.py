@@ -15,7 +15,7 @@ from shoal.types import Params
 
 def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any], Any]:
     """Update number (from 0) -> learning rate: up from 0 over the warm-up (the first update takes a part of it),
-    then constant, or down to 0 at the last update."""
+    then constant, or down towards 0, which the update after the last would have."""
     warmup, rest = section.warmup_steps, max(1, num_updates - section.warmup_steps)
     after = {
         "constant": optax.constant_schedule(section.lr),

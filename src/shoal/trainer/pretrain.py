@@ -99,7 +99,8 @@ def run_pretraining(
     decays = jax.tree.map(lambda d: d.decays, declare(architecture), is_leaf=is_declared)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0),
                             optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=decays))
-    update = jax.jit(partial(_update, model, optimizer), donate_argnums=(0, 1))
+    # Not the parameters: who looks at the accuracy may hold them.
+    update = jax.jit(partial(_update, model, optimizer), donate_argnums=1)
     parameters = initialise(architecture, seed, role)
     moments = jax.jit(optimizer.init)(parameters)
     for step in range(steps):

@@ -54,6 +54,8 @@ class Recorder:
         metrics.add("version", step + 1)
         metrics.add("prompts/dropped", self.prompts.dropped - self._dropped)
         self._dropped = self.prompts.dropped
+        for name, values in clock.logged.items():
+            metrics.add(f"rewards/logged/{name}", sum(values), len(values))
         metrics.add("tokens/sampled", clock.tokens)
         metrics.add("time/sample_seconds", clock.sample_seconds)
         metrics.add("time/reward_seconds", clock.reward_seconds)

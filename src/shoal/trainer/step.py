@@ -129,13 +129,13 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
         divergence = token_kl(objective.kl, lp, batch.ref, mask)
         token_loss += objective.kl_coef * divergence
         sums["kl"] = (divergence.sum(), count)
-    fixed = jax.lax.stop_gradient(lp)
-    difference = jnp.where(mask, jnp.abs(fixed - batch.beh), 0.0)
-    w = jnp.where(mask, jnp.exp(jnp.where(mask, fixed - batch.beh, 0.0)), 0.0)
+    apart = jnp.where(mask, old - batch.beh, 0.0)
+    difference, w = jnp.abs(apart), jnp.where(mask, jnp.exp(apart), 0.0)
     sums["mismatch/logprob_mean"] = (difference.sum(), count)
     sums["mismatch/w"] = (w.sum(), count)
     sums["mismatch/w2"] = ((w * w).sum(), count)
-    return (batch.weight * token_loss).sum(), (sums, {"mismatch/logprob_max": difference.max()}, fixed)
+    maxima = {"mismatch/logprob_max": difference.max()}
+    return (batch.weight * token_loss).sum(), (sums, maxima, jax.lax.stop_gradient(lp))
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class Applied:
 
 
 class Learner:
-    """The trainer's compiled steps. Parameters are not donated: a sampler may hold them; the gradient's buffers
-    become the new parameters'."""
+    """The trainer's compiled steps. Parameters are not donated: a sampler may hold them. The gradient's buffers are,
+    so that the new parameters need no further memory."""
 
     def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int):
         self.model, self.objective = model, objective
@@ -180,30 +180,45 @@ class Learner:
     def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
         """Adds a micro-batch's gradient and metrics; also its log-probs, float32[R, S, C]."""
         before = self._zero() if total is None else total
+        self._make_room()
         after, lp = self._accumulate(before, state.trainable, state.frozen, self.put(batch))
-        self._bound(lp)
+        self._in_flight.append(lp)
         return after, lp
 
     def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Applied]:
         """One update of the optimizer. `total` is spent."""
         rest = (total.loss, state.trainable, state.frozen, state.updates)
+        self._make_room()
         state, applied = self._apply(*rest, gradient=total.gradient, moments=state.optimizer)
+        self._in_flight.append(applied)
         return state, Applied(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
-        """The `Scorer`: log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
+        """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
+        self._make_room()
         lp = self._score(parameters, self.put(batch))
-        self._bound(lp)
+        self._in_flight.append(lp)
         return lp
 
     def put(self, batch: LearnerBatch) -> LearnerBatch:
         temperature = jax.device_put(batch.temperature, self.model.role.replicated)
         return replace(self.model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
 
-    def _bound(self, output: Any) -> None:
-        self._in_flight.append(output)
-        if len(self._in_flight) > MAX_IN_FLIGHT:
+    def _make_room(self) -> None:
+        """Waits, before a step is dispatched, until fewer than MAX_IN_FLIGHT are undrained."""
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             jax.block_until_ready(self._in_flight.popleft())
+
+
+@dataclass(frozen=True)
+class ParameterScorer:
+    """The `Scorer` on the trainer's own devices: the reference's parameters, or the trainer's before an update."""
+
+    learner: Learner
+    parameters: Params
+
+    def score(self, batch: LearnerBatch) -> jax.Array:
+        return self.learner.score(self.parameters, batch)
 
 
 def _zero(shapes: Params, objective: Objective) -> Accumulated:

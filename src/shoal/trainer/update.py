@@ -17,8 +17,8 @@ from shoal.algorithm.aggregation import token_weights
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
 from shoal.trainer.batch import MicroBatch, Shape, choose_shape, pack
-from shoal.trainer.step import Applied, Learner, TrainState
-from shoal.types import Address, Group, Params
+from shoal.trainer.step import Applied, Learner, ParameterScorer, TrainState
+from shoal.types import Address, Group, Scorer
 
 Key = tuple[int, int]
 """(group, completion)"""
@@ -45,40 +45,47 @@ class Table:
 
 @dataclass
 class Outcome:
-    """What learning from one step's groups gave: metrics, and the trainer's log-probs by (group, completion)."""
+    """What learning from one step's groups gave: metrics, and the trainer's log-probs before its first update, by
+    (group, completion)."""
 
     table: Table
     metrics: MetricSet
     logprobs: dict[Key, np.ndarray] = field(default_factory=dict)
+    correction: np.ndarray = field(default_factory=lambda: np.zeros(3))  # sums of w, 1 and w^2, w = exp(old - beh)
 
 
 @dataclass(frozen=True)
 class Updater:
-    """Makes a step's updates. `reference` are the parameters that the KL term refers to, None where its weight is 0."""
+    """Makes a step's updates. `reference` scores what the KL term refers to; None where its weight is 0."""
 
     learner: Learner
     algorithm: AlgorithmSection
     batch: BatchSection
     temperature: float
     seed: int
-    reference: Params | None = None
+    reference: Scorer | None = None
 
     def update(self, state: TrainState, groups: Sequence[Group], step: int) -> tuple[TrainState, Outcome]:
         started = time.perf_counter()
         table = Table.of(groups, self.algorithm)
         outcome = Outcome(table, MetricSet())
         shards = self.learner.model.role.row_shards
-        shape = choose_shape(groups, self.batch.prompts_per_step, self.batch.group_size, self.batch.micro_tokens,
+        prompts = -(-self.batch.prompts_per_step // self.algorithm.num_minibatches)
+        shape = choose_shape(groups, prompts, self.batch.group_size, self.batch.micro_tokens,
                              shards)
         old, ref = self._given(state, groups, table, shape)
         trained = 0
+        outcome.logprobs |= old or {}
         for epoch in range(self.algorithm.num_epochs):
             for members in self._minibatches(len(groups), step, epoch):
                 batches = self._pack(groups, table, members, shape, old, ref)
-                state = self._one(state, batches, outcome, keep=epoch == 0)
+                state = self._one(state, batches, outcome, keep=old is None)
                 trained += sum(int((batch.arrays.segment > 0).sum() + batch.arrays.prefix_len.sum())
                                for batch in batches)
                 self._saved(batches, outcome.metrics)
+        w, count, squares = outcome.correction
+        if count:
+            outcome.metrics.add("mismatch/ess", w**2 / (count * squares))
         outcome.metrics.add("tokens/trained", trained)
         seconds = time.perf_counter() - started
         outcome.metrics.add("time/update_seconds", seconds)
@@ -111,21 +118,22 @@ class Updater:
                shape: Shape) -> tuple[dict[Key, np.ndarray] | None, dict[Key, np.ndarray] | None]:
         """Log-probs that need a pass of their own before the first update: `old` where several updates are made,
         `ref` where there is a reference."""
-        wanted = (state.trainable if self.learner.objective.use_old else None, self.reference)
+        own = ParameterScorer(self.learner, state.trainable) if self.learner.objective.use_old else None
+        wanted = (own, self.reference)
         if wanted == (None, None):
             return None, None
         batches = self._pack(groups, table, np.arange(len(groups)), shape, None, None)
-        return tuple(None if p is None else self._scores(p, batches) for p in wanted)  # type: ignore[return-value]
+        return tuple(None if scorer is None else self._scores(scorer, batches) for scorer in wanted)  # type: ignore[return-value]
 
-    def _scores(self, parameters: Params, batches: Sequence[MicroBatch]) -> dict[Key, np.ndarray]:
-        values = [self.learner.score(parameters, batch.arrays) for batch in batches]
+    def _scores(self, scorer: Scorer, batches: Sequence[MicroBatch]) -> dict[Key, np.ndarray]:
+        values = [scorer.score(batch.arrays) for batch in batches]
         found: dict[Key, np.ndarray] = {}
         for batch, value in zip(batches, values, strict=True):
             found |= batch.take(np.asarray(value))
         return found
 
     def _one(self, state: TrainState, batches: Sequence[MicroBatch], outcome: Outcome, keep: bool) -> TrainState:
-        """One update from its micro-batches; their log-probs are kept in the first epoch."""
+        """One update from its micro-batches; their log-probs are kept where they are those before the first update."""
         total, lps = None, []
         for batch in batches:
             total, lp = self.learner.accumulate(total, state, batch.arrays)
@@ -134,6 +142,7 @@ class Updater:
         sums, maxima = total.sums, total.maxima
         state, applied = self.learner.apply(state, total)
         sums, maxima, applied, values = jax.device_get((sums, maxima, applied, lps if keep else []))
+        outcome.correction += [float(x) for x in (*sums.pop("mismatch/w"), sums.pop("mismatch/w2")[0])]
         _record(outcome.metrics, sums, maxima, applied)
         if keep:
             for batch, value in zip(batches, values, strict=True):
@@ -150,18 +159,15 @@ class Updater:
 
 
 def _record(metrics: MetricSet, sums: dict, maxima: dict, applied: Applied) -> None:
-    (w, count), (w2, _) = sums.pop("mismatch/w"), sums.pop("mismatch/w2")
-    if count:
-        metrics.add("mismatch/ess", float(w) ** 2 / (float(count) * float(w2)))
     for name, (value, number) in sums.items():
         if number:
             metrics.add(name, float(value), float(number))
-    if count:
+    if sums["mismatch/logprob_mean"][1]:
         metrics.add("mismatch/logprob_max", float(maxima["mismatch/logprob_max"]))
     metrics.add("loss", float(applied.loss))
     metrics.add("grad_norm", float(applied.grad_norm))
     metrics.add("lr", float(applied.lr))
     metrics.add("update/skipped", int(applied.skipped))
-    metrics.add("update/count", 1)
+    metrics.add("update/count", 1 - int(applied.skipped))
 
 

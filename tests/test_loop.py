@@ -115,7 +115,7 @@ def test_one_step_after_the_other():
         ("publish", 0), ("evaluate", 0, True),
         ("ask", 0, 0), ("take", 0), ("update", 0), ("publish", 1),
         ("ask", 1, 1), ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 4, ()),
-        ("evaluate", 2, True), ("close",)]
+        ("evaluate", 2, True)]
     assert summary["before"]["held_out"]["accuracy"] == 0 and summary["after"]["held_out"]["accuracy"] == 0.2
     assert summary["answers"] == (["answer 0"], ["answer 2"])
 
@@ -127,7 +127,7 @@ def test_a_lag_asks_ahead():
         ("ask", 0, 0), ("ask", 1, 0), ("take", 0), ("update", 0), ("publish", 1), ("save", 1, 4, (1,)),
         ("ask", 2, 1), ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 6, (2,)),
         ("take", 2), ("update", 2), ("publish", 3), ("save", 3, 6, ()),
-        ("evaluate", 3, True), ("close",)]
+        ("evaluate", 3, True)]
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])

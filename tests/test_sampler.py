@@ -175,7 +175,10 @@ def test_other_companions_another_order_fewer_prompts(engine, base):
 
 
 def test_after_parking_and_by_another_engine(engine, base):
+    weights = engine.parameters
     engine.park()
+    assert engine.parameters is None  # parked, it holds neither caches nor weights
+    engine.load(engine.version, weights)
     same(play(engine, [request(3), request(0)]), base)
     same(play(make(), [request(row) for row in (5, 1)]), base)  # of one bucket, so one prefill is compiled
 
@@ -378,7 +381,9 @@ def test_nothing_is_compiled_after_warm_up(engine, base):
             request(row, int(rng.integers(1, 101)), temperature=float(rng.uniform(0, 2)), count=int(rng.integers(1, 5)),
                     max_tokens=int(rng.integers(1, 100))) for row in range(count)])
         assert len({row for row, _ in played}) == count
+    weights = engine.parameters
     engine.park()
+    engine.load(engine.version, weights)
     play(engine, [request(0)])
     assert counter.read() == 0
 

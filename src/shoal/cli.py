@@ -172,7 +172,8 @@ def command_help(command: str) -> str:
 def _key_lines(key: Key, width: int) -> list[str]:
     head = f"  {key.name}={_shown(key.default)}"
     text = f"{key.help} [{key.type_text}]"
-    return [head, *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return [head, *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6,
+                                 break_on_hyphens=False)]
 
 
 def _shown(default: Any) -> str:

@@ -284,7 +284,8 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
             SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
             for number, ids in enumerate(prompt_ids)])
         lines = list(completion_rows(prompt_ids, drive(engine), tokenizer.decode, count))
-    write_text(config.output, "".join(line + "\n" for line in lines))
+        write_text(config.output, "".join(line + "\n" for line in lines))
+        console.note(f"wrote {len(lines)} completions to {config.output}")
     return {"completions": len(lines), "output": config.output}
 
 

@@ -12,7 +12,7 @@ from shoal.config.compose import compose
 from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
 from shoal.report.console import Console
 from shoal.runtime.job import assemble_run
-from shoal.trainer.loop import Run, Schedule
+from shoal.trainer.loop import Run, Schedule, sampling_params
 from shoal.trainer.prompts import PromptStream
 from shoal.types import Example, GroupRequest, Purpose
 from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
@@ -225,7 +225,8 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop):
         source.take(Purpose.TRAIN, 0)
     source.publish(0, run.parameters)
     prompt = run.prompts.next(1)[0]
-    source.request([GroupRequest(Purpose.TRAIN, 0, 1, prompt.example, prompt.prompt_ids, 4, run.sampling)])
+    params = sampling_params(run.config.sampling)
+    source.request([GroupRequest(Purpose.TRAIN, 0, 1, prompt.example, prompt.prompt_ids, 4, params)])
     assert source.state()["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)]
     with pytest.raises(RuntimeError, match="version 1 was asked for"):
         source.take(Purpose.TRAIN, 0)

@@ -39,12 +39,12 @@ from shoal.sampler.engine import Engine
 from shoal.task.task import Task, load_task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, find_checkpoint, load_parameters
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loop import Run
+from shoal.trainer.loop import Run, sampling_params
 from shoal.trainer.prompts import Prepared, PromptStream, prepare
 from shoal.trainer.record import Recorder
 from shoal.trainer.step import Learner, Objective, ParameterScorer
 from shoal.trainer.update import Updater
-from shoal.types import Address, Params, Purpose, SampleRequest, SamplingParams, ShoalError
+from shoal.types import Address, Params, Purpose, SampleRequest, ShoalError
 
 REMAT_BYTES = 2 << 30
 """Activations of a micro-batch above which blocks are recomputed by default."""
@@ -108,10 +108,6 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
             decode=tokenizer.decode, truncated=truncated)
 
     return make
-
-
-def sampling_params(s: SamplingSection) -> SamplingParams:
-    return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_completion_tokens, s.stop)
 
 
 def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,

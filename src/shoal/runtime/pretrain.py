@@ -15,13 +15,14 @@ from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.runtime.job import engine_maker, prepare_sets, sampling_params
+from shoal.runtime.job import engine_maker, prepare_sets
 from shoal.runtime.local import LocalSource
 from shoal.runtime.output import check_new_folder, writing
 from shoal.task import words
 from shoal.task.task import load_task
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.loop import sampling_params
 from shoal.trainer.pretrain import run_pretraining, supervised_batch, tiny_architecture, write_tokenizer
 from shoal.types import Params, ShoalError
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.config.schema import Config
+from shoal.config.schema import Config, SamplingSection
 from shoal.report.console import Console
 from shoal.report.sink import RunFolder
 from shoal.trainer.checkpoint import Checkpoints
@@ -83,15 +83,10 @@ class Run:
             step, size = self.asked, self.config.batch.group_size
             self.source.request([
                 GroupRequest(Purpose.TRAIN, step, self.schedule.version(step), prompt.example, prompt.prompt_ids, size,
-                             self.sampling)
+                             sampling_params(self.config.sampling))
                 for prompt in self.prompts.next(self.config.batch.prompts_per_step)
             ])
             self.asked += 1
-
-    @property
-    def sampling(self) -> SamplingParams:
-        s = self.config.sampling
-        return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_completion_tokens, s.stop)
 
     def publication_due(self, version: int) -> bool:
         """On schedule, and where the version is to be evaluated."""
@@ -114,3 +109,7 @@ class Run:
             started = time.perf_counter()
             self.checkpoints.save(version, state, {"cursor": self.prompts.cursor, "source": self.source.state()})
             self.recorder.spent("checkpoint", time.perf_counter() - started)
+
+
+def sampling_params(s: SamplingSection) -> SamplingParams:
+    return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_completion_tokens, s.stop)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.mesh import Role
 from shoal.model.transformer import Architecture, Model, declare, initialise, is_declared
 from shoal.trainer.batch import LearnerBatch, bucket
@@ -30,7 +31,6 @@ TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-CHUNK_ELEMENTS = 2**25
 
 
 def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from shoal.report import sink
 from shoal.report.console import Console, Pace, SolvedProblem, printable
 from shoal.report.figures import duration, evaluation_text, step_figures, summary_rows
+from shoal.report.folder import RunFolder
+from shoal.report.lines import json_line, json_ready
 from shoal.report.metrics import _TABLE, METRICS, MetricSet, Reduction, metric, pass_at_k, wilson_interval
-from shoal.report.sink import JsonlSink, RunFolder, json_line, json_ready
+from shoal.report.sink import JsonlSink
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 # ---- metrics

@@ -13,11 +13,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, PretrainConfig
+from shoal.config.schema import (
+    Config,
+    DiffConfig,
+    DoctorConfig,
+    EvalConfig,
+    ExportConfig,
+    ExportRolloutsConfig,
+    GenerateConfig,
+    PretrainConfig,
+    ReplayConfig,
+    RescoreConfig,
+)
 from shoal.types import ShoalError
 
 COMMANDS: Mapping[str, type] = {
-    "train": Config, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig,
+    "train": Config, "doctor": DoctorConfig, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig,
+    "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig, "export-rollouts": ExportRolloutsConfig,
     "pretrain": PretrainConfig,
 }
 """Command -> the dataclass that holds its settings."""
@@ -115,9 +127,9 @@ def _module_tree(module: str) -> ast.Module:
 
 def _help_texts(config_type: type) -> dict[str, str]:
     """Field -> the string that stands under it in the source, in one line."""
-    tree = _module_tree(config_type.__module__)
-    body = next((node.body for node in ast.walk(tree)
-                 if isinstance(node, ast.ClassDef) and node.name == config_type.__name__), [])
+    tree, names = _module_tree(config_type.__module__), [kind.__name__ for kind in config_type.__mro__]
+    body = [line for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in names
+            for line in node.body]
     texts = {}
     for field, below in itertools.pairwise(body):
         if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)

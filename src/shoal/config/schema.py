@@ -60,8 +60,22 @@ class RewardSection:
     """Reward functions as `file.py:function`; empty for the task's own."""
     weights: tuple[float, ...] = ()
     """One weight a function; empty for 1.0 each (or the task's own)."""
+    timeout_seconds: float = 60.0
+    """Time limit of one call of a reward function; its process is killed at the end of it."""
+    memory_gib: float = 4.0
+    """Memory that a reward process may take beyond what it starts with; 0 for no limit."""
+    on_error: Literal["error", "zero", "skip"] = "error"
+    """When a function raises, hangs, dies or returns NaN for a completion: end the run, score it 0, or take that
+    completion out of its group (mean, deviation and loss). Each is counted and shown with its example."""
+    workers: int = 2
+    """Processes that call reward functions; 0 calls them in this one, without limits of time and memory."""
+    call: Literal["group", "step"] = "group"
+    """Call functions as soon as a group is drawn, while sampling goes on, or once for all groups of a step."""
 
     def __post_init__(self) -> None:
+        require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
+        require(self.memory_gib >= 0, "reward.memory_gib", self.memory_gib, "0 (no limit) or more")
+        require(self.workers >= 0, "reward.workers", self.workers, "0 (in this process) or more")
         if self.weights and self.functions:
             require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
                     f"{len(self.functions)} numbers, one for each of reward.functions")
@@ -185,8 +199,12 @@ class TrainSection:
     """Steps between evaluations; 0 for only before and after."""
     pass_k: int = 8
     """Completions a question for pass@k in the first and the last evaluation; 0 leaves it out."""
+    retire_above: float = 1.0
+    """Prompts of a higher pass rate are not drawn again, and the harder the others are the more often they are; 1 for
+    off. Rates act from the next epoch on."""
 
     def __post_init__(self) -> None:
+        require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
         require(self.evaluate_every >= 0, "train.evaluate_every", self.evaluate_every, "0 (only at the ends) or more")
         require(self.pass_k >= 0, "train.pass_k", self.pass_k, "0 (off) or more")
 
@@ -208,21 +226,45 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    checkpoint_period: int = 0
+    checkpoint_period: int = 10
     """Steps between checkpoints; the last step is always saved. 0 for only the last."""
     keep_last: int = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    keep_best: int = 0
+    """Beside them, this many of the best evaluated ones (train.evaluate_every); each evaluated version is then
+    saved."""
 
     def __post_init__(self) -> None:
         require(self.checkpoint_period >= 0, "checkpoint.checkpoint_period", self.checkpoint_period,
                 "0 (only the last step) or more")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "1 or more")
+        require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 (off) or more")
+
+
+@dataclass(frozen=True)
+class WandbSection:
+    mode: Literal["off", "online", "offline"] = "off"
+    """Send metrics to Weights & Biases, or write them for `wandb sync`."""
+    project: str = "shoal"
+    """Project of the run."""
+    entity: str = ""
+    """Team or user; empty for your own."""
 
 
 @dataclass(frozen=True)
 class ReportSection:
     groups: bool = True
     """Write every sampled group to `groups/`."""
+    groups_format: Literal["jsonl", "parquet"] = "jsonl"
+    """Format of those files."""
+    tensorboard: bool = False
+    """Write metrics for TensorBoard to `tensorboard/`."""
+    wandb: WandbSection = field(default_factory=WandbSection)
+    profile: tuple[int, ...] = ()
+    """Steps (from 1) of which a profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
+
+    def __post_init__(self) -> None:
+        require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")
 
 
 @dataclass(frozen=True)
@@ -237,6 +279,9 @@ class Config:
     """Name of the run's folder under base_output_directory; empty for date and time under outputs/."""
     base_output_directory: str = "outputs"
     """Where run folders are made."""
+    resume: str = ""
+    """A run folder to go on with, or `last`: the one started last under base_output_directory. Its own configuration
+    is taken; keys given beside it change it. The same command with the same run_name goes on by itself."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
@@ -351,3 +396,70 @@ class PretrainConfig:
         require(self.layers >= 1, "layers", self.layers, "1 or more")
         require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "300 or more: all bytes and the special tokens")
         require(0 <= self.stop_at_accuracy <= 1, "stop_at_accuracy", self.stop_at_accuracy, "a number in [0, 1]")
+
+
+@dataclass(frozen=True)
+class DoctorConfig(Config):
+    """`shoal doctor`: looks at a training job before it runs: every part of it, what it will cost, what is wrong."""
+
+    json: bool = False
+    """Print the report as JSON."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """`shoal replay`: draws a group of a run again and says whether it is the one that was stored."""
+
+    run: str = ""
+    """The run folder, or `last`."""
+    step: int = 1
+    """The step, from 1."""
+    group: int = 0
+    """The group's place in the step's file, from 0."""
+    json: bool = False
+    """Print the result as JSON."""
+    mesh: MeshSection = field(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        require(self.step >= 1, "step", self.step, "1 or more")
+        require(self.group >= 0, "group", self.group, "0 or more")
+
+
+@dataclass(frozen=True)
+class RescoreConfig:
+    """`shoal rescore`: judges a run's stored groups with other rewards and says which advantages flip."""
+
+    run: str = ""
+    """The run folder, or `last`."""
+    step: int = 0
+    """The step, from 1; 0 for all."""
+    json: bool = False
+    """Print the result as JSON."""
+    reward: RewardSection = field(default_factory=RewardSection)
+
+    def __post_init__(self) -> None:
+        require(self.step >= 0, "step", self.step, "0 (all) or more")
+
+
+@dataclass(frozen=True)
+class DiffConfig:
+    """`shoal diff`: the first step and token where two runs part, and the keys that differ."""
+
+    run: str = ""
+    """A run folder, or `last`."""
+    other: str = ""
+    """Another run folder."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True)
+class ExportRolloutsConfig:
+    """`shoal export-rollouts`: a run's training groups in another system's format."""
+
+    run: str = ""
+    """The run folder, or `last`."""
+    format: Literal["trl", "verl"] = "trl"
+    """trl: completions_00001.parquet, a file a step; verl: 1.jsonl, a file a step."""
+    to: str = ""
+    """The folder to write."""

@@ -30,7 +30,8 @@ from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
-from shoal.report.sink import RunFolder, json_ready
+from shoal.report.folder import RunFolder
+from shoal.report.lines import json_ready
 from shoal.runtime.compilation import CompilationCounter
 from shoal.runtime.local import LocalSource, drive, publish_to
 from shoal.runtime.output import check_new_folder, check_writable, write_text, writing

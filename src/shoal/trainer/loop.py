@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.config.schema import Config, SamplingSection
 from shoal.report.console import Console
-from shoal.report.sink import RunFolder
+from shoal.report.folder import RunFolder
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.prompts import PromptStream

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from shoal.report.console import Console, SolvedProblem
+from shoal.report.folder import RunFolder
 from shoal.report.metrics import MetricSet
-from shoal.report.sink import RunFolder
 from shoal.trainer.prompts import PromptStream
 from shoal.trainer.update import Outcome
 from shoal.types import Group, StopReason

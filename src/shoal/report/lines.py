@@ -1,0 +1,95 @@
+"""Strict JSON and whole files: how everything in a run folder is written.
+
+NaN and infinities are `null`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.types import ShoalError
+
+_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+def json_ready(value: Any) -> Any:
+    """The value in JSON's own types: arrays as lists, NaN and infinity as None, what JSON lacks as text.
+
+    A float narrower than 64 bits becomes the shortest decimal that gives it back: float32(0.1) is 0.1."""
+    if isinstance(value, enum.Enum):
+        return json_ready(value.value)
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float) and not isinstance(value, np.floating):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(json_ready(key)): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_ready(item) for item in value]
+    if hasattr(value, "__array__"):
+        return _array_ready(np.asarray(value))
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def _array_ready(array: np.ndarray) -> Any:
+    if array.dtype.kind in "biu":
+        return array.tolist()
+    if array.ndim:
+        return [_array_ready(row) if array.ndim > 1 else _scalar_ready(row) for row in array]
+    return _scalar_ready(array[()])
+
+
+def _scalar_ready(value: Any) -> Any:
+    if isinstance(value, np.generic) and value.dtype.kind in "SUO":
+        return json_ready(value.item())
+    if isinstance(value, np.generic) and value.dtype.kind in "fV":  # V: bfloat16 and its like
+        with contextlib.suppress(ValueError):
+            return json_ready(float(str(value)))
+    return json_ready(value) if not isinstance(value, np.generic) else str(value)
+
+
+def json_line(record: Any) -> str:
+    """One line of strict JSON, without its line end."""
+    return json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the system's refusal to write `path` into ShoalError."""
+    try:
+        yield
+    except OSError as error:
+        raise ShoalError(f"cannot write {path}: {error.strerror or error}; make room or set base_output_directory to "
+                         "a folder that can be written") from error
+
+
+def open_text(path: Path, mode: str) -> Any:
+    # a lone surrogate, which UTF-8 cannot hold, becomes \udcxx: JSON's own escape for it
+    return path.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """Writes lines to a file that appears whole or not at all; ShoalError where the place cannot be written."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with writing(path), open_text(temporary, "w") as file:
+            file.writelines(line + "\n" for line in lines)
+        with writing(path):
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

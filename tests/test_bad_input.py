@@ -94,7 +94,8 @@ def test_a_run_folder_that_exists(workshop, capsys):
     taken = workshop.runs / "taken"
     taken.mkdir(parents=True)
     (taken / "precious.txt").write_text("mine")
-    refused(capsys, workshop.folder, workshop.words("taken"), "already holds a run", "choose another run_name")
+    refused(capsys, workshop.folder, workshop.words("taken"), "holds something that is no run (precious.txt",
+            "choose another run_name")
     assert (taken / "precious.txt").read_text() == "mine"
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,8 +15,23 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
+from shoal.config import completion
+from shoal.config.compose import compose
+from shoal.config.help import TOPICS, step_text, topics_of
 from shoal.config.keys import COMMANDS, keys_of
-from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, PretrainConfig
+from shoal.config.schema import (
+    Config,
+    DiffConfig,
+    DoctorConfig,
+    EvalConfig,
+    ExportConfig,
+    ExportRolloutsConfig,
+    GenerateConfig,
+    PretrainConfig,
+    ReplayConfig,
+    RescoreConfig,
+    RewardSection,
+)
 from shoal.types import ShoalError
 
 SOURCES = Path(__file__).parent.parent / "src"
@@ -28,6 +46,13 @@ def own_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
+JOBS = {
+    "job": ("train", "evaluate", "generate", "export"), "pretrain": ("pretrain",), "doctor": ("doctor",),
+    "replay": ("replay",), "rescore": ("rescore",), "difference": ("diff",), "export_rollouts": ("export_rollouts",),
+}
+"""Module of runtime/ -> the functions that commands call there."""
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """What the commands called, in place of the real jobs."""
@@ -36,14 +61,15 @@ def calls(monkeypatch):
     def stand_in(name):
         def call(*args, **kwargs):
             made.append((name, args, kwargs))
+            return {"called": name, "number": float("nan")}
         return call
 
-    job, pretrain = types.ModuleType("shoal.runtime.job"), types.ModuleType("shoal.runtime.pretrain")
-    for name in ("train", "evaluate", "generate", "export"):
-        setattr(job, name, stand_in(name))
-    pretrain.pretrain = stand_in("pretrain")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shoal.runtime.job", job)
-    monkeypatch.setitem(sys.modules, "shoal.runtime.pretrain", pretrain)
+    for module, functions in JOBS.items():
+        replacement = types.ModuleType(f"shoal.runtime.{module}")
+        for name in functions:
+            setattr(replacement, name, stand_in(name))
+        monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
+    sys.modules["shoal.runtime.doctor"].explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
     return made
 
 
@@ -61,15 +87,22 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     ("generate", ["prompts=a", "output=b"], "generate", GenerateConfig(prompts="a", output="b")),
     ("export", ["from=a", "to=b"], "export", ExportConfig(source="a", to="b")),
     ("pretrain", ["output=a"], "pretrain", PretrainConfig(output="a")),
+    ("doctor", ["steps=3"], "doctor", DoctorConfig(steps=3)),
+    ("replay", ["runs/a", "step=37", "group=5"], "replay", ReplayConfig(run="runs/a", step=37, group=5)),
+    ("rescore", ["last", "reward=f.py:g"], "rescore",
+     RescoreConfig(run="last", reward=RewardSection(functions=("f.py:g",)))),
+    ("diff", ["a", "b"], "diff", DiffConfig(run="a", other="b")),
+    ("export-rollouts", ["a", "--format=verl", "to=b"], "export_rollouts",
+     ExportRolloutsConfig(run="a", format="verl", to="b")),
 ])
 def test_each_command_calls_its_job(calls, command, words, called, config):
     assert cli.main([command, *words]) == 0
     [(name, args, kwargs)] = calls
     assert (name, args[0]) == (called, config)
-    assert "console" in kwargs
-    assert len(args) == (2 if command == "train" else 1)
+    assert "console" in kwargs or type(args[-1]).__name__ == "Console"
     if command == "train":
-        assert "steps: 3" in args[1][0] and args[1][1] == "steps: 3\n"
+        assert "steps: 3" in args[1].text and args[1].difference == "steps: 3\n"
+        assert args[1].arguments.values == {"steps": "3"}
 
 
 def test_what_a_preset_sets_is_said(calls, capsys):
@@ -78,12 +111,52 @@ def test_what_a_preset_sets_is_said(calls, capsys):
     assert calls[0][1][0].algorithm.kl_coef == 0.04
 
 
-def test_the_jobs_exist_under_the_names_that_are_called():
-    from shoal.runtime import job, pretrain
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in JOBS.items() for name in names])
+def test_the_jobs_exist_under_the_names_that_are_called(module, name):
+    function = getattr(importlib.import_module(f"shoal.runtime.{module}"), name)
+    assert "console" in function.__code__.co_varnames[:function.__code__.co_argcount]
 
-    for module, name in [(job, "train"), (job, "evaluate"), (job, "generate"), (job, "export"),
-                         (pretrain, "pretrain")]:
-        assert "console" in getattr(module, name).__code__.co_varnames
+
+def test_resumption_reaches_the_job(calls):
+    assert cli.main(["train", "resume=last", "steps=200"]) == 0
+    [(_, (config, *_), _)] = calls
+    assert (config.resume, config.steps) == ("last", 200)
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["replay"], "expected `shoal replay RUN`: RUN is missing"),
+    (["diff", "a"], "expected `shoal diff RUN OTHER`: OTHER is missing"),
+    (["diff", "a", "b", "c"], "c: one word too many, expected `shoal diff RUN OTHER`"),
+    (["replay", "a", "stpe=3"], "did you mean step?"),
+    (["export-rollouts", "a", "--format", "trl"], "--format: expected a value (trl | verl): write format=VALUE"),
+])
+def test_words_that_are_missing_or_too_many(capsys, calls, words, part):
+    assert cli.main(words) == 2
+    assert part in capsys.readouterr().err and calls == []
+
+
+def test_json_stands_alone_on_stdout(capfd, calls, monkeypatch):
+    def talks(config, console):
+        console.note("a note")
+        print("said aloud")
+        os.write(1, b"by a process of its own\n")
+        return {"identical": True, "worst": float("nan")}
+
+    monkeypatch.setattr(sys.modules["shoal.runtime.replay"], "replay", talks)
+    assert cli.main(["replay", "a", "json=true"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"identical": True, "worst": None}
+    assert "a note" in err and "said aloud" in err and "by a process" in err
+    assert cli.main(["replay", "a"]) == 0
+    out, err = capfd.readouterr()
+    assert "a note" in out and "identical" not in out and err == ""
+
+
+def test_what_the_doctor_finds_is_exit_code_2(calls, monkeypatch, capfd):
+    for ok, code in ((True, 0), (False, 2)):
+        monkeypatch.setattr(sys.modules["shoal.runtime.doctor"], "doctor", lambda config, console, ok=ok: {"ok": ok})
+        assert cli.main(["doctor"]) == cli.main(["doctor", "--json"]) == code
+        assert json.loads(capfd.readouterr().out) == {"ok": ok}
 
 
 # ---- mistakes
@@ -92,7 +165,8 @@ def test_the_jobs_exist_under_the_names_that_are_called():
 @pytest.mark.parametrize(("words", "part"), [
     (["trian"], "did you mean train?"),
     (["evaluate"], "did you mean eval?"),
-    (["steps=3"], "Commands: train, eval"),
+    (["steps=3"], "Commands: train, doctor, eval"),
+    (["complete"], "did you mean completion?"),
     (["train", "stpes=3"], "did you mean steps?"),
     (["train", "steps=x"], "steps='x': expected a whole number"),
 ])
@@ -121,9 +195,75 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
     monkeypatch.setattr(sys.modules["shoal.runtime.job"], "train", raises(KeyboardInterrupt()))
     assert cli.main(["train"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(sys.modules["shoal.runtime.job"], "train", raises(KeyboardInterrupt("saved; resume=last")))
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "saved; resume=last\n"
     monkeypatch.setattr(sys.modules["shoal.runtime.job"], "train", raises(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(["train"])
+
+
+def test_what_explains_running_out_of_memory_exists():
+    from shoal.runtime.doctor import explain_out_of_memory
+
+    assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
+    assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")])
+def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
+    def out_of_memory(*args, **kwargs):
+        raise error
+
+    def explain(found, config):
+        assert found is error
+        return ShoalError(f"lower batch.micro_tokens={config.batch.micro_tokens}") if config.steps else None
+
+    monkeypatch.setattr(sys.modules["shoal.runtime.job"], "train", out_of_memory)
+    monkeypatch.setattr(sys.modules["shoal.runtime.doctor"], "explain_out_of_memory", explain)
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == "error: lower batch.micro_tokens=2048\n"
+    with pytest.raises(type(error)):
+        cli.main(["train", "steps=0"])
+
+
+# ---- dry run
+
+
+def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
+    words = ["batch.group_size=4", "algorithm.num_epochs=2", "algorithm.num_minibatches=3", "run_name=a"]
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert calls == []
+    for line in ("#   batch.group_size=4 (default 8)", "#   run_name=a (default empty)",
+                 "# this step = 32 prompts x 4 completions = 128 completions, 6 updates (2 epochs x 3 mini-batches); "
+                 "80 steps"):
+        assert f"\n{line}\n" in out
+    file = tmp_path / "printed.yaml"
+    file.write_text(out)
+    assert compose("train", [str(file)])[0] == compose("train", words)[0]
+
+
+def test_a_step_in_one_line():
+    assert step_text(Config()) == ("this step = 32 prompts x 8 completions = 256 completions, "
+                                   "1 update (1 epoch x 1 mini-batch); 80 steps")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_dry_run(capsys, calls, command):
+    assert cli.main([command, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "# nothing differs from the defaults\n" in out and calls == []
+    assert ("# this step = " in out) == (command in ("train", "doctor"))
+
+
+def test_a_dry_run_touches_nothing(tmp_path):
+    done = python(
+        "import sys\nfrom shoal.cli import main\n"
+        f"assert main(['train', 'model=/not/there', 'base_output_directory={tmp_path}/runs', '--dry-run']) == 0\n"
+        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+    assert "path: /not/there" in done.stdout and list(tmp_path.iterdir()) == []
 
 
 # ---- help
@@ -155,7 +295,108 @@ def test_help_shows_defaults_and_short_forms(capsys):
     for line in ("  optimizer.lr=5e-05", "  report.groups=true", "  sampling.stop=[]", "  model.path=tiny",
                  "  model= is model.path="):
         assert f"\n{line}\n" in out
-    assert "\noptimizer\n" in out
+    assert "\noptimizer: AdamW" in out
+
+
+def test_help_of_one_topic(capsys):
+    cli.main(["train", "--help"])
+    everything = capsys.readouterr().out
+    assert cli.main(["train", "--help", "optimizer", "lr=1"]) == cli.main(["help", "train", "optimizer"]) == 0
+    once, again = capsys.readouterr().out.split("optimizer: ")[1:]
+    assert once == again and f"optimizer: {once}" in everything
+    assert once.count("\n  optimizer.") == sum(key.startswith("optimizer.") for key in keys_of(Config))
+    assert cli.main(["help", "train", "report", "steps"]) == 0
+    out = capsys.readouterr().out
+    assert "  report.wandb.mode=off\n" in out and out.endswith("[integer]\n") and "optimizer" not in out
+    assert cli.main(["train", "--help", "optimiser"]) == 2
+    assert "optimiser: there is no such topic or key, did you mean optimizer?" in capsys.readouterr().err
+
+
+def test_every_topic_is_described():
+    assert {topic for config_type in COMMANDS.values() for topic in topics_of(config_type)} == set(TOPICS)
+
+
+# ---- completion
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    (["tr"], ["train"]),
+    (["re"], ["replay", "rescore"]),
+    (["help", "ev"], ["eval"]),
+    (["completion", ""], ["bash", "zsh", "fish"]),
+    (["train", "optim"], ["optimizer."]),
+    (["train", "optimizer.be"], ["optimizer.beta1=", "optimizer.beta2="]),
+    (["train", "report.w"], ["report.wandb."]),
+    (["train", "report.wandb.m"], ["report.wandb.mode="]),
+    (["train", "--optimizer.l"], ["--optimizer.lr="]),
+    (["train", "mode"], ["model.", "model="]),
+    (["train", "steps=3", "optimizer.schedule=c"], ["optimizer.schedule=constant", "optimizer.schedule=cosine"]),
+    (["train", "report.groups="], ["report.groups=true", "report.groups=false"]),
+    (["train", "model="], []),
+    (["train", "nix=a"], []),
+    (["train", "--config-name", ""], ["gsm8k"]),
+    (["train", "--config-name=g"], ["--config-name=gsm8k"]),
+    (["doctor", "gs"], ["gsm8k.yml"]),
+    (["train", "--m"], ["--multirun", "--model.", "--mesh.", "--model="]),
+    (["eval", "--mu"], []),
+    (["train", "--help", "op"], ["optimizer"]),
+    (["export", "fr"], ["from="]),
+    (["trian", "ste"], []),
+    (["export-rollouts", "a", "format="], ["format=trl", "format=verl"]),
+])
+def test_completion(capsys, words, found):
+    assert completion.candidates(words) == found
+    assert cli.main(["__complete", *words]) == 0
+    assert capsys.readouterr().out.splitlines() == found
+
+
+def test_every_key_and_every_word_of_the_help_is_completed():
+    for command, config_type in COMMANDS.items():
+        assert command in completion.candidates([command])
+        for name in keys_of(config_type):
+            assert f"{name}=" in completion.candidates([command, name])
+
+
+def test_completion_loads_nothing_heavy():
+    done = python("import sys\nfrom shoal.cli import main\nmain(['__complete', 'train', 'optimizer.'])\n"
+                  "heavy = [m for m in ('jax', 'hydra', 'omegaconf', 'rich', 'numpy') if m in sys.modules]\n"
+                  "assert heavy in ([], ['numpy']), heavy")
+    assert done.returncode == 0, done.stderr
+    assert "optimizer.lr=\n" in done.stdout
+
+
+def test_an_unknown_shell_is_named(capsys):
+    assert cli.main(["completion", "bsh"]) == cli.main(["completion"]) == 2
+    assert "expected one of bash, zsh, fish, came bsh; did you mean bash?" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+@pytest.mark.parametrize(("line", "found"), [
+    ("shoal tr", "<train >"),
+    ("shoal train optimizer.schedule=co", "<constant ><cosine >"),  # bash puts these in place of what follows the =
+    ("shoal train steps=3 optimizer.beta", "<optimizer.beta1=><optimizer.beta2=>"),
+    ("shoal train optimi", "<optimizer.>"),
+    ("shoal train --config-name ", "<gsm8k >"),
+    ("shoal train model=", ""),
+])
+def test_bash_completes(line, found):
+    asks = (f"shoal() {{ {sys.executable} -m shoal \"$@\"; }}; source <(shoal completion bash); "
+            f"COMP_LINE='{line}'; COMP_POINT={len(line)}; _shoal; "
+            "printf '<%s>' \"${COMPREPLY[@]}\"; complete -p shoal | grep -c _shoal")
+    done = subprocess.run(["bash", "-c", asks], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(SOURCES)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{found or '<>'}1\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_script_is_what_its_shell_reads(capsys, shell):
+    assert cli.main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "shoal" in text and "__complete" in text and "ASK" not in text
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
 
 
 def test_version(capsys):
@@ -185,15 +426,15 @@ def test_a_mistaken_key_is_found_without_jax():
 
 def test_the_compilation_cache_is_the_users_choice(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cli.use_compilation_cache()
+    cli.cache_by_environment()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "shoal" / "jax")
     assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0.5"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
-    cli.use_compilation_cache()
+    cli.cache_by_environment()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "mine"
     for name in CACHE_VARIABLES:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    cli.use_compilation_cache()
+    cli.cache_by_environment()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "home" / ".cache" / "shoal" / "jax")

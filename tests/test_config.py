@@ -23,6 +23,7 @@ from shoal.config.compose import (
     from_overrides,
     get_value,
     presets_of,
+    recompose,
     require_given,
     to_dict,
     to_yaml,
@@ -139,6 +140,24 @@ def test_rewrite_is_hydra_grammar():
     arguments = rewrite("train", ["gsm8k.yml", "--steps=5", "sampling.stop=1"])
     assert arguments.config_name == "gsm8k.yml"
     assert arguments.overrides == ("++steps='5'", "++sampling.stop=['1']")
+
+
+def test_words_without_a_key_get_theirs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1").mkdir()
+    assert difference("diff", "--json", "lr=1", "b") == {"run": "lr=1", "other": "b", "json": True}
+    assert difference("replay", "step=3", "json", "a", "group=2") == {"run": "a", "step": 3, "group": 2, "json": True}
+    with pytest.raises(ShoalError, match=r"lr=2: there is no such key|lr: there is no such key"):
+        compose("diff", ["lr=2"])
+    with pytest.raises(ShoalError, match="word: there is no such key"):
+        compose("train", ["word"])
+
+
+def test_where_a_configuration_came_from_is_kept():
+    _, resolved = compose("train", ["gsm8k.yml", "--steps=5"])
+    assert resolved.arguments == rewrite("train", ["gsm8k.yml", "--steps=5"])
+    _, resolved, _ = from_overrides(Config, steps=5)
+    assert resolved.arguments.values == {"steps": "5"}
 
 
 # ---- bad input
@@ -282,6 +301,56 @@ def test_short_forms_in_a_file_yield_to_the_command_line(tmp_path):
         **expected, "sampling.temperature": 0.5, "model.dtype": "float32"}
 
 
+def test_a_stored_configuration_takes_ones_own_keys_over_it(tmp_path):
+    stored = tmp_path / "config.yaml"
+    stored.write_text(compose("train", ["task=gsm8k", "steps=50", "optimizer.lr=1e-5"])[1].text)
+    _, given = compose("train", ["resume=last", "steps=200"])
+    config, resolved = recompose(Config, stored, given.arguments)
+    assert (config.resume, config.steps, config.optimizer.lr, config.task.name) == ("last", 200, 1e-5, "gsm8k")
+    assert resolved.arguments is given.arguments
+    _, given = compose("train", ["gsm8k.yml", "task=gsm8k"])  # their preset lies under the stored keys, and is in them
+    assert recompose(Config, stored, given.arguments)[0] == compose("train", [str(stored)])[0]
+
+
+@pytest.mark.parametrize("command", [command for command, kind in COMMANDS.items() if not issubclass(kind, Config)])
+def test_a_training_configuration_can_be_given_to_other_commands(tmp_path, command):
+    file = tmp_path / "config.yaml"
+    file.write_text(compose("train", ["task=gsm8k", "sampling.max_prompt_tokens=99", "seed=3"])[1].text)
+    config, resolved = compose(command, [str(file)])
+    keys = keys_of(type(config))
+    shared = {"seed": 3, "task.name": "gsm8k", "sampling.max_prompt_tokens": 99}
+    assert {name: get_value(config, name) for name in shared if name in keys} == {
+        name: value for name, value in shared.items() if name in keys}
+    [note] = resolved.notes
+    assert f"holds {len(set(keys_of(Config)) - set(keys))} keys that only training reads, passed over: " in note
+
+
+def test_only_trainings_keys_are_passed_over(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("steps: 3\noptimizer:\nbatch: {group_size: 4}\nmodel: x\n")
+    config, resolved = compose("eval", [str(file), "batch=64"])
+    assert (config.model.path, config.batch) == ("x", 64)
+    assert resolved.notes == (f"{file} holds 1 key that only training reads, passed over: steps",)
+    config, resolved = compose("eval", [str(file)])
+    assert config.batch == 128 and "2 keys" in resolved.notes[0]
+    for text, wanted in (("stpes: 3", "stpes: there is no such key"), ("optimizer: {lrr: 3}", "optimizer.lrr"),
+                         ("batch: {nix: 3}", "batch="), ("prompts: x", "prompts: there is no such key")):
+        file.write_text(text)
+        with pytest.raises(ShoalError, match=wanted):
+            compose("eval", [str(file)])
+    file.write_text("pass_k: 3")
+    with pytest.raises(ShoalError, match="pass_k: there is no such key"):
+        compose("train", [str(file)])
+
+
+def test_doctor_takes_trains_presets(tmp_path):
+    assert presets_of("doctor") == presets_of("train")
+    config, resolved = compose("doctor", ["task=gsm8k", "json=true"])
+    assert config.algorithm.kl_coef == 0.04 and config.json and "brings its preset" in resolved.notes[0]
+    (tmp_path / "mine.yaml").write_text("defaults: [gsm8k, _self_]\n")
+    assert compose("doctor", [str(tmp_path / "mine.yaml")])[0].optimizer.lr == 1e-6
+
+
 def test_an_outer_hydra_keeps_its_state():
     import hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -342,7 +411,8 @@ def test_python_shares_presets_and_errors(tmp_path):
 def any_value(key):
     """Values of a key's type; those out of range are filtered by the caller."""
     if key.is_list:
-        return st.lists(TEXT, max_size=3).map(tuple) if key.default == () and "weights" not in key.name else st.just(())
+        items = {str: TEXT, int: st.integers(1, 9), float: st.floats(0, 1)}[key.type.__args__[0]]
+        return st.lists(items, max_size=3).map(tuple)
     if key.type is str:
         return TEXT | st.sampled_from(HARD_TEXTS)
     return {int: st.integers(-2, 1000), float: st.floats(0, 1), bool: st.booleans()}.get(
@@ -402,6 +472,7 @@ def test_nearest():
     names = ["optimizer.lr", "sampling.top_k", "steps"]
     assert [nearest(word, names) for word in ("lr", "optim.lr", "top_p", "setps")] == [
         "optimizer.lr", "optimizer.lr", "sampling.top_k", "steps"]
+    assert nearest("modle", ["report.wandb.mode", "model"]) == "model"
 
 
 def test_sections_are_frozen():

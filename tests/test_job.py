@@ -64,7 +64,8 @@ def test_a_run_leaves_its_settings(family):
     again, _ = compose("train", [str(run / "config_difference.yaml")])
     assert again == config
     assert {p.name for p in run.iterdir()} == {"config.yaml", "config_difference.yaml", "metrics.jsonl",
-                                               "evaluations.jsonl", "groups", "checkpoints", "summary.json", "model"}
+                                               "evaluations.jsonl", "groups", "checkpoints", "summary.json", "model",
+                                               "first_answers.json", ".lock"}
 
 
 def test_every_step_is_filed_once_under_known_names(family):
@@ -72,8 +73,10 @@ def test_every_step_is_filed_once_under_known_names(family):
     assert [row["step"] for row in rows] == [1, 2] == [row["version"] for row in rows]
     for row in rows:
         assert {metric(name).name for name in row if name != "step"} == set(row) - {"step"}
-        missing = set(METRICS) - set(row) - {"rewards/{function}", "kl"}
-        assert not missing and "rewards/letters" in row
+        rest = {"rewards/{function}", "rewards/failed/{function}", "rewards/logged/{name}", "kl", "mfu"}
+        missing = set(METRICS) - set(row) - rest
+        assert missing <= {"completions/length_ended_mean"} and (row["completions/cut"] == 1) == bool(missing)
+        assert "rewards/letters" in row
         assert all(math.isfinite(value) for value in row.values())
         assert row["update/count"] == 1 and row["update/skipped"] == 0 and row["staleness"] == 0
         assert row["ratio/mean"] == pytest.approx(1, abs=1e-6) and row["clip/fraction"] == 0
@@ -365,14 +368,16 @@ def test_from_python_with_a_function(workshop):
         return [len(completion[0]["content"]) for completion in completions]
 
     common = {"model": {"path": str(workshop.model), "template": PLAIN}, "task": "gsm8k", "reward": length,
-              "task__path": str(workshop.data), "sampling": {"max_prompt_tokens": 64, "max_completion_tokens": 12}}
+              "reward__workers": 0, "task__path": str(workshop.data),
+              "sampling": {"max_prompt_tokens": 64, "max_completion_tokens": 12}}
     summary = shoal.train(
         **common, steps=1, base_output_directory=str(workshop.runs), run_name="python", train={"pass_k": 4},
         batch={"prompts_per_step": 2, "group_size": 4}, algorithm__kl_coef=0, **{"optimizer.warmup_steps": 0})
     run = Path(summary["run_folder"])
     assert run == workshop.runs / "python" and summary == json.loads((run / "summary.json").read_text())
-    assert {(step, total, count) for step, total, count, _ in seen} == {(0, 1, 4), (0, 1, 16), (0, 1, 8), (1, 1, 4),
-                                                                       (1, 1, 16)}
+    known, *seen = seen  # first the known answers, then a call a group: greedy ones of evaluations, sampled ones
+    assert known[:2] == (0, 1)
+    assert {(step, total, count) for step, total, count, _ in seen} == {(0, 1, 1), (0, 1, 4), (1, 1, 1), (1, 1, 4)}
     assert seen[0][3] == "68" and metrics(run)[0]["rewards/length"] > 0
     figures = shoal.evaluate(**common, batch=8, pass_k=0)
     assert figures["held_out"]["mean_reward"] == summary["before"]["held_out"]["mean_reward"]
@@ -413,9 +418,9 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
 @pytest.mark.parametrize(("function", "words"), [
     ("raises", ("'raises' at step 0 raised KeyError: 'no such thing'", "example row 0, completion 0")),
     ("nan", ("'nan' at step 0 returned nan", "example row 0, completion 0", "None where it cannot judge")),
-    ("too_few", ("'too_few' at step 0 returned 3 values for 4 completions", "example row 0", "one for each")),
-    ("text", ("'text' at step 0 returned 'good'", "example row 0, completion 0", "a number or None")),
-    ("number", ("'number' at step 0 returned 1.0", "example row 0", "a list of 4 numbers")),
+    ("too_few", ("'too_few' at step 0 returned 0 values for 1 completions", "example row 0", "one for each")),
+    ("text", ("'text' at step 0 returned 'good'", "example row 0, completion 0", "a finite number, or None")),
+    ("number", ("'number' at step 0 returned 1.0", "example row 0", "a list of 1 numbers")),
 ])
 def test_a_reward_that_fails_is_named(workshop, capsys, function, words):
     assert cli.main(workshop.words(f"failing-{function}", f"reward={workshop.rewards}:{function}")) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from shoal.config.compose import compose
 from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
 from shoal.report.console import Console
 from shoal.runtime.job import assemble_run
+from shoal.runtime.resume import settle
 from shoal.trainer.loop import Run, Schedule, sampling_params
 from shoal.trainer.prompts import PromptStream
 from shoal.types import Example, GroupRequest, Purpose
@@ -47,6 +49,8 @@ class Diary:
         self.events: list[tuple] = []
         self.published: list[int] = []
         self.pending: dict[int, list[GroupRequest]] = {}
+        self.evaluated: dict[int, float] = {}
+        self.evaluations = self.evaluated
         self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=("weights", 0)))
 
     def request(self, requests) -> None:
@@ -57,10 +61,11 @@ class Diary:
         self.pending[step] = list(requests)
         self.events.append(("ask", step, version))
 
-    def take(self, purpose, step) -> list[GroupRequest]:
+    def take(self, purpose, step) -> list[SimpleNamespace]:
         assert purpose is Purpose.TRAIN
         self.events.append(("take", step))
-        return self.pending[step]
+        return [SimpleNamespace(step=step, example=request.example, rewards=np.zeros(3), valid=np.ones(3, bool),
+                                correct=None) for request in self.pending[step]]
 
     def publish(self, version, params, subset=None) -> None:
         assert params == ("weights", version)
@@ -71,7 +76,7 @@ class Diary:
         self.events.append(("close",))
 
     def state(self) -> dict:
-        return {"pending": sorted(step for step in self.pending if ("take", step) not in self.events)}
+        return {"published": dict.fromkeys(self.published[-1:], "weights")}
 
     def update(self, state, requests, step):
         assert {request.step for request in requests} == {step} and state.trainable == ("weights", step)
@@ -87,15 +92,21 @@ class Diary:
         assert outcome == "outcome" and seconds >= 0
         return {"reward/mean": float(step)}
 
-    def finish(self, before, after, answers_before, answers_after):
-        return {"before": before, "after": after, "answers": (answers_before, answers_after)}
+    def finish(self):
+        return {"evaluated": self.evaluated}
 
-    def save(self, version, state, extra) -> None:
-        assert state.trainable == ("weights", version)
-        self.events.append(("save", version, extra["cursor"], tuple(extra["source"]["pending"])))
+    def save(self, version, state, extra, published, scores) -> None:
+        assert state.trainable == ("weights", version) and scores == {}
+        self.events.append(("save", version, extra["prompts"]["cursor"], tuple(step for step, _ in extra["pending"])))
 
-    def begin_training(self) -> None: ...
-    def evaluation(self, *args) -> None: ...
+    def evaluation(self, version, figures, answers, seconds) -> None:
+        assert answers == [f"answer {version}"] and seconds >= 0
+        self.evaluated[version] = figures["held_out"]["accuracy"]
+
+    def scores(self) -> dict:
+        return {}
+
+    def begin_training(self, first) -> None: ...
     def spent(self, *args) -> None: ...
 
 
@@ -104,8 +115,7 @@ def play(schedule: Schedule, steps: int, evaluate_every: int = 0, period: int = 
     config = Config(steps=steps, batch=BatchSection(prompts_per_step=2, group_size=3),
                     train=TrainSection(evaluate_every), checkpoint=CheckpointSection(period))
     prompts = PromptStream([Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10)
-    run = Run(config, ("weights", 0), diary, diary, prompts, diary, None, None, diary, diary,  # type: ignore[arg-type]
-              schedule)
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, schedule)  # type: ignore[arg-type]
     return diary, run.train()
 
 
@@ -116,8 +126,7 @@ def test_one_step_after_the_other():
         ("ask", 0, 0), ("take", 0), ("update", 0), ("publish", 1),
         ("ask", 1, 1), ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 4, ()),
         ("evaluate", 2, True)]
-    assert summary["before"]["held_out"]["accuracy"] == 0 and summary["after"]["held_out"]["accuracy"] == 0.2
-    assert summary["answers"] == (["answer 0"], ["answer 2"])
+    assert summary["evaluated"] == {0: 0, 2: 0.2}
 
 
 def test_a_lag_asks_ahead():
@@ -174,13 +183,11 @@ def workshop(tmp_path_factory) -> Workshop:
 def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
     """A run with another schedule, and the versions that its source holds after each step."""
     config, _ = compose("train", workshop.words(name, "steps=4", "train.pass_k=0", *words)[1:])
-    with Console() as console:
-        run = assemble_run(config, ("", ""), (), console)
+    with Console() as console, ExitStack() as stack:
+        run = assemble_run(settle(config, None, console), (), console, stack)
         held = []
         run.after_step = lambda step, _: held.append(sorted(run.source.versions))  # type: ignore[attr-defined]
         replace(run, schedule=schedule).train()
-        run.checkpoints.close()
-        run.folder.close()
     return workshop.runs / name, held
 
 
@@ -214,12 +221,11 @@ def test_publication_every_second_update(workshop, unmoved):
     assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
 
 
-def test_what_is_not_there_is_a_bug_and_says_so(workshop):
+def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     config, _ = compose("train", workshop.words("bug", "train.pass_k=0")[1:])
-    with Console() as console:
-        run = assemble_run(config, ("", ""), (), console)
-    run.checkpoints.close()
-    run.folder.close()
+    stack = ExitStack()
+    request.addfinalizer(stack.close)
+    run = assemble_run(settle(config, None, Console()), (), Console(), stack)
     source = run.source
     with pytest.raises(ValueError, match="nothing was asked for train at step 0"):
         source.take(Purpose.TRAIN, 0)
@@ -227,8 +233,10 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop):
     prompt = run.prompts.next(1)[0]
     params = sampling_params(run.config.sampling)
     source.request([GroupRequest(Purpose.TRAIN, 0, 1, prompt.example, prompt.prompt_ids, 4, params)])
-    assert source.state()["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)]
+    state = source.state()
+    assert state["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)] and list(state["published"]) == [0]
+    source.restore({"pending": [["train", 0, 1, "train", prompt.example.row, 4]]})
     with pytest.raises(RuntimeError, match="version 1 was asked for"):
         source.take(Purpose.TRAIN, 0)
-    with pytest.raises(RuntimeError, match="ask for them again"):
-        source.restore({"pending": [1]})
+    with pytest.raises(RuntimeError, match="asked for again are"):
+        source.restore({"pending": []})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from shoal.trainer.prompts import PromptStream, prepare
-from shoal.types import Example, ShoalError
+from shoal.trainer.prompts import PassRates, PromptStream, prepare
+from shoal.types import Example, Group, Purpose, ShoalError
 
 
-def stream(count: int = 12, seed: int = 0, max_tokens: int = 100, cursor: int = 0, long_prompts: str = "drop",
-           lengths: list[int] | None = None) -> PromptStream:
+def stream(count: int = 12, seed: int = 0, max_tokens: int = 100, long_prompts: str = "drop",
+           lengths: list[int] | None = None, bound: float = 1.0) -> PromptStream:
     """Row r's prompt is r's text; its tokens are `lengths[r]` times r."""
     examples = [Example(row, str(row)) for row in range(count)]
 
@@ -18,7 +20,7 @@ def stream(count: int = 12, seed: int = 0, max_tokens: int = 100, cursor: int = 
         row = int(prompt)
         return np.full(lengths[row] if lengths else 3, row, np.int32)
 
-    return PromptStream(examples, encode, seed, max_tokens, long_prompts, cursor)
+    return PromptStream(examples, encode, seed, max_tokens, long_prompts, PassRates(bound))
 
 
 def rows(prepared) -> list[int]:
@@ -29,7 +31,7 @@ def test_each_epoch_is_a_permutation_in_an_order_of_its_own():
     s = stream()
     epochs = [rows(s.next(4)) + rows(s.next(4)) + rows(s.next(4)) for _ in range(4)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4 and s.cursor == 48
+    assert len({tuple(epoch) for epoch in epochs}) == 4 and (s.epoch, s.cursor) == (3, 12)
 
 
 @pytest.mark.parametrize("count", [5, 7, 11, 12])
@@ -37,12 +39,12 @@ def test_a_step_has_different_rows_across_epoch_borders(count):
     s = stream()
     taken, border = [], False
     for _ in range(40):
-        before = s.cursor
+        before = s.epoch, s.cursor
         step = rows(s.next(count))
         assert len(set(step)) == count
-        border |= before // 12 != (s.cursor - 1) // 12 and before % 12 != 0
+        border |= before[0] != s.epoch and before[1] != 12
         taken += step
-    assert border == (count != 12)
+    assert border == (count != 12) and s.epoch > 3
     often = np.bincount(taken, minlength=12)
     assert often.min() > 0.7 * often.mean()  # a row is passed over only where its step has it already
 
@@ -57,20 +59,78 @@ def test_the_seed_changes_the_order_and_only_the_seed():
     assert orders[0] == orders[1] and len({tuple(order) for order in orders}) == 3
 
 
-def test_the_cursor_resumes_the_same_order():
-    s = stream()
-    for _ in range(5):
-        s.next(5)
-    resumed = stream(cursor=s.cursor)
+@pytest.mark.parametrize("bound", [1.0, 0.8])
+def test_its_state_resumes_the_same_order(bound):
+    s = stream(bound=bound, lengths=[200, 3] * 6)
+    for step in range(9):
+        taken = s.next(3)
+        s.rates.add([judged(p.example, [(p.example.row + step) % 3 > 0, p.example.row % 4 == 1]) for p in taken])
+    resumed = stream(bound=bound, lengths=[200, 3] * 6)
+    resumed.restore(json.loads(json.dumps(s.state())))
     for _ in range(6):
-        assert rows(resumed.next(5)) == rows(s.next(5))
-    assert resumed.cursor == s.cursor
+        assert rows(resumed.next(3)) == rows(s.next(3))
+    assert resumed.state() == s.state() and s.dropped > 0
+
+
+def judged(example: Example, correct: list[bool], rewards: list[float] | None = None,
+           valid: list[bool] | None = None) -> Group:
+    """A group whose completions were right or not."""
+    values = np.array(rewards if rewards is not None else correct, float)
+    return Group(Purpose.TRAIN, 0, 0, example, np.array([1]), (), (), values, {},
+                 np.array(valid if valid is not None else [True] * len(values)),
+                 None if rewards is not None else np.array(correct))
+
+
+def test_pass_rates_are_of_valid_completions():
+    rates, example = PassRates(), Example(7, "7")
+    rates.add([judged(example, [True, False, True, True], valid=[True, True, False, True])])
+    assert rates.counts == {7: (3, 2.0)}
+    rates.add([judged(example, [], rewards=[0.25, 7.0, -3.0])])  # no `correct`: the reward within [0, 1]
+    assert rates.counts == {7: (6, 3.25)}
+
+
+def test_solved_prompts_are_retired_and_hard_ones_drawn_more_from_the_next_epoch_on():
+    s = stream(bound=0.8)
+    for prepared in s.next(12):
+        row = prepared.example.row
+        s.rates.add([judged(prepared.example, [row < 3] * 4 if row < 6 else [True, False, False, False])])
+    drawn = np.zeros(12, int)
+    for _ in range(9):
+        seen = rows(s.next(3))
+        assert not set(seen) & {0, 1, 2} and len(set(seen)) == 3
+        drawn[seen] += 1
+    assert sorted(s.rates.retired()) == [0, 1, 2] and s.epoch >= 1
+    often = np.zeros(12, int)
+    for seed in range(60):
+        one = stream(bound=0.8, seed=seed)
+        one.rates.settled = {row: 1.0 if row < 3 else 0.0 if row < 6 else 0.75 for row in range(12)}
+        often += np.bincount(one._order_of(0), minlength=12)
+    assert (often[:3] == 0).all() and (often[3:6] == 120).all()  # rate 0: twice an epoch
+    assert np.abs(often[6:] / 60 - 1.25).max() < 0.25  # rate 3/4: 1.25 times in the mean
+
+
+def test_off_by_default_though_rates_are_recorded():
+    s = stream()
+    for _ in range(6):
+        s.rates.add([judged(p.example, [True, True]) for p in s.next(4)])
+    assert len(s.rates.counts) == 12 and sorted(rows(s.next(12))) == list(range(12))
+
+
+def test_all_retired_is_an_error_that_says_so():
+    s = stream(bound=0.5)
+    s.rates.add([judged(p.example, [True]) for p in s.next(12)])
+    with pytest.raises(ShoalError, match=r"every prompt has a pass rate above train.retire_above=0.5"):
+        s.next(1)
+    s = stream(bound=0.5)
+    s.rates.add([judged(p.example, [p.example.row > 1]) for p in s.next(12)])
+    with pytest.raises(ShoalError, match=r"10 are retired \(train.retire_above\)"):
+        s.next(4)
 
 
 def test_peek_takes_nothing():
     s = stream(lengths=[200, 3] * 6)
     first = s.peek()
-    assert (s.cursor, s.dropped) == (0, 0) and rows([first]) == rows(s.next(1))
+    assert (s.epoch, s.cursor, s.dropped) == (0, 0, 0) and rows([first]) == rows(s.next(1))
 
 
 def test_long_prompts_are_dropped_and_counted():

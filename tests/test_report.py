@@ -34,7 +34,7 @@ def test_the_table_is_whole():
     assert len(METRICS) == len(_TABLE.strip().splitlines())  # no name twice
     for name, row in METRICS.items():
         assert row.name == name and row.unit and row.meaning
-        assert re.fullmatch(r"[a-z_]+(/([a-z_]+|\{function\}))?", name)
+        assert re.fullmatch(r"[a-z_]+(/[a-z_]+)?(/\{(function|name)\})?", name)
     assert METRICS["completions/length_max"].reduction is Reduction.MAX
     assert METRICS["version"].reduction is Reduction.LAST
 
@@ -71,7 +71,9 @@ def test_nothing_added_is_absent_and_never_zero():
 
 def test_reward_functions_have_a_name_each_and_a_place_in_the_order():
     metrics = MetricSet()
-    metrics.merge({"lr": (1e-4, 1), "rewards/format": (3, 4), "rewards/correct": (1, 4), "reward/mean": (1.5, 4)})
+    for name, value, count in (("lr", 1e-4, 1), ("rewards/format", 3, 4), ("rewards/correct", 1, 4),
+                               ("reward/mean", 1.5, 4)):
+        metrics.add(name, value, count)
     assert list(metrics.result().items()) == [("reward/mean", 0.375), ("rewards/correct", 0.25),
                                               ("rewards/format", 0.75), ("lr", 1e-4)]
     assert metric("rewards/format").name == "rewards/format"
@@ -240,7 +242,7 @@ def test_a_named_folder_that_holds_something_is_refused_untouched(tmp_path):
     RunFolder.create(tmp_path, "empty").close()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ShoalError, match="already holds a run: choose another run_name or delete the folder"):
+    with pytest.raises(ShoalError, match=r"holds something that is no run \(notes.txt, no config.yaml\)"):
         RunFolder.create(tmp_path, "full")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
 

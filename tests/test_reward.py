@@ -119,7 +119,7 @@ def test_callable_objects_and_logs() -> None:
     scores = run(Judge(), Judge())
     assert list(scores.components) == ["Judge", "Judge_2"]
     assert scores.extra == {"seen": TEXTS, "seen_2": TEXTS}
-    assert scores.metrics == {"share": 0.5}
+    assert scores.metrics == {"share": [0.25, 0.75] * 2}
     np.testing.assert_array_equal(scores.rewards, [[0, 2, 4], [6, 8, 10]])
 
 
@@ -218,19 +218,34 @@ def test_long_texts_are_shortened_in_errors() -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_asynchronous_functions_are_refused() -> None:
-    async def judge(**kwargs: Any) -> list[float]:
-        return []
+def test_asynchronous_functions_are_known_by_their_make() -> None:
+    async def judge(completions: Any, unset: float = 0.0, **kwargs: Any) -> list[float]:
+        return [1.0 + unset] * len(completions)
 
     class Judge:
-        async def __call__(self, **kwargs: Any) -> list[float]:
-            return []
+        async def __call__(self, completions: Any, **kwargs: Any) -> list[float]:
+            return await judge(completions)
 
-    for function in (judge, Judge(), functools.partial(judge, a=1)):
-        with pytest.raises(ShoalError, match="synchronous functions are supported"):
-            name_functions([function])
-    with pytest.raises(ShoalError, match="'<lambda>' at step 3 returned a coroutine: synchronous"):
-        run(lambda **kwargs: judge())
+    for function, value in ((judge, 1.0), (Judge(), 1.0), (functools.partial(judge, unset=1), 2.0)):
+        assert name_functions([function])[0].awaits
+        np.testing.assert_array_equal(run(function).rewards, np.full((2, 3), value))
+    np.testing.assert_array_equal(run(lambda completions: judge(completions)).rewards, np.ones((2, 3)))
+
+
+@pytest.mark.parametrize("policy", ["zero", "skip"])
+def test_policies_hold_in_this_process_too(policy: Any) -> None:
+    def judge(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(c[0]["content"]) for c in completions]
+
+    functions = name_functions([judge, lambda completions, **kwargs: [1.0] * len(completions)])
+    scores = score(functions, EXAMPLES, [e.prompt for e in EXAMPLES], TEXTS, IDS, 3, 10, on_error=policy)
+    failed = np.array([[False, False, True], [False, False, True]])
+    np.testing.assert_array_equal(scores.valid, ~failed if policy == "skip" else np.ones((2, 3), bool))
+    np.testing.assert_array_equal(scores.rewards, np.where(failed, np.nan if policy == "skip" else 1.0,
+                                                           [[6, 7, 0], [9, 8, 0]]))
+    assert [(one.row, one.completion, one.kind) for one in scores.failures] == [(17, 2, "raised"), (4, 2, "raised")]
+    assert "example row 17, completion 2 (prompt '2 + 3?', completion 'five'); test_reward.py, line " in \
+        scores.failures[0].text
 
 
 @pytest.mark.parametrize("texts", [[["a"], ["b", "c"]], [["a"]], [[], []]])
@@ -270,9 +285,6 @@ def brief(completions, **kwargs):
 
 judge = Judge(LIMIT)
 number = 3
-
-async def later(completions):
-    return []
 """)
     (tmp_path / "shoal_test_beside.py").write_text("LIMIT = 3\n")
     return path
@@ -291,7 +303,7 @@ def test_only_the_named_functions_of_a_file_count(file: Path) -> None:
 
 @pytest.mark.parametrize(("name", "told"), [
     ("brif", r"defines no 'brif'; did you mean 'brief'\?"), ("zzz", "there are: .*brief"),
-    ("number", "expected something that can be called, got a int"), ("later", "is `async def`"),
+    ("number", "expected something that can be called, got a int"),
     ("Judge", "is a class: give an instance"),
 ])
 def test_a_name_that_is_no_function_is_an_error(file: Path, name: str, told: str) -> None:
@@ -304,6 +316,12 @@ def test_a_name_that_is_no_function_is_an_error(file: Path, name: str, told: str
 def test_a_function_without_its_file_or_name_is_an_error(spec: str) -> None:
     with pytest.raises(ShoalError, match=r"expected `file\.py:function`"):
         load_function(spec)
+
+
+def test_a_model_is_no_reward() -> None:
+    for find in (lambda: load_function("Qwen/Reward-1.5B"), lambda: name_functions(["Qwen/Reward-1.5B"])):  # type: ignore
+        with pytest.raises(ShoalError, match=r"reward 'Qwen/Reward-1\.5B': a model is not supported as a reward"):
+            find()
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:

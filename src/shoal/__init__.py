@@ -2,41 +2,128 @@
 
 >>> import shoal
 >>> result = shoal.train(model="Qwen/Qwen2.5-0.5B-Instruct", task="gsm8k", reward=my_function, steps=100)
->>> result["accuracy_after"]
+>>> result["accuracy_after"], result.metrics["reward/mean"]
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from shoal.types import ShoalError
+from shoal.types import Example, ShoalError
 
-__all__ = ["ShoalError", "evaluate", "train"]
+if TYPE_CHECKING:
+    from shoal.report.result import Result
+    from shoal.task.reward import RewardFunction
+    from shoal.task.task import Task
+
+__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
+
+_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.task.reward", "Task": "shoal.task.task"}
 
 
-def train(**overrides: Any) -> dict[str, Any]:
-    """Evaluates, trains, evaluates again; returns the summary that also stands in the run folder.
+def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
+          **overrides: Any) -> Result:
+    """Evaluates, trains, evaluates again. Prints as `shoal train` does; ShoalError for what a user can mend.
 
-    Keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or
-    with two underscores (`optimizer__lr=1e-5`). `reward` takes a function, or several, in TRL's convention:
-    `f(prompts, completions, completion_ids, **columns) -> list of numbers`. ShoalError for what a user can mend.
+    `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages), whose other columns
+    go to the reward; columns; a table of pandas, polars, arrow or datasets; a `shoal.Task`. `held_out`: rows to
+    evaluate on; without, the last of the data are. `correct(text, example)`: whether a completion solves its example;
+    without, the mean reward stands in for accuracy.
+    `reward`: a function or several, `f(prompts, completions, completion_ids, **columns) -> list of numbers`.
+    All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
+    (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
     """
     from shoal.config.compose import from_overrides
     from shoal.config.schema import Config
+    from shoal.report.result import Result
+    from shoal.runtime.cache import cache_by_configuration
     from shoal.runtime.job import train as run
 
-    config, resolved, functions = from_overrides(Config, **overrides)
-    return run(config, (resolved.text, resolved.difference), functions, _console(resolved))
+    config, resolved, functions = from_overrides(Config, **_named(task, held_out, correct, overrides))
+    config, resolved = _with_functions_named(config, resolved, functions)
+    own = _own_task(task, held_out, correct, _as_it_will_be(config, resolved), functions)
+    cache_by_configuration()
+    summary = run(config, resolved, functions, _console(resolved), own)
+    return Result(Path(summary["run_folder"]), summary)
 
 
-def evaluate(**overrides: Any) -> dict[str, dict[str, Any]]:
-    """Figures of one model on one task, by data set, with their protocol. Keys: `shoal eval --help`."""
+def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
+             **overrides: Any) -> dict[str, dict[str, Any]]:
+    """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
+
+    Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
     from shoal.config.compose import from_overrides
     from shoal.config.schema import EvalConfig
+    from shoal.runtime.cache import cache_by_configuration
     from shoal.runtime.job import evaluate as run
 
-    config, resolved, functions = from_overrides(EvalConfig, **overrides)
-    return run(config, functions, _console(resolved))
+    config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
+    own = _own_task(task, held_out, correct, config, functions)
+    cache_by_configuration()
+    return run(config, functions, _console(resolved), own)
+
+
+def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
+    """A run folder (or `last`, the one started last under a base directory) read back, finished or not."""
+    from shoal.report.result import load_run
+
+    return load_run(folder, base_output_directory)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides with the task under its name; data of one's own is `rows`."""
+    from shoal.task.rows import is_data
+    from shoal.task.task import ROWS
+
+    if is_data(task):
+        return {**overrides, "task.name": ROWS}
+    for name, value in (("held_out", held_out), ("correct", correct)):
+        if value is not None:
+            raise ShoalError(f"{name} goes with data of your own, task=rows; here task is {task!r}")
+    return dict(overrides) if task is None else {**overrides, "task": task}
+
+
+def _own_task(task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]) -> Task | None:
+    from shoal.task.rows import is_data, own_task
+
+    return own_task(task, held_out, correct, config.task, config.reward, functions) if is_data(task) else None
+
+
+def _with_functions_named(config: Any, resolved: Any, functions: Sequence[Callable]) -> tuple[Any, Any]:
+    """The configuration with the names of functions that came from Python: a run's folder does not hide them."""
+    from shoal.config.compose import texts_of
+    from shoal.task.reward import name_functions
+    from shoal.task.task import FROM_PYTHON
+
+    if not functions:
+        return config, resolved
+    names = tuple(f"{FROM_PYTHON}{one.name}" for one in name_functions(functions))
+    config = replace(config, reward=replace(config.reward, functions=names))
+    values = {**resolved.arguments.values, "reward.functions": list(names)}
+    text, difference = texts_of(config)
+    return config, replace(resolved, text=text, difference=difference,
+                           arguments=replace(resolved.arguments, values=values))
+
+
+def _as_it_will_be(config: Any, resolved: Any) -> Any:
+    """The configuration; with `resume`, the run's own with the given keys over it."""
+    if not config.resume:
+        return config
+    from shoal.config.compose import recompose
+    from shoal.report.folder import find_run
+
+    run = find_run(config.resume, config.base_output_directory)
+    return recompose(type(config), run / "config.yaml", resolved.arguments)[0]
 
 
 def _console(resolved: Any) -> Any:

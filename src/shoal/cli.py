@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.arguments import aliases_of
-from shoal.config.keys import COMMANDS, Key, keys_of, nearest
+from shoal.config.arguments import WORDS, words_text
+from shoal.config.completion import ASK, candidates, script
+from shoal.config.help import command_help, dry_run, options_of, overview
+from shoal.config.keys import COMMANDS, keys_of, nearest
+from shoal.runtime.cache import cache_by_environment
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
     from shoal.config.compose import Resolved
     from shoal.report.console import Console
 
+FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 
-_EXAMPLES = """\
-shoal train                                        a tiny model, word problems, about two minutes on a CPU
-shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
-shoal train --help                                 every key, with its default and meaning"""
+HELP = ("-h", "--help")
+DRY_RUN = ("--dry-run", "--dry_run")
+MULTIRUN = ("-m", "--multirun")
+OTHER_WORDS = ("help", "completion")
+"""First words that are no commands with settings."""
+
+GREEDY_OF_MEMORY = ("train", "eval", "generate")
 
 
 def program() -> int:
     """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
-    if sys.argv[1:] and sys.argv[1] in COMMANDS and not {"-h", "--help"} & set(sys.argv):
+    if sys.argv[1:] and sys.argv[1] in COMMANDS and not {*HELP, *DRY_RUN, *MULTIRUN} & set(sys.argv):
         use_huge_pages()
     return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 0, 2 for a mistake that the user can mend, 130 when interrupted.
+    """Runs one command and returns the exit code: 0; 1 where a run of a sweep failed; 2 for a mistake that the user
+    can mend, also one that `shoal doctor` found; 130 when interrupted.
 
     Such a mistake is one line on stderr; any other exception is a bug and keeps its traceback.
     """
@@ -45,42 +52,115 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_EXIT_CODE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"{interrupt}" or "interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in HELP:
         print(overview())
         return 0
     if words[0] in ("-V", "--version"):
         print(f"shoal {_version()}")
         return 0
     command, *rest = words
-    if command not in COMMANDS:
-        raise ShoalError(f"{command}: there is no such command, did you mean {nearest(command, COMMANDS)}? "
-                         f"Commands: {', '.join(COMMANDS)}")
-    if "-h" in rest or "--help" in rest:
-        print(command_help(command))
-        return 0
-    from shoal.config.compose import compose
-    from shoal.report.console import Console
-
-    config, resolved = compose(command, rest)
-    use_compilation_cache()
-    console = Console()
-    for note in resolved.notes:
-        console.note(note)
-    _HANDLERS[command](config, resolved, console)
+    if command == ASK:
+        print("".join(f"{found}\n" for found in candidates(rest)), end="")
+    elif command == "completion":
+        print(script(" ".join(rest)), end="")
+    elif command == "help":
+        print(command_help(_known(rest[0]), rest[1:]) if rest else overview())
+    elif any(word in HELP for word in rest):
+        first = next(place for place, word in enumerate(rest) if word in HELP)
+        topics = [word for word in rest[first:] if word not in HELP and "=" not in word]
+        print(command_help(_known(command), topics))
+    else:
+        return _run_command(_known(command), rest)
     return 0
 
 
-def use_compilation_cache() -> None:
-    """Lets JAX keep compiled programs between runs, unless the environment says otherwise; before jax is imported."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / "jax"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+def _known(command: str) -> str:
+    """The command; ShoalError where there is none of that name."""
+    if command not in COMMANDS:
+        known = (*COMMANDS, *OTHER_WORDS)
+        raise ShoalError(f"{command}: there is no such command, did you mean {nearest(command, known)}? "
+                         f"Commands: {', '.join(known)}")
+    return command
+
+
+def _run_command(command: str, words: list[str]) -> int:
+    only_shown, swept = any(word in DRY_RUN for word in words), any(word in MULTIRUN for word in words)
+    words = [word for word in words if word not in (*DRY_RUN, *MULTIRUN)]
+    if swept:
+        return _sweep(command, words, only_shown)
+    from shoal.config.compose import compose
+
+    config, resolved = compose(command, words)
+    if only_shown:
+        print(dry_run(config, resolved), end="")
+        return 0
+    _check_words(command, config)
+    cache_by_environment()
+    as_json = "json" in keys_of(type(config)) and config.json
+    with _stdout_is_stderr() if as_json else contextlib.nullcontext():
+        result = _call(command, config, resolved)
+    if as_json:
+        from shoal.report.lines import json_ready
+
+        print(json.dumps(json_ready(result), indent=2, ensure_ascii=False, allow_nan=False))
+    return USAGE_EXIT_CODE if isinstance(result, Mapping) and result.get("ok") is False else 0
+
+
+def _call(command: str, config: Any, resolved: Resolved) -> Any:
+    from shoal.report.console import Console
+
+    console = Console()
+    for note in resolved.notes:
+        console.note(note)
+    try:
+        return _HANDLERS[command](config, resolved, console)
+    except ShoalError:
+        raise
+    except Exception as error:
+        if command in GREEDY_OF_MEMORY:
+            from shoal.runtime.doctor import explain_out_of_memory
+
+            if explained := explain_out_of_memory(error, config):
+                raise explained from error
+        raise
+
+
+def _sweep(command: str, words: list[str], only_shown: bool) -> int:
+    if "--multirun" not in options_of(command):
+        raise ShoalError(f"--multirun: shoal {command} makes no run folders; only shoal train can be swept")
+    from shoal.report.console import Console
+    from shoal.runtime.multirun import multirun
+
+    result = multirun(command, words, Console(), only_shown)
+    return FAILED_EXIT_CODE if result["num_failed"] else 0
+
+
+def _check_words(command: str, config: Any) -> None:
+    """The words that a command stands on must be there."""
+    for key in WORDS.get(command, ()):
+        if not getattr(config, key):
+            raise ShoalError(f"expected `shoal {command} {words_text(command)}`: {key.upper()} is missing, "
+                             f"{keys_of(type(config))[key].help}")
+
+
+@contextlib.contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """Sends what is written to stdout, here and by processes started meanwhile, to stderr: stdout is for the JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> None:
@@ -100,88 +180,71 @@ def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabl
 # ---- commands
 
 
-def _train(config: Any, resolved: Resolved, console: Console) -> None:
+def _train(config: Any, resolved: Resolved, console: Console) -> Any:
     from shoal.runtime.job import train
 
-    train(config, (resolved.text, resolved.difference), console=console)
+    return train(config, resolved, console=console)
 
 
-def _evaluate(config: Any, resolved: Resolved, console: Console) -> None:
+def _doctor(config: Any, resolved: Resolved, console: Console) -> Any:
+    from shoal.runtime.doctor import doctor
+
+    return doctor(config, console)
+
+
+def _evaluate(config: Any, resolved: Resolved, console: Console) -> Any:
     from shoal.runtime.job import evaluate
 
-    evaluate(config, console=console)
+    return evaluate(config, console=console)
 
 
-def _generate(config: Any, resolved: Resolved, console: Console) -> None:
+def _generate(config: Any, resolved: Resolved, console: Console) -> Any:
     from shoal.runtime.job import generate
 
-    generate(config, console=console)
+    return generate(config, console=console)
 
 
-def _export(config: Any, resolved: Resolved, console: Console) -> None:
+def _export(config: Any, resolved: Resolved, console: Console) -> Any:
     from shoal.runtime.job import export
 
-    export(config, console=console)
+    return export(config, console=console)
 
 
-def _pretrain(config: Any, resolved: Resolved, console: Console) -> None:
+def _replay(config: Any, resolved: Resolved, console: Console) -> Any:
+    from shoal.runtime.replay import replay
+
+    return replay(config, console)
+
+
+def _rescore(config: Any, resolved: Resolved, console: Console) -> Any:
+    from shoal.runtime.rescore import rescore
+
+    return rescore(config, console)
+
+
+def _diff(config: Any, resolved: Resolved, console: Console) -> Any:
+    from shoal.runtime.difference import diff
+
+    return diff(config, console)
+
+
+def _export_rollouts(config: Any, resolved: Resolved, console: Console) -> Any:
+    from shoal.runtime.export_rollouts import export_rollouts
+
+    return export_rollouts(config, console)
+
+
+def _pretrain(config: Any, resolved: Resolved, console: Console) -> Any:
     from shoal.runtime.pretrain import pretrain
 
-    pretrain(config, console=console)
+    return pretrain(config, console=console)
 
 
-_HANDLERS: Mapping[str, Callable[[Any, Resolved, Console], None]] = {
-    "train": _train, "eval": _evaluate, "generate": _generate, "export": _export, "pretrain": _pretrain,
+_HANDLERS: Mapping[str, Callable[[Any, Resolved, Console], Any]] = {
+    "train": _train, "doctor": _doctor, "eval": _evaluate, "generate": _generate, "export": _export,
+    "replay": _replay, "rescore": _rescore, "diff": _diff, "export-rollouts": _export_rollouts,
+    "pretrain": _pretrain,
 }
-
-
-# ---- help
-
-
-def overview() -> str:
-    """The text of `shoal --help`."""
-    lines = [f"  {command:<10}{_purpose(config_type)}" for command, config_type in COMMANDS.items()]
-    return "\n".join([
-        "Post-trains language models by reinforcement learning from verifiable rewards.", "",
-        "usage: shoal COMMAND [PRESET.yml] [key=value ...]", "", *lines, "",
-        textwrap.indent(_EXAMPLES, "  ")])
-
-
-def _purpose(config_type: type) -> str:
-    """What a command does: the first line of its dataclass's docstring, without the command's name."""
-    text = (config_type.__doc__ or "").strip().splitlines()[0]
-    text = (text.partition(": ")[2] or text).partition(". ")[0]
-    return text[:1].lower() + text[1:].rstrip(".")
-
-
-def command_help(command: str) -> str:
-    """The text of `shoal COMMAND --help`: every key by section with type, default and meaning; the short forms."""
-    config_type = COMMANDS[command]
-    width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
-    lines = [f"shoal {command}: {_purpose(config_type)}", "",
-             f"usage: shoal {command} [PRESET.yml | --config-name PRESET] [key=value ...]"]
-    for section, keys in groupby(keys_of(config_type).values(), key=lambda key: key.section):
-        lines += ["", section] if section else [""]
-        lines += [line for key in keys for line in _key_lines(key, width)]
-    lines += ["", "short forms"]
-    for name, alias in aliases_of(config_type).items():
-        lines.append(f"  {name}= is {alias.key}=" + (f"  ({alias.note})" if alias.note else ""))
-    return "\n".join(lines)
-
-
-def _key_lines(key: Key, width: int) -> list[str]:
-    head = f"  {key.name}={_shown(key.default)}"
-    text = f"{key.help} [{key.type_text}]"
-    return [head, *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6,
-                                 break_on_hyphens=False)]
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return f"[{','.join(map(str, default))}]"
-    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _version() -> str:

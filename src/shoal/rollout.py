@@ -1,16 +1,14 @@
-"""Plays the G siblings of a prompt into a `Group`: asks for tokens, reads them as text, has them rewarded."""
+"""Makes the G siblings of a prompt a `Group`: what is asked of the sampler, what becomes of tokens and rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shoal.task.reward import Scores, score
+from shoal.task.reward import Scores
 from shoal.task.task import Task
 from shoal.types import Address, Completion, Group, GroupRequest, SampleRequest
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
@@ -21,36 +19,10 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
     return SampleRequest(id, request.prompt_ids, request.num_completions, address, request.params)
 
 
-def make_groups(
-    task: Task,
-    requests: Sequence[GroupRequest],
-    completions: Sequence[Sequence[Completion]],
-    decode: Decode,
-    max_steps: int,
-) -> tuple[list[Group], Mapping[str, float]]:
-    """Finished completions, in order of their index for each request, to rewarded groups; and what rewards logged.
-
-    All requests are of one step and size: rewards see them together, siblings side by side.
-    """
-    texts = [[decode(completion.token_ids.tolist()) for completion in siblings] for siblings in completions]
-    scores = score(
-        task.rewards,
-        examples=[request.example for request in requests],
-        prompts=[request.example.prompt for request in requests],
-        texts=texts,
-        completion_ids=[[completion.token_ids.tolist() for completion in siblings] for siblings in completions],
-        step=requests[0].step,
-        max_steps=max_steps,
-    )
-    groups = [
-        _group(task, request, siblings, own, scores, number)
-        for number, (request, siblings, own) in enumerate(zip(requests, completions, texts, strict=True))
-    ]
-    return groups, scores.metrics
-
-
-def _group(task: Task, request: GroupRequest, siblings: Sequence[Completion], texts: Sequence[str], scores: Scores,
-           number: int) -> Group:
+def make_group(task: Task, request: GroupRequest, siblings: Sequence[Completion], texts: Sequence[str], scores: Scores,
+               number: int = 0) -> Group:
+    """Finished completions, in order of their index, with their texts, as a rewarded group: the `number`-th of
+    `scores`."""
     correct = None
     if task.correct is not None:
         correct = np.array([bool(task.correct(text, request.example)) for text in texts])

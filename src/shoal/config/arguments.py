@@ -10,7 +10,7 @@ one: `run_name=123` is text, `steps=123` a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,11 @@ ALIASES: Mapping[str, Alias] = {
     "from": Alias("source", ("export",)),
 }
 """Short form -> what it stands for: the one table of names that are not the schema's own."""
+
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
+}
+"""Command -> the keys that words without `=` fill, in this order: `shoal diff A B` is `run=A other=B`."""
 
 COMMA_LISTS = frozenset({"reward.functions", "reward.weights"})
 """Lists whose items cannot hold a comma: `a,b` is two items there, but one stop string."""
@@ -87,12 +92,13 @@ def find_key(config_type: type, name: str) -> Key:
 
 
 def rewrite(command: str | type, argv: Sequence[str]) -> Arguments:
-    """Reads `key=value`, `--key=value`, `--flag`, `--config-name X` and a leading `X.yml`; raises ShoalError."""
+    """Reads `key=value`, `--key=value`, `--flag`, a command's WORDS, `--config-name X` and a leading `X.yml`; raises
+    ShoalError."""
     config_type = dataclass_of(command)
     config_name, words = _take_config_name(argv)
     values = {}
-    for word in words:
-        key, value = _read(config_type, word)
+    for word in _named(config_type, words):
+        key, value = read_word(config_type, word)
         values.pop(key.name, None)
         values[key.name] = split_list(key, value) if key.is_list else value
     return Arguments(config_name, values, tuple(f"++{key}={quote(value)}" for key, value in values.items()))
@@ -121,7 +127,35 @@ def _take_config_name(argv: Sequence[str]) -> tuple[str, list[str]]:
     return (found[0] if found else ""), rest
 
 
-def _read(config_type: type, word: str) -> tuple[Key, str]:
+def _named(config_type: type, words: Sequence[str]) -> Iterator[str]:
+    """The words, each that stands alone with the key of its place."""
+    command = command_of(config_type)
+    keys, alone = WORDS.get(command, ()), 0
+    for word in words:
+        if not keys or not _stands_alone(config_type, word):
+            yield word
+            continue
+        if alone == len(keys):
+            raise ShoalError(f"{word}: one word too many, expected `shoal {command} {words_text(command)}` and keys as "
+                             "key=value")
+        yield f"{keys[alone]}={word}"
+        alone += 1
+
+
+def _stands_alone(config_type: type, word: str) -> bool:
+    """Whether a word is no key: neither a flag nor key=value; a path may hold a `=`."""
+    name, equals, _ = word.partition("=")
+    if word.startswith("-") or name.lstrip("+") in names_of(config_type):
+        return False
+    return not equals or Path(word).exists()
+
+
+def words_text(command: str) -> str:
+    """A command's WORDS as its usage shows them: `RUN OTHER`."""
+    return " ".join(key.upper() for key in WORDS.get(command, ()))
+
+
+def read_word(config_type: type, word: str) -> tuple[Key, str]:
     """One argument as its key and the text of its value."""
     name, equals, value = word.partition("=")
     if name.startswith("-"):

@@ -19,12 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from shoal.config.arguments import ALIASES, Arguments, aliases_of, escape_interpolation, find_key, quote, rewrite
+from shoal.config.arguments import (
+    ALIASES,
+    Arguments,
+    aliases_of,
+    escape_interpolation,
+    find_key,
+    names_of,
+    quote,
+    rewrite,
+)
 from shoal.config.keys import Key, command_of, dataclass_of, keys_of, nearest, sections_of
+from shoal.config.schema import Config
 from shoal.types import ShoalError
 
 PRESETS = Path(__file__).parent / "presets"
 """A folder a command, a YAML file a preset."""
+
+PRESET_FOLDERS: Mapping[str, str] = {"doctor": "train"}
+"""Commands that take the presets of another."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +46,10 @@ class Resolved:
 
     config_name: str  # the preset or file that was composed; empty for none
     overrides: tuple[str, ...]  # in Hydra's grammar
-    notes: tuple[str, ...]  # lines to show: what a task's preset set
+    notes: tuple[str, ...]  # lines to show: what a task's preset set, what a file's keys were passed over
     text: str  # every key, as YAML that composes to the same configuration
     difference: str  # the keys that differ from the defaults, likewise
+    arguments: Arguments  # what the user gave
 
 
 def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolved]:
@@ -47,6 +61,14 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
     """
     config_type = dataclass_of(command)
     return _compose(config_type, rewrite(config_type, argv))
+
+
+def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any, Resolved]:
+    """A stored configuration with the user's own keys over it; the preset or file that they named is left out.
+
+    >>> config, resolved = recompose(Config, run / "config.yaml", resolved.arguments)
+    """
+    return _compose(config_type, arguments, file.absolute())
 
 
 def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
@@ -90,18 +112,45 @@ def _texts(value: Any) -> list[str]:
     return [_text(item) for item in value] if isinstance(value, list | tuple) else [_text(value)]
 
 
-def _compose(config_type: type, arguments: Arguments) -> tuple[Any, Resolved]:
+def _compose(config_type: type, arguments: Arguments, file: Path | None = None) -> tuple[Any, Resolved]:
     command, name, task_preset = command_of(config_type), arguments.config_name, None
-    if not name:
+    if not name and not file:
         task_preset = _preset(command, str(arguments.values.get("task.name", "")))
-    file = task_preset or (find_preset(command, name) if name else None)
-    config = convert(config_type, compose_values(command, file, arguments.overrides), arguments.values)
-    notes = ()
+    file = file or task_preset or (find_preset(command, name) if name else None)
+    values, passed = _pass_over(config_type, compose_values(command, file, arguments.overrides))
+    config = convert(config_type, values, arguments.values)
+    notes = _passed_notes(file, passed)
     if task_preset:
         preset = convert(config_type, compose_values(command, task_preset))
-        notes = _preset_notes(task_preset.stem, preset, arguments.values)
+        notes += _preset_notes(task_preset.stem, preset, arguments.values)
     return config, Resolved(str(file.stem if file else ""), arguments.overrides, notes, to_yaml(config),
-                            to_yaml(_nest(difference_from_defaults(config))))
+                            to_yaml(_nest(difference_from_defaults(config))), arguments)
+
+
+def _pass_over(config_type: type, values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    """A file's values without the keys that only training reads, where another command reads it; and these keys."""
+    if issubclass(config_type, Config):
+        return dict(values), []
+    names, sections = names_of(config_type), sections_of(config_type)
+    kept, passed = {}, []
+    for part, value in values.items():
+        name = f"{prefix}{part}"
+        if name in sections_of(Config) and (isinstance(value, Mapping) or (value is None and name not in sections)):
+            inside, below = _pass_over(config_type, value or {}, f"{name}.")
+            passed += below
+            if inside or name in sections:
+                kept[part] = inside
+        elif name in names_of(Config) and name not in names:
+            passed.append(name)
+        else:
+            kept[part] = value
+    return kept, passed
+
+
+def _passed_notes(file: Path | None, passed: Sequence[str]) -> tuple[str, ...]:
+    shown = ", ".join(passed[:3]) + (", ..." if len(passed) > 3 else "")
+    count = "1 key" if len(passed) == 1 else f"{len(passed)} keys"
+    return (f"{file} holds {count} that only training reads, passed over: {shown}",) if passed else ()
 
 
 def _preset_notes(name: str, preset: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
@@ -119,11 +168,15 @@ def _shown(value: Any) -> str:
 
 def presets_of(command: str) -> list[str]:
     """Names of the packaged presets of a command."""
-    return sorted(file.stem for file in (PRESETS / command).glob("*.yaml")) if command else []
+    return sorted(file.stem for file in _folder(command).glob("*.yaml")) if command else []
+
+
+def _folder(command: str) -> Path:
+    return PRESETS / PRESET_FOLDERS.get(command, command)
 
 
 def _preset(command: str, name: str) -> Path | None:
-    return PRESETS / command / f"{name}.yaml" if name in presets_of(command) else None
+    return _folder(command) / f"{name}.yaml" if name in presets_of(command) else None
 
 
 def find_preset(command: str, name: str) -> Path:
@@ -191,7 +244,7 @@ def _search_path(command: str, file: Path | None) -> Iterator[tuple[Path, list[s
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shutil.copyfile(file, folder / f"{file.stem}.yaml")
-        places = [f"file://{place}" for place in (file.parent, PRESETS / command) if place.is_dir()]
+        places = [f"file://{place}" for place in (file.parent, _folder(command)) if place.is_dir()]
         yield folder, [f"hydra.searchpath={quote(places)}"]
 
 
@@ -353,6 +406,11 @@ def to_yaml(config: Any) -> str:
         "tag:yaml.org,2002:str", escape_interpolation(value)))
     values = to_dict(config) if dataclasses.is_dataclass(config) else config
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000) if values else ""
+
+
+def texts_of(config: Any) -> tuple[str, str]:
+    """A configuration as YAML: every key, and the keys that differ from the defaults."""
+    return to_yaml(config), to_yaml(_nest(difference_from_defaults(config)))
 
 
 def require_given(config: Any, *keys: str) -> None:

@@ -161,7 +161,9 @@ CLOSE = 0.75
 
 
 def likeness(a: str, b: str) -> float:
-    """0 (nothing in common) to 1 (equal but for case)."""
+    """0 (nothing in common) to 1 (equal but for case); letters that changed places are a slip of the fingers."""
+    if a.lower() != b.lower() and sorted(a.lower()) == sorted(b.lower()):
+        return 0.95
     return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 

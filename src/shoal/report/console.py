@@ -1,4 +1,4 @@
-"""What one sees of a run: with colours and a progress bar on a terminal, as plain lines elsewhere."""
+"""What one sees of a run: a progress bar on a terminal (with colours) and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 from shoal.report.figures import duration, evaluation_text, figure_text, one_line, step_figures, summary_rows
+from shoal.report.notebook import NotebookProgress, in_notebook
 from shoal.types import Prompt
 
 PLAIN_SECONDS = 5.0
@@ -30,11 +31,13 @@ class SolvedProblem:
 class Console:
     """Prints a run's progress. Use in a `with`, or call `close`, so that the terminal is left as it was.
 
-    `terminal=None` asks the stream; `clock` gives seconds. No text can make it fail: what the stream cannot show, and
-    control characters, are printed as escapes."""
+    `terminal=None` asks the stream, `notebook=None` the process where no stream is given; `clock` gives seconds. No
+    text can make it fail: what the stream cannot show, and control characters, are printed as escapes."""
 
     def __init__(self, stream: TextIO | None = None, terminal: bool | None = None,
-                 clock: Callable[[], float] = time.monotonic, width: int | None = None) -> None:
+                 clock: Callable[[], float] = time.monotonic, width: int | None = None,
+                 notebook: bool | None = None) -> None:
+        self._notebook = stream is None and terminal is None and in_notebook() if notebook is None else notebook
         self._stream = stream or sys.stdout
         self._clock = clock
         is_terminal = getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
@@ -71,7 +74,10 @@ class Console:
         now = self._clock()
         self._pace.mark(now, step)
         figures = step_figures(metrics)
-        if self._rich is not None:
+        if self._notebook:
+            self._progress = self._progress or NotebookProgress(self._clock)
+            self._progress.update(step, steps, self._times(step, steps, now), figures)
+        elif self._rich is not None:
             self._show_progress(step, steps, figures, now)
         elif self._line_is_due(step, steps, now):
             self._last_line = (now, _tenth(step, steps))
@@ -108,6 +114,16 @@ class Console:
         for (_, text), count in self._said.items():
             if count > 1:
                 self._write(f"{count} times: {text}")
+
+    def text(self, text: str, style: str = "") -> None:
+        """A paragraph as it stands."""
+        self._stop_progress()
+        self._write(text, style)
+
+    def table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        """Rows under their head, the first column to the left, the others to the right."""
+        self._stop_progress()
+        self._table(head, rows)
 
     def close(self) -> None:
         """Ends the progress bar and gives the terminal back."""

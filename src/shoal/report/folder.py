@@ -3,9 +3,11 @@
     config.yaml  config_difference.yaml      the settings, resolved, and what differs from the defaults
     metrics.jsonl                            a line a step
     evaluations.jsonl                        a line an evaluation
-    groups/step_000012.jsonl                 a line a group
+    groups/step_000012.jsonl                 a line a group (or .parquet, a row a completion)
     checkpoints/                             written by the trainer
+    first_answers.json                       the wrong answers of the first evaluation
     summary.json                             written at the end
+    .lock                                    held while a process works here
 """
 
 from __future__ import annotations
@@ -13,21 +15,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.report.groups import TokenArrays, group_record, groups_name
-from shoal.report.lines import json_line, json_ready, write_atomically, writing
+from shoal.report.groups import TokenArrays, group_records, groups_name
+from shoal.report.lines import (
+    appearing,
+    json_line,
+    json_ready,
+    keep_lines,
+    open_text,
+    read_lines,
+    write_atomically,
+    writing,
+)
 from shoal.report.sink import JsonlSink
 from shoal.types import Group, ShoalError
 
 
 def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None) -> Path:
-    """Makes `base/run_name`, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... where taken in the same second).
+    """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... where taken).
 
-    Raises ShoalError where a named folder already holds something or the place cannot be written."""
+    Raises ShoalError where a named folder holds something that is no run, or the place cannot be written."""
     if run_name:
         return _make_named(Path(base), run_name)
     now = now or datetime.now()
@@ -42,19 +54,61 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
     raise ShoalError(f"cannot make a run folder: {day / second} and its numbered names are all taken; set run_name")
 
 
-def _make_named(base: Path, run_name: str) -> Path:
+def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
+    """Where a run of this name lies; ShoalError for a name that leads out of `base`."""
     name = Path(run_name)
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or a "
                          "leading '/'")
-    path = base / name
+    return Path(base) / name
+
+
+def _make_named(base: Path, run_name: str) -> Path:
+    path = named_folder(base, run_name)
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        taken = any(path.iterdir())
-    if taken:
-        raise ShoalError(f"the run folder {path} already holds a run: choose another run_name or delete the folder "
-                         "(going on with a stopped run is not there yet)")
+        foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY]
+    if foreign and CONFIG not in foreign:
+        raise ShoalError(f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
+                         "another run_name, or empty it")
     return path
+
+
+def is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+LOCK = ".lock"
+EMPTY = (LOCK, "metrics.jsonl", "evaluations.jsonl")
+"""What a run folder has before its configuration is written."""
+
+
+class Lock:
+    """Keeps a second process out of a run folder; gone with the process that holds it, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        import fcntl
+
+        path = folder / LOCK
+        with writing(path):
+            self._file = open_text(path, "a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise ShoalError(f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose another "
+                             "run_name") from error
+        with writing(path):
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
 
 
 LAST = "last"
@@ -71,9 +125,15 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
         path = Path(base) / pointer.read_text(encoding="utf-8").strip()
     else:
         path = Path(name).expanduser()
-    if not (path / "config.yaml").is_file():
-        raise ShoalError(f"{path} is no run folder: it holds no config.yaml")
+    if not is_run(path):
+        raise ShoalError(f"{path} is no run folder: it holds no {CONFIG}")
     return path
+
+
+def read_summary(run: Path) -> dict[str, Any] | None:
+    """The summary of a run that has ended, else None."""
+    path = run / SUMMARY
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 class RunFolder:
@@ -85,19 +145,68 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.config_path = self.path / "config.yaml"
+        self.config_path = self.path / CONFIG
         self.config_difference_path = self.path / "config_difference.yaml"
         self.groups_path = self.path / "groups"
         self.checkpoints_path = self.path / "checkpoints"
-        self.summary_path = self.path / "summary.json"
+        self.first_answers_path = self.path / "first_answers.json"
+        self.summary_path = self.path / SUMMARY
+        self._lock = Lock(self.path)
         self.metrics = JsonlSink(self.path / "metrics.jsonl")
         self.evaluations = JsonlSink(self.path / "evaluations.jsonl")
 
     @classmethod
     def create(cls, base: str | os.PathLike[str] = "outputs", run_name: str = "",
                now: datetime | None = None) -> RunFolder:
-        """A new folder (see `make_run_folder`); ShoalError where it is taken or cannot be written."""
-        return cls(make_run_folder(base, run_name, now))
+        """A new folder, or the one of this name (see `make_run_folder`); ShoalError where it cannot be written or
+        another process works in it."""
+        return cls(make_run_folder(base, run_name, now))._remembered(base)
+
+    @classmethod
+    def open(cls, path: Path, base: str | os.PathLike[str] = "outputs") -> RunFolder:
+        """The folder of a run to go on with; ShoalError where another process works in it."""
+        return cls(path)._remembered(base)
+
+    def _remembered(self, base: str | os.PathLike[str]) -> RunFolder:
+        if self.path.resolve().is_relative_to(Path(base).resolve()):
+            write_atomically(Path(base) / LAST, [os.path.relpath(self.path, base)])
+        return self
+
+    # -- going on with a run
+
+    def rewind(self, version: int, final: bool = False) -> None:
+        """Takes back what was written of the steps after `version`, and of the final evaluation where that is to be
+        made anew (`final`): torn lines too."""
+        self.metrics.close()
+        self.evaluations.close()
+        keep_lines(self.metrics.path, version)
+        keep_lines(self.evaluations.path, version - final)
+        self.metrics, self.evaluations = JsonlSink(self.metrics.path), JsonlSink(self.evaluations.path)
+        with writing(self.groups_path):
+            for file in self.groups_path.iterdir() if self.groups_path.is_dir() else ():
+                name, _, number = file.stem.rpartition("_")
+                last = version - final if name.startswith("evaluate") else version
+                if file.name.startswith(".") or (number.isdigit() and int(number) > last):
+                    file.unlink()
+            self.summary_path.unlink(missing_ok=True)
+
+    def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
+        """version -> data set -> figures."""
+        found: dict[int, dict[str, dict[str, Any]]] = {}
+        for line in read_lines(self.evaluations.path):
+            figures = {name: value for name, value in line.items() if name not in ("step", "name")}
+            found.setdefault(line["step"], {})[line["name"]] = figures
+        return found
+
+    def write_first_answers(self, answers: Mapping[str, Mapping[int, str]]) -> None:
+        write_atomically(self.first_answers_path, [json_line(answers)])
+
+    def read_first_answers(self) -> dict[str, dict[int, str]]:
+        """data set -> row -> the wrong answer; empty where the file is gone."""
+        if not self.first_answers_path.is_file():
+            return {}
+        found = json.loads(self.first_answers_path.read_text(encoding="utf-8"))
+        return {subset: {int(row): text for row, text in rows.items()} for subset, rows in found.items()}
 
     def write_config(self, config: str, difference: str) -> None:
         """The resolved settings and what differs from the defaults, both as YAML text."""
@@ -111,21 +220,28 @@ class RunFolder:
         """One line of evaluations.jsonl: `step`, `name` (of the questions), the figures."""
         self.evaluations.write(step, {"name": name, **figures})
 
+    groups_format = "jsonl"
+    """jsonl: a line a group; parquet: a row a completion (`report.groups_format`)."""
+
     def write_groups(self, step: int, groups: Sequence[Group], advantages: Any = None,
                      token_arrays: TokenArrays | None = None, name: str = "") -> Path:
-        """Writes a step's groups, a line each, atomically, and returns the file `groups/<name>_<step>.jsonl`.
+        """Writes a step's groups in `groups_format`, atomically, and returns the file `groups/<name>_<step>.<format>`.
 
         `advantages`: by group, by completion ([P, G]). `token_arrays`: by group, by completion, name -> [T] (such as
         `trainer_logprobs`). `name` is `step` for training and `<purpose>_<subset>` otherwise unless given: two sets
         of one step must differ in it, or the later replaces the earlier. Raises ValueError where lengths differ."""
-        for what, given in (("advantages", advantages), ("token_arrays", token_arrays)):
-            if given is not None and len(given) != len(groups):
-                raise ValueError(f"{what}: expected one entry for each of {len(groups)} groups, came {len(given)}")
-        path = self.groups_path / f"{name or groups_name(groups)}_{step:06d}.jsonl"
-        write_atomically(path, (
-            json_line(group_record(group, None if advantages is None else advantages[i],
-                                   None if token_arrays is None else token_arrays[i]))
-            for i, group in enumerate(groups)))
+        records = group_records(groups, advantages, token_arrays)
+        path = self.groups_path / f"{name or groups_name(groups)}_{step:06d}.{self.groups_format}"
+        if self.groups_format == "parquet":
+            from shoal.report.groups_table import to_parquet
+
+            data = to_parquet(records)
+            with appearing(path) as temporary, writing(path):
+                temporary.write_bytes(data)
+        else:
+            write_atomically(path, map(json_line, records))
+        for other in {".jsonl", ".parquet"} - {path.suffix}:  # a step begun in the other format before a change
+            path.with_suffix(other).unlink(missing_ok=True)
         return path
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -135,6 +251,7 @@ class RunFolder:
     def close(self) -> None:
         self.metrics.close()
         self.evaluations.close()
+        self._lock.release()
 
     def __enter__(self) -> RunFolder:
         return self

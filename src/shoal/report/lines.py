@@ -81,15 +81,43 @@ def open_text(path: Path, mode: str) -> Any:
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Writes lines to a file that appears whole or not at all; ShoalError where the place cannot be written."""
+    with appearing(path) as temporary, writing(path), open_text(temporary, "w") as file:
+        file.writelines(line + "\n" for line in lines)
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A place beside `path` to write a file to, which then appears there whole, or not at all after an exception."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with writing(path), open_text(temporary, "w") as file:
-            file.writelines(line + "\n" for line in lines)
+        yield temporary
         with writing(path):
             os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a last line that a killed process left torn is passed over. Empty where
+    there is no file; ShoalError for any other line that is no JSON."""
+    if not path.is_file():
+        return []
+    found, lines = [], path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines):
+        try:
+            if line:
+                found.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines) - 1:
+                raise ShoalError(f"{path}, line {number + 1}: this is no JSON; remove the line") from error
+    return found
+
+
+def keep_lines(path: Path, last: int) -> None:
+    """Leaves the lines of a file whose `step` is at most `last`."""
+    if path.is_file():
+        write_atomically(path, [json_line(line) for line in read_lines(path) if line["step"] <= last])

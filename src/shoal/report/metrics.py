@@ -6,7 +6,7 @@ import difflib
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
 from shoal.types import ShoalError
@@ -39,19 +39,26 @@ class Metric:
 _TABLE = """
 reward/mean | reward | mean | weighted reward of valid completions
 reward/std | reward | mean | standard deviation of the reward within a group, over groups
+reward/min | reward | min | smallest reward of a valid completion
+reward/max | reward | max | largest reward of a valid completion
 rewards/{function} | reward | mean | one reward function's own value, before its weight
+rewards/failed | completions | sum | completions of which a reward function raised, hung, died or gave NaN
+rewards/failed/{function} | completions | sum | the same of one function; absent where none failed
+rewards/logged/{name} | as logged | mean | what a reward function gave to log_metric
 groups/informative | share | mean | groups whose rewards differ: the ones that teach
 groups/invalid | groups | sum | groups with fewer than two scorable completions
 advantage/abs_mean | 1 | mean | absolute advantage of valid completions
 completions/length_mean | tokens | mean | tokens of a completion, its end-of-sequence token included
 completions/length_min | tokens | min | shortest completion
 completions/length_max | tokens | max | longest completion
+completions/length_ended_mean | tokens | mean | tokens of a completion that was not cut
 completions/cut | share | mean | completions that reached the limit of tokens
 completions/stop_eos | share | mean | completions that ended with an end-of-sequence token
 completions/stop_stop | share | mean | completions that ended at a stop string
 completions/stop_length | share | mean | completions that ended at the limit of tokens
 prompts/length_mean | tokens | mean | tokens of a prompt
 prompts/dropped | prompts | sum | prompts left out for being over the limit
+prompts/retired | prompts | last | prompts that are no longer drawn, being solved
 loss | 1 | mean | the loss that was differentiated, over updates
 kl | nats | mean | divergence from the reference by the configured estimator, over drawn tokens
 entropy | nats | mean | entropy of the next token, over trained tokens (groups that left the update have none)
@@ -68,6 +75,7 @@ update/count | updates | sum | updates applied
 update/skipped | updates | sum | updates left out because a gradient was not finite
 version | steps | last | steps that the trainer's weights have seen
 staleness | updates | mean | trainer's version minus the version that drew the token
+staleness/max | updates | max | its largest value
 tokens/sampled | tokens | sum | tokens that the sampler drew
 tokens/trained | tokens | sum | tokens that entered an update, prompts (each once a row) and completions
 tokens/prompt_saved | share | mean | prompt tokens not computed, since siblings share their prompt
@@ -75,8 +83,9 @@ time/step_seconds | seconds | sum | a whole step
 time/sample_seconds | seconds | sum | waiting for samples
 time/reward_seconds | seconds | sum | scoring completions
 time/update_seconds | seconds | sum | the updates
-throughput/sample_tokens_per_second | tokens/second | mean | add(name, tokens, seconds)
-throughput/train_tokens_per_second | tokens/second | mean | add(name, tokens, seconds)
+throughput/sample_tokens_per_second | tokens/second | mean | tokens drawn a second of sampling
+throughput/train_tokens_per_second | tokens/second | mean | tokens trained on a second of updating
+mfu | share | mean | useful floating point operations of the step over what the devices could do in its time
 memory/peak_bytes | bytes | max | most memory in use on one device
 compilations | programs | last | programs compiled since the start
 """
@@ -90,15 +99,44 @@ def _read_table(text: str) -> dict[str, Metric]:
 METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 """Name -> Metric. `rewards/{function}` stands for one name a reward function."""
 
+FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{function}")
+"""Rows that stand for many names: whatever follows their prefix. The first that fits counts."""
+
+RESERVED_FUNCTIONS = ("failed", "logged")
+"""Names that a reward function must not have: their metrics mean something else."""
+
+_CLOCKS = ("time/", "throughput/", "memory/")
+
+
+def is_clock(name: str) -> bool:
+    """Whether a metric tells of the machine and not of the run: an exact resumption need not repeat it."""
+    return name.startswith(_CLOCKS) or name in ("compilations", "mfu")
+
+
+def logged_name(name: object) -> str:
+    """The metric of a name given to `log_metric`; what is no letter, digit or one of `_ . - / @` becomes `_`.
+
+    >>> logged_name("length (tokens)")
+    'rewards/logged/length__tokens_'
+    """
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "_.-/@") else "_" for c in str(name)[:200])
+    return f"rewards/logged/{kept.strip('/') or 'unnamed'}"
+
+
+def _row_of(name: str) -> str:
+    """The name under which the table has it; the name itself where it has none."""
+    if name not in METRICS:
+        for family in FAMILIES:
+            prefix = family[: family.index("{")]
+            if name.startswith(prefix) and len(name) > len(prefix):
+                return family
+    return name
+
 
 def metric(name: str) -> Metric:
     """The table's row for a name; ValueError for a name that the table lacks, with the nearest one."""
-    if name in METRICS:
-        return METRICS[name]
-    prefix, slash, function = name.partition("/")
-    if prefix == "rewards" and slash and function:
-        row = METRICS["rewards/{function}"]
-        return Metric(name, row.unit, row.reduction, row.meaning)
+    if (family := _row_of(name)) in METRICS:
+        return replace(METRICS[family], name=name)
     near = difflib.get_close_matches(name, METRICS, n=1)
     raise ValueError(f"unknown metric {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
@@ -131,16 +169,10 @@ class MetricSet:
         held, denominator = self._pairs[name]
         self._pairs[name] = (_join(reduction, held, amount), denominator + weight)
 
-    def merge(self, pairs: Mapping[str, tuple[SupportsFloat, SupportsFloat]]) -> None:
-        """Adds a mapping of name -> (sum, denominator), as a compiled update returns it."""
-        for name, (value, count) in pairs.items():
-            self.add(name, value, count)
-
     def result(self) -> dict[str, float]:
         """Name -> figure, in the table's order. A name to which nothing was added is absent."""
         order = {name: place for place, name in enumerate(METRICS)}
-        functions = order["rewards/{function}"]
-        names = sorted(self._pairs, key=lambda name: (order.get(name, functions), name))
+        names = sorted(self._pairs, key=lambda name: (order[_row_of(name)], name))
         return {name: self._figure(name) for name in names}
 
     def _figure(self, name: str) -> float:

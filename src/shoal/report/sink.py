@@ -1,17 +1,21 @@
-"""Where a step's metrics go."""
+"""Where metrics go besides the screen: JSON lines always; TensorBoard and Weights & Biases where asked for."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import queue
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
+from shoal.config.schema import ReportSection
 from shoal.report.lines import json_line, open_text, writing
 
 
 class Sink(Protocol):
-    """Where a step's metrics go. `JsonlSink` is one; TensorBoard and W&B are others."""
+    """Takes figures by name, those of a step or of an evaluation (`evaluation_scalars`), in the order of steps."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -33,3 +37,104 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+class Background:
+    """Another sink in a thread of its own. One that fails or hangs neither ends the run nor holds it up: it is
+    switched off, and `warn` is called once, from the thread that writes here."""
+
+    def __init__(self, sink: Sink, name: str, warn: Callable[[str], None], most_pending: int = 1000,
+                 seconds_to_close: float = 60.0) -> None:
+        self.name = name
+        self._sink = sink
+        self._warn = warn
+        self._seconds = seconds_to_close
+        self._pending: queue.Queue[tuple[int, Mapping[str, Any]] | None] = queue.Queue(most_pending)
+        self._fault: str | None = None
+        self._on = True
+        self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._on and self._fault is None:
+            self._put((step, dict(metrics)))
+        self._look()
+
+    def close(self) -> None:
+        """Waits for what is pending, and no longer than for so many seconds."""
+        if self._on and self._fault is None:
+            self._put(None)
+            self._thread.join(self._seconds)
+            if self._thread.is_alive() and self._fault is None:
+                self._fault = f"it has not ended within {self._seconds:g} s"
+        self._look()
+        self._on = False
+
+    def _put(self, item: tuple[int, Mapping[str, Any]] | None) -> None:
+        try:
+            self._pending.put_nowait(item)
+        except queue.Full:
+            self._fault = f"it takes nothing any more, {self._pending.maxsize} rows wait"
+
+    def _look(self) -> None:
+        if self._on and self._fault is not None:
+            self._on = False
+            self._warn(f"{self.name} is switched off: {self._fault}; metrics.jsonl goes on and holds every step")
+
+    def _work(self) -> None:
+        try:
+            while (item := self._pending.get()) is not None:
+                self._sink.write(*item)
+            self._sink.close()
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            self._fault = f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
+            with contextlib.suppress(Exception):  # it has failed already
+                self._sink.close()
+
+
+def evaluation_scalars(name: str, figures: Mapping[str, Any]) -> dict[str, float]:
+    """An evaluation's numbers under `evaluate/<name>/<figure>`; its texts and intervals stay in evaluations.jsonl.
+
+    >>> evaluation_scalars("held_out", {"accuracy": 0.5, "protocol": "greedy", "num_questions": 4})
+    {'evaluate/held_out/accuracy': 0.5, 'evaluate/held_out/num_questions': 4.0}
+    """
+    return {f"evaluate/{name}/{figure}": value for figure, value in scalars(figures).items()}
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What of it is a number."""
+    return {name: float(value) for name, value in metrics.items()
+            if isinstance(value, SupportsFloat) and not isinstance(value, str)}
+
+
+def check_sinks(section: ReportSection) -> None:
+    """ShoalError where a package or a login that `report` needs is missing; nothing is written or sent."""
+    if section.tensorboard:
+        from shoal.report.tensorboard import load
+
+        load()
+    if section.wandb.mode != "off":
+        from shoal.report.wandb import load
+
+        load(section.wandb)
+
+
+def make_sinks(folder: Path, section: ReportSection, config: Mapping[str, Any], run_name: str,
+               resumed_at: int | None, note: Callable[[str], None], warn: Callable[[str], None]) -> list[Sink]:
+    """The sinks that `report` asks for. `config` is the resolved configuration, `resumed_at` the version a resumed
+    run goes on from. ShoalError where a package or a login is missing, a place cannot be written or a service
+    refuses."""
+    sinks: list[Sink] = []
+    if section.tensorboard:
+        from shoal.report.tensorboard import TensorboardSink
+
+        sinks.append(Background(TensorboardSink(folder / "tensorboard", resumed_at), "TensorBoard", warn))
+    if section.wandb.mode != "off":
+        from shoal.report.wandb import WandbSink
+
+        wandb = WandbSink(folder, section.wandb, config, run_name)
+        if wandb.url:
+            note(f"Weights & Biases: {wandb.url}")
+        sinks.append(Background(wandb, "Weights & Biases", warn))
+    return sinks

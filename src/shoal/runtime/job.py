@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shoal.config.compose import Resolved, texts_of, to_dict
 from shoal.config.schema import (
     Config,
     EvalConfig,
@@ -30,21 +33,35 @@ from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
-from shoal.report.folder import RunFolder
+from shoal.report.folder import RunFolder, read_summary
 from shoal.report.lines import json_ready
+from shoal.report.sink import Sink, check_sinks, make_sinks
+from shoal.runtime.brief import brief
 from shoal.runtime.compilation import CompilationCounter
+from shoal.runtime.interrupt import StopRequest
 from shoal.runtime.local import LocalSource, drive, publish_to
 from shoal.runtime.output import check_new_folder, check_writable, write_text, writing
+from shoal.runtime.profile import Profiler
 from shoal.runtime.prompt_file import completion_rows, read_prompts
+from shoal.runtime.resume import Settled, compare, facts, settle
 from shoal.sampler.engine import Engine
+from shoal.task.judge import Judge
 from shoal.task.task import Task, load_task
-from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, find_checkpoint, load_parameters
+from shoal.trainer.checkpoint import (
+    MODEL_FOLDER,
+    Checkpoints,
+    Restored,
+    find_checkpoint,
+    load_parameters,
+    restore_newest,
+)
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
-from shoal.trainer.prompts import Prepared, PromptStream, prepare
+from shoal.trainer.prompts import PassRates, Prepared, PromptStream, prepare
 from shoal.trainer.record import Recorder
 from shoal.trainer.step import Learner, Objective, ParameterScorer
 from shoal.trainer.update import Updater
+from shoal.trainer.utilisation import Utilisation
 from shoal.types import Address, Params, Purpose, SampleRequest, ShoalError
 
 REMAT_BYTES = 2 << 30
@@ -58,7 +75,11 @@ class Opened:
     folder: Path  # holds config.json and the tokenizer
     architecture: Architecture
     tokenizer: Tokenizer
-    parameters: Params
+    load: Callable[[], Params]  # reads the weights
+
+    @property
+    def parameters(self) -> Params:
+        return self.load()
 
 
 def open_model(section: ModelSection, role: Role, console: Console, dtype: Any = jnp.float32) -> Opened:
@@ -71,10 +92,8 @@ def open_model(section: ModelSection, role: Role, console: Console, dtype: Any =
     tokenizer.check_vocabulary(architecture)
     for note in tokenizer.notes:
         console.note(note)
-    parameters = (
-        load_parameters(*checkpoint, architecture, role, dtype) if checkpoint
-        else hf.load(folder, architecture, role, dtype))
-    return Opened(folder, architecture, tokenizer, parameters)
+    load = partial(load_parameters, *checkpoint, architecture) if checkpoint else partial(hf.load, folder, architecture)
+    return Opened(folder, architecture, tokenizer, partial(load, role, dtype))
 
 
 def compute_dtype(name: str) -> Any:
@@ -155,91 +174,174 @@ def warn_of_gspo_clipping(config: Config, console: Console) -> None:
                         "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
 
 
-def assemble_run(config: Config, config_text: tuple[str, str], reward_functions: Sequence[Callable],
-                 console: Console) -> Run:
-    """Everything that can be wrong with a configuration is met here, before the run folder exists."""
-    started = time.perf_counter()
+def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console: Console, stack: ExitStack,
+                 task: Task | None = None) -> Run:
+    """Everything that can be wrong with a configuration is met here, before the run folder exists. What must be closed
+    at the end is put on `stack`."""
+    started, config = time.perf_counter(), settled.config
     compilations = CompilationCounter()
     check_trainable(config)
+    check_sinks(config.report)
     warn_of_gspo_clipping(config, console)
-    task = load_task(config.task, config.reward, reward_functions)
+    task = task or load_task(config.task, config.reward, reward_functions)
+    judge = stack.enter_context(closing(Judge(task.rewards, config.reward, config.steps)))  # before JAX has threads
     roles = make_roles(config.mesh)
     if roles.trainer.mesh.size < (there := jax.device_count()):
         console.warning(f"{roles.trainer.mesh.size} of {there} devices are used: mesh.fsdp=-1 takes them all")
-    opened = open_model(config.model, roles.trainer, console)
+    opened = open_settled(settled, roles.trainer, console)
     for note in task.notes:
         console.note(note)
     tokenizer = opened.tokenizer
     prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, config.sampling.max_prompt_tokens,
-                           config.sampling.long_prompts)
+                           config.sampling.long_prompts, PassRates(config.train.retire_above))
     sets = prepare_sets(task, tokenizer, config.sampling, console)
     every = config.sampling.long_prompts == "error"  # a prompt too long ends the run: before it begins
     first = prompts.peek(config.batch.prompts_per_step, config.steps if every else 1)
-    folder = RunFolder.create(config.base_output_directory, config.run_name)
-    folder.write_config(*config_text)
-    copy_model_files(opened, folder.path / MODEL_FOLDER)
+    has_reference = config.algorithm.kl_coef > 0
+    weights = opened.load() if has_reference or not settled.run else None
+
+    folder = open_folder(settled, stack)
     console.note(f"run folder {folder.path}")
     console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
-
+    if not settled.run:
+        for finding in brief(config, task, tokenizer, first, judge):
+            (console.note if finding.level == "ok" else console.warning)(finding.text)
     model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
-    source = make_source(config, model.on(roles.sampler), tokenizer, task, roles)
+    source = make_source(config, model.on(roles.sampler), tokenizer, task, judge, roles)
+    stack.enter_context(closing(source))
     num_updates = config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
     learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates)
-    reference = ParameterScorer(learner, opened.parameters) if config.algorithm.kl_coef > 0 else None
-    recorder = Recorder(folder, console, prompts, config.steps, config.report.groups, source.read_clock,
-                        compilations.read, peak_bytes, started=started)
+    reference = ParameterScorer(learner, weights) if has_reference else None
+    now = facts(task, config.seed)
+    restored = take_up(folder, learner, source, now, config, console) if settled.run else None
+    write_head(folder, opened, config)
+    resumed_at = (restored.version if restored else 0) if settled.run else None
+    sinks = open_sinks(folder, config, resumed_at, console, stack)
+    scorings = int(learner.objective.use_old) + int(reference is not None)
+    recorder = Recorder(
+        folder, console, prompts, config.steps, config.report.groups, source.read_clock, compilations.read, peak_bytes,
+        sinks=sinks, started=started,
+        utilisation=Utilisation.on(roles.trainer.mesh.devices.flat, opened.architecture, model.dtype,
+                                   config.algorithm.num_epochs, scorings))
+    checkpoints = stack.enter_context(closing(
+        Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
+    if weights is None and restored is None:
+        weights = opened.load()
     recorder.spent("start", time.perf_counter() - started)
     return Run(
         config=config,
-        parameters=opened.parameters,
+        parameters=None if restored else weights,
         updater=Updater(learner, config.algorithm, config.batch, config.sampling.temperature, config.seed, reference),
         source=source,
         prompts=prompts,
         evaluator=Evaluator(sets, sampling_params(config.sampling), config.train.pass_k, task.well_formed),
-        folder=folder,
-        console=console,
-        checkpoints=Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last),
+        checkpoints=checkpoints,
         recorder=recorder,
+        restored=restored,
+        facts=now,
+        stopping=stack.enter_context(StopRequest()),
+        around_step=Profiler(config.report.profile, folder.path / "profile", console.warning).step,
     )
 
 
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, roles: Roles) -> LocalSource:
+def open_settled(settled: Settled, role: Role, console: Console) -> Opened:
+    """The model; of a run to go on with, as its own folder tells of it: only first weights need `model.path`."""
+    section, kept = settled.config.model, settled.run / MODEL_FOLDER if settled.run else None
+    if kept is None or not (kept / "config.json").is_file():
+        return open_model(section, role, console)
+    opened = open_model(replace(section, path=str(kept), template=""), role, console)
+    return replace(opened, load=lambda: open_model(section, role, console).load())
+
+
+def open_folder(settled: Settled, stack: ExitStack) -> RunFolder:
+    """The run's folder, locked: a new one, or the one to go on with."""
+    config = settled.config
+    folder = stack.enter_context(
+        RunFolder.open(settled.run, config.base_output_directory) if settled.run else
+        RunFolder.create(config.base_output_directory, config.run_name))
+    folder.groups_format = config.report.groups_format
+    return folder
+
+
+def write_head(folder: RunFolder, opened: Opened, config: Config) -> None:
+    """What a run folder holds from the start: the configuration and the model's files."""
+    folder.write_config(*texts_of(config))
+    if opened.folder != folder.path / MODEL_FOLDER:
+        with writing(folder.path, "base_output_directory"):
+            copy_model_files(opened, folder.path / MODEL_FOLDER)
+
+
+def open_sinks(folder: RunFolder, config: Config, resumed_at: int | None, console: Console,
+               stack: ExitStack) -> list[Sink]:
+    sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
+                       console.note, console.warning)
+    for sink in sinks:
+        stack.callback(sink.close)
+    return sinks
+
+
+def take_up(folder: RunFolder, learner: Learner, source: LocalSource, now: Mapping[str, Any], config: Config,
+            console: Console) -> Restored | None:
+    """The newest whole checkpoint of a run to go on with; None where it starts again from its beginning."""
+    restored = restore_newest(folder.path, learner, source.shapes(), console.warning)
+    if restored is None:
+        console.note("the run had saved nothing yet: it starts from its beginning")
+        folder.rewind(-1)
+        return None
+    compare(restored.extra["facts"], now, console)
+    if restored.version > config.steps:
+        raise ShoalError(f"steps={config.steps}: the run {folder.path} has made {restored.version} already; give as "
+                         "many or more")
+    console.note(f"goes on from the checkpoint of step {restored.version}")
+    return restored
+
+
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: Judge,
+                roles: Roles) -> LocalSource:
     completions = config.batch.prompts_per_step * config.batch.group_size
     slots = config.sampling.slots_per_device * roles.sampler.mesh.size or completions
     make = engine_maker(model, tokenizer, config.sampling, slots, truncated=False)
-    return LocalSource(model, make, task, tokenizer.decode, config.seed, config.steps)
+    return LocalSource(model, make, task, judge, tokenizer.decode, config.seed)
 
 
 def copy_model_files(opened: Opened, target: Path) -> None:
-    """Config, tokenizer and the template that was trained with, so that checkpoints need nothing else."""
+    """Tokenizer, the template that was trained with and, last, config.json, so that checkpoints need nothing else."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", *hf.TOKENIZER_FILES):
-        if (opened.folder / name).is_file():
-            shutil.copy2(opened.folder / name, target / name)
     if opened.tokenizer.template:
         (target / "chat_template.jinja").write_text(opened.tokenizer.template, encoding="utf-8")
+    for name in (*(name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"), "config.json"):
+        if (opened.folder / name).is_file():
+            shutil.copy2(opened.folder / name, target / name)
 
 
-def train(config: Config, config_text: tuple[str, str] = ("", ""), reward_functions: Sequence[Callable] = (),
-          console: Console | None = None) -> dict[str, Any]:
-    """`shoal train`: returns the summary, which also stands in the run folder."""
-    with console or Console() as console:
-        run = assemble_run(config, config_text, reward_functions, console)
-        try:
-            return run.train()
-        finally:
-            run.source.close()
-            run.checkpoints.close()
-            run.folder.close()
+def train(config: Config, resolved: Resolved | None = None, reward_functions: Sequence[Callable] = (),
+          console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
+    """`shoal train`: returns the summary, which also stands in the run folder. Where the folder holds the run already,
+    it goes on; one that has ended is left as it is."""
+    with console or Console() as console, ExitStack() as stack:
+        settled = settle(config, resolved, console)
+        if settled.run and (summary := finished_summary(settled)):
+            console.note(f"{settled.run} has made its {settled.config.steps} steps already: give more steps to go on, "
+                         "or another run_name")
+            return summary
+        return assemble_run(settled, reward_functions, console, stack, task).train()
+
+
+def finished_summary(settled: Settled) -> dict[str, Any] | None:
+    """The summary of a run that has made all its steps, else None."""
+    assert settled.run is not None
+    summary = read_summary(settled.run)
+    return summary if summary and summary["steps"] == settled.config.steps else None
 
 
 def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
-             console: Console | None = None) -> dict[str, Any]:
+             console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
     """`shoal eval`: figures by data set, with their protocol."""
     if config.output:
         check_writable(config.output, "output")
-    with console or Console() as console:
-        task = load_task(config.task, config.reward, reward_functions)
+    with console or Console() as console, ExitStack() as stack:
+        task = task or load_task(config.task, config.reward, reward_functions)
+        judge = stack.enter_context(closing(Judge(task.rewards, config.reward)))
         roles = make_roles(config.mesh)
         opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
         for note in task.notes:
@@ -248,12 +350,14 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         params = sampling_params(config.sampling)
         make = engine_maker(model, opened.tokenizer, config.sampling, config.batch * roles.sampler.mesh.size,
                             params.truncated)
-        source = LocalSource(model, make, task, opened.tokenizer.decode, config.seed, 0)
-        source.publish(0, opened.parameters)
+        source = LocalSource(model, make, task, judge, opened.tokenizer.decode, config.seed)
+        source.publish(0, opened.load())
         sets = prepare_sets(task, opened.tokenizer, config.sampling, console)
         figures, _ = Evaluator(sets, params, config.pass_k, task.well_formed).evaluate(source, 0, 0, sampled=True)
         for subset, values in figures.items():
             console.evaluation(subset, values)
+        for failure in source.read_clock().failures:
+            console.warning(failure.text)
     if config.output:
         write_text(config.output, json.dumps(json_ready(figures), indent=2) + "\n")
     return figures
@@ -276,7 +380,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size,
                             params.truncated)
         engine = make(count)
-        engine.load(0, publish_to(model, opened.parameters))
+        engine.load(0, publish_to(model, opened.load()))
         engine.submit([
             SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
             for number, ids in enumerate(prompt_ids)])
@@ -296,6 +400,6 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         roles = make_roles(MeshSection())
         opened = open_model(ModelSection(path=config.source), roles.trainer, console)
         with writing(config.to, "to"):
-            hf.save(config.to, opened.parameters, opened.architecture, opened.folder, config.dtype)
+            hf.save(config.to, opened.load(), opened.architecture, opened.folder, config.dtype)
         console.note(f"wrote {config.to}")
     return {"to": config.to}

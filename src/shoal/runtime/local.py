@@ -1,13 +1,13 @@
 """Sampling in the trainer's own process: a `RolloutSource` over engines on the same devices.
 
-    request -> pending (by version) -> load -> Engine of the group's size -> completions -> rewards -> take
+    request -> pending (by version) -> load -> Engine of the group's size -> completions -> Judge -> take
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,21 +15,25 @@ from typing import Any
 import jax
 
 from shoal.mesh import Role
-from shoal.model.transformer import Model, checksum, shardings
-from shoal.rollout import Decode, make_groups, sample_request
+from shoal.model.transformer import Model, checksum, declare, is_declared, shardings
+from shoal.rollout import make_group, sample_request
 from shoal.sampler.engine import Engine
+from shoal.task.judge import Judge
+from shoal.task.reward import Failure, Scores
 from shoal.task.task import Task
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose
 
 
 @dataclass
 class SamplingClock:
-    """Seconds and tokens since last asked."""
+    """Seconds and tokens since last asked. Rewards are judged while sampling goes on: their seconds are those that
+    remain to be waited for."""
 
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0
     tokens: int = 0
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
+    failures: list[Failure] = field(default_factory=list)  # of reward functions
 
 
 @dataclass
@@ -43,9 +47,9 @@ class LocalSource:
     model: Model
     make_engine: Callable[[int], Engine]
     task: Task
-    decode: Decode
+    judge: Judge
+    decode: Callable[[Sequence[int]], str]
     seed: int
-    max_steps: int
     clock: SamplingClock = field(default_factory=SamplingClock)
     engines: dict[int, Engine] = field(default_factory=dict)
     pending: list[GroupRequest] = field(default_factory=list)
@@ -69,8 +73,6 @@ class LocalSource:
         wanted = [request for request in self.pending if request.purpose == purpose and request.step == step]
         if not wanted:
             raise ValueError(f"nothing was asked for {purpose} at step {step}")
-        self.pending = [request for request in self.pending
-                        if not (request.purpose == purpose and request.step == step)]
         order = {id(request): number for number, request in enumerate(wanted)}
         groups: dict[int, Group] = {}
         batches: dict[tuple[int, str, int], list[GroupRequest]] = defaultdict(list)
@@ -79,6 +81,7 @@ class LocalSource:
         for (version, _, size), requests in sorted(batches.items(), key=lambda item: item[0][0]):
             for request, group in zip(requests, self._play(requests, version, size), strict=True):
                 groups[order[id(request)]] = group
+        self.pending = [request for request in self.pending if id(request) not in order]
         self._forget(max(self.versions))
         return [groups[number] for number in range(len(wanted))]
 
@@ -88,20 +91,48 @@ class LocalSource:
         started = time.perf_counter()
         engine = self.engines.get(size) or self.engines.setdefault(size, self.make_engine(size))
         engine.load(version, self.versions[version])
-        ids = range(self.next_id, self.next_id + len(requests))
+        asked = dict(zip(range(self.next_id, self.next_id + len(requests)), requests, strict=True))
         self.next_id += len(requests)
-        engine.submit([sample_request(request, id, self.seed) for id, request in zip(ids, requests, strict=True)])
-        completions = drive(engine)
+        engine.submit([sample_request(request, id, self.seed) for id, request in asked.items()])
+        drawn: dict[int, list[Completion]] = {}
+        texts: dict[int, list[str]] = {}
+        scores: dict[Hashable, Scores] = {}
+        for id, siblings in finished(engine):
+            drawn[id], texts[id] = siblings, [self.decode(one.token_ids.tolist()) for one in siblings]
+            if not self.judge.by_step:
+                self._submit(id, [asked[id]], [siblings], [texts[id]])
+            scores |= self.judge.collect()
         engine.park()
         sampled = time.perf_counter()
-        siblings = [[completions[id, index] for index in range(size)] for id in ids]
-        groups, logged = make_groups(self.task, requests, siblings, self.decode, self.max_steps)
-        for name, value in logged.items():
-            self.clock.logged.setdefault(name, []).append(value)
+        if self.judge.by_step:
+            self._submit("step", requests, [drawn[id] for id in asked], [texts[id] for id in asked])
+        tickets = ["step"] if self.judge.by_step else list(asked)
+        while not scores.keys() >= set(tickets):
+            scores |= self.judge.collect(wait=True)
         self.clock.sample_seconds += sampled - started
         self.clock.reward_seconds += time.perf_counter() - sampled
-        self.clock.tokens += sum(len(completion) for completion in completions.values())
+        self.clock.tokens += sum(len(completion) for siblings in drawn.values() for completion in siblings)
+        groups = []
+        for place, (id, request) in enumerate(asked.items()):
+            own, number = (scores["step"], place) if self.judge.by_step else (scores[id], 0)
+            groups.append(make_group(self.task, request, drawn[id], texts[id], own, number))
+        for ticket in tickets:
+            self._count(scores[ticket])
         return groups
+
+    def _submit(self, ticket: Hashable, requests: Sequence[GroupRequest], siblings: Sequence[Sequence[Completion]],
+                texts: Sequence[Sequence[str]]) -> None:
+        token_ids = [[completion.token_ids.tolist() for completion in group] for group in siblings]
+        self.judge.submit(ticket, [request.example for request in requests], texts, token_ids, requests[0].step)
+
+    def _count(self, scores: Scores) -> None:
+        self.clock.failures.extend(scores.failures)
+        for name, values in scores.metrics.items():
+            self.clock.logged.setdefault(name, []).extend(values)
+
+    def shapes(self) -> Params:
+        """Of the weights that are published here."""
+        return published_shapes(self.model)
 
     def read_clock(self) -> SamplingClock:
         """Seconds and tokens since the last call."""
@@ -109,35 +140,63 @@ class LocalSource:
         return clock
 
     def state(self) -> dict[str, Any]:
-        """Addresses of what is pending; at staleness 0 and between steps, nothing."""
-        return {"pending": [(r.purpose.value, r.step, r.version, r.subset, r.example.row, r.num_completions)
-                            for r in self.pending]}
+        """Addresses of what is pending (training only: an evaluation is taken as soon as it is asked for), and the
+        weights that are still sampled from."""
+        return {"pending": self._addresses(), "published": dict(self.versions)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if state["pending"]:
-            raise RuntimeError("groups were pending when this state was saved: ask for them again by their addresses")
+        """What was pending must have been asked for again: the same addresses."""
+        if self._addresses() != [tuple(address) for address in state["pending"]]:
+            raise RuntimeError(f"pending were {state['pending']}, asked for again are {self._addresses()}")
+
+    def _addresses(self) -> list[tuple[str, int, int, str, int, int]]:
+        return [(r.purpose.value, r.step, r.version, r.subset, r.example.row, r.num_completions) for r in self.pending
+                if r.purpose is Purpose.TRAIN]
 
     def close(self) -> None:
         self.engines.clear()
         self.versions.clear()
+        self.judge.close()
 
 
 def drive(engine: Engine) -> dict[tuple[int, int], Completion]:
     """Runs an engine until nothing is left, by (request, index)."""
-    found: dict[tuple[int, int], Completion] = {}
+    return {(id, completion.index): completion for id, siblings in finished(engine) for completion in siblings}
+
+
+def finished(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
+    """Runs an engine until nothing is left: each request with its completions, in order of their index, as it ends.
+
+    While the caller looks at one, the next piece of device work is under way."""
     while not engine.idle:
-        started = engine.step()
-        while engine.step():
-            pass
+        started = _start(engine)
         if not started and not engine.in_flight and not engine.finished:
             raise RuntimeError(f"the sampler waits for nothing: {engine.scheduler}")
-        found |= {(completion.request_id, completion.index): completion for completion in engine.collect()}
-    return found
+        done: dict[int, list[Completion]] = {}
+        for completion in engine.collect():
+            done.setdefault(completion.request_id, []).append(completion)
+        _start(engine)
+        yield from done.items()
+
+
+def _start(engine: Engine) -> bool:
+    """Starts what can be started; whether anything could."""
+    started = engine.step()
+    while engine.step():
+        pass
+    return started
 
 
 @partial(jax.jit, static_argnames="dtype")
 def _cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def published_shapes(model: Model) -> Params:
+    """Shapes, type and layout of what `publish_to` returns."""
+    return jax.tree.map(
+        lambda d, place: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=place),
+        declare(model.architecture), shardings(model.architecture, model.role), is_leaf=is_declared)
 
 
 def publish_to(model: Model, params: Params) -> Params:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shoal.config.compose import require_given
-from shoal.config.schema import MeshSection, PretrainConfig, SamplingSection
+from shoal.config.schema import MeshSection, PretrainConfig, RewardSection, SamplingSection
 from shoal.mesh import make_roles
 from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from shoal.runtime.job import engine_maker, prepare_sets
 from shoal.runtime.local import LocalSource
 from shoal.runtime.output import check_new_folder, writing
 from shoal.task import words
+from shoal.task.judge import Judge
 from shoal.task.task import load_task
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.evaluation import Evaluator
@@ -47,7 +48,8 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         evaluator = Evaluator(sets, sampling_params(sampling), pass_k=0)
         model = Model(architecture, roles.sampler)
         make = engine_maker(model, tokenizer, sampling, 128, truncated=False)
-        source = LocalSource(model, make, task, tokenizer.decode, config.seed, 0)
+        judge = Judge(task.rewards, RewardSection(workers=0))
+        source = LocalSource(model, make, task, judge, tokenizer.decode, config.seed)
 
         def batch_of(step: int) -> LearnerBatch:
             rows = range(step * config.batch, (step + 1) * config.batch)

@@ -1,55 +1,56 @@
-"""Reward functions in TRL's convention: finding them, calling them, checking what they return.
-
-A function is called once a batch, with keywords only: `prompts`, `completions`, `completion_ids`, every data column,
-`trainer_state`, `log_extra`, `log_metric`. The lists are flat, P*G long, the G completions of a prompt side by side.
-It returns as many numbers, or None where it cannot judge. After messages, a completion is
-`[{"role": "assistant", "content": text}]`, the whole text always in `content`; after a plain prompt it is a string.
-"""
+"""Reward functions: finding them, and the scores of groups from what their calls came to (`call.py`)."""
 
 from __future__ import annotations
 
-import difflib
+import asyncio
 import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
-import math
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from shoal.report.metrics import RESERVED_FUNCTIONS
+from shoal.task.call import (
+    WRONG,
+    Batch,
+    Loop,
+    Outcome,
+    RewardFunction,
+    TrainerState,
+    call,
+    call_async,
+    nearest,
+    told,
+    unused,
+)
 from shoal.types import Example, Prompt, ShoalError
 
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+Policy = Literal["error", "zero", "skip"]
+Kind = Literal["raised", "timed out", "died", "not a number"]
 
 
 @dataclass(frozen=True)
-class RewardFunction:
-    """A function in TRL's convention, the name its figures go by, and its weight in the sum."""
+class Failure:
+    """A completion that a function could not be brought to judge.
 
-    name: str
-    function: Callable[..., Any]
-    weight: float = 1.0
+    >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' at step 3 took ...")
+    """
 
-
-@dataclass(frozen=True)
-class TrainerState:
-    """What a function reads of the run: the fields of transformers' `TrainerState` that rewards use."""
-
-    global_step: int = 0
-    max_steps: int = 0
-    epoch: float = 0.0  # the share of the run that is done
-    num_train_epochs: int = 1
-    num_input_tokens_seen: int = 0
-    log_history: tuple[dict[str, float], ...] = ()
-    is_world_process_zero: bool = True
+    function: str
+    row: int  # of the data
+    completion: int | None  # its index in the group; None where a call of several failed and none of them alone
+    kind: Kind
+    text: str  # one line that names function, step, what happened and the place
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,12 @@ class Scores:
     ...        "format": np.array([[1., 1.]])}, valid=np.array([[True, True]]))
     """
 
-    rewards: np.ndarray  # float64[P, G]: the weighted sum; NaN where no function could judge
+    rewards: np.ndarray  # float64[P, G]: the weighted sum; NaN where not valid
     components: Mapping[str, np.ndarray]  # name -> float64[P, G], before weights; NaN where it returned None
-    valid: np.ndarray  # bool[P, G]: at least one function could judge
+    valid: np.ndarray  # bool[P, G]: at least one function could judge, and none failed with `reward.on_error=skip`
     extra: Mapping[str, list[list[Any]]] = field(default_factory=dict)  # log_extra: column -> [P][G]
-    metrics: Mapping[str, float] = field(default_factory=dict)  # log_metric: name -> mean of what was logged
+    metrics: Mapping[str, list[float]] = field(default_factory=dict)  # log_metric: name -> what was logged
+    failures: tuple[Failure, ...] = ()
 
 
 # ---- finding
@@ -88,7 +90,7 @@ def name_functions(functions: Iterable[Callable[..., Any]],
                    weights: Sequence[float] = ()) -> tuple[RewardFunction, ...]:
     """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless given.
 
-    Raises `ShoalError` for what cannot be called, for `async` functions and for a wrong number of weights.
+    Raises `ShoalError` for what cannot be called, for models and for a wrong number of weights.
     """
     functions = list(functions)
     if weights and len(weights) != len(functions):
@@ -97,13 +99,17 @@ def name_functions(functions: Iterable[Callable[..., Any]],
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
         _check_callable(function)
-        name = _unused(_name(function), named)
+        if _name(function) in RESERVED_FUNCTIONS:
+            raise ShoalError(f"reward function {_name(function)!r}: metrics have this name already; give it another")
+        name = unused(_name(function), named)
         named[name] = RewardFunction(name, function, float(weights[i]) if weights else 1.0)
     return tuple(named.values())
 
 
 def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
     file, separator, name = spec.rpartition(":")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not spec.endswith(".py"):
+        raise ShoalError(_a_model(spec))
     if not (separator and file and name):
         raise ShoalError(f"reward function {spec!r}: expected `file.py:function`")
     path = Path(file).expanduser().resolve()
@@ -113,7 +119,7 @@ def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
         modules[path] = _run_file(path)
     if not hasattr(modules[path], name):
         public = [key for key, value in vars(modules[path]).items() if callable(value) and not key.startswith("_")]
-        raise ShoalError(f"reward function {spec!r}: {path.name} defines no {name!r}{_nearest(name, public)}")
+        raise ShoalError(f"reward function {spec!r}: {path.name} defines no {name!r}{nearest(name, public)}")
     function = getattr(modules[path], name)
     _check_callable(function, spec)
     return function
@@ -134,7 +140,7 @@ def _run_file(path: Path) -> ModuleType:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f" at line {lines[-1]}" if lines else ""
-        raise ShoalError(f"reward file {path} cannot be loaded: {_told(error)}{line}") from error
+        raise ShoalError(f"reward file {path} cannot be loaded: {told(error)}{line}") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -142,14 +148,18 @@ def _run_file(path: Path) -> ModuleType:
 
 def _check_callable(function: Any, spec: str = "") -> None:
     label = spec or (_name(function) if callable(function) else repr(function))
+    if isinstance(function, str):
+        raise ShoalError(_a_model(function))
     if not callable(function):
         raise ShoalError(f"reward function {label!r}: expected something that can be called, "
                          f"got a {type(function).__name__}")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise ShoalError(f"reward function {label!r} is `async def`: synchronous functions are supported; "
-                         f"write it with `def`")
     if inspect.isclass(function):
         raise ShoalError(f"reward function {label!r} is a class: give an instance of it, or a function")
+
+
+def _a_model(spec: str) -> str:
+    return (f"reward {spec!r}: a model is not supported as a reward; expected `file.py:function`, or a function from "
+            f"Python (one that asks the model and returns a number for each completion)")
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -158,204 +168,149 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _unused(name: str, taken: Iterable[str]) -> str:
-    taken = set(taken)
-    return next(free for n in range(1, len(taken) + 2) if (free := name if n == 1 else f"{name}_{n}") not in taken)
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there are: {', '.join(names)}" if names else ""
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-# ---- calling
+# ---- calling in this process
 
 
 def score(functions: Sequence[RewardFunction], examples: Sequence[Example], prompts: Sequence[Prompt],
           texts: Sequence[Sequence[str]], completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]],
-          step: int = 0, max_steps: int = 0, num_input_tokens_seen: int = 0) -> Scores:
+          step: int = 0, max_steps: int = 0, num_input_tokens_seen: int = 0, on_error: Policy = "error") -> Scores:
     """Scores `texts[P][G]`, the completions of P prompts, with every function; None stays out of the weighted sum.
 
-    Raises `ShoalError`, naming function, step and example, where a function raises or returns a wrong count, something
-    that is no number, NaN or infinity.
+    All in this process, without limits of time and memory. Raises `ShoalError`, naming function, step and example,
+    for a function that breaks its convention, and with `on_error="error"` for any that fails.
     """
     if not functions or len({one.name for one in functions}) < len(functions):
         raise ValueError(f"expected one function or more, each with its own name; got {[f.name for f in functions]}")
-    batch = _Batch.of(examples, prompts, texts, completion_ids)
-    state = TrainerState(step, max_steps, step / max_steps if max_steps else 0.0, 1, num_input_tokens_seen)
-    shape = (len(texts), len(texts[0]))
-    journal = _Journal(shape)
-    components = {one.name: _call(one, batch, state, journal).reshape(shape) for one in functions}
-    stacked = np.stack(list(components.values()))  # [F, P, G]
-    valid = np.asarray(np.isfinite(stacked).any(axis=0))
-    weights = np.array([one.weight for one in functions])
-    rewards = np.where(valid, np.einsum("f,fpg->pg", weights, np.nan_to_num(stacked, nan=0.0)), np.nan)
-    metrics = {name: float(np.mean(values)) for name, values in journal.metrics.items()}
-    return Scores(rewards, components, valid, journal.extra, metrics)
+    batch = Batch.of(examples, prompts, texts, completion_ids, trainer_state(step, max_steps, num_input_tokens_seen))
+    loop = Loop()
+    try:
+        return total(functions, batch, call_here(functions, batch, loop, on_error), on_error)
+    finally:
+        loop.close()
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """The flat lists of P*G entries that functions are called with."""
-
-    rows: list[tuple[int, int]]  # the data row and the completion's index in its group
-    prompts: list[Prompt]
-    texts: list[str]
-    completion_ids: list[list[int]]
-    columns: dict[str, list[Any]]
-
-    @classmethod
-    def of(cls, examples: Sequence[Example], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]],
-           completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]]) -> _Batch:
-        if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
-            raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
-        sizes = {len(group) for group in (*texts, *completion_ids)}
-        if len(sizes) != 1 or 0 in sizes:
-            raise ValueError("every group must hold the same number of completions, G, which is 1 or more")
-        at = [(p, g) for p, group in enumerate(texts) for g in range(len(group))]
-        names = dict.fromkeys(name for example in examples for name in example.columns if name not in _NOT_COLUMNS)
-        return cls(rows=[(examples[p].row, g) for p, g in at],
-                   prompts=[prompts[p] for p, _ in at],
-                   texts=[texts[p][g] for p, g in at],
-                   completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
-                   columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names})
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def arguments(self, part: slice) -> dict[str, Any]:
-        """Lists of their own for each call, so that a function that changes them in place harms no other."""
-        prompts = self.prompts[part]
-        completions = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                       for prompt, text in zip(prompts, self.texts[part], strict=True)]
-        own = [prompt if isinstance(prompt, str) else [dict(message) for message in prompt] for prompt in prompts]
-        ids = [list(tokens) for tokens in self.completion_ids[part]]
-        columns = {name: values[part] for name, values in self.columns.items()}
-        return {**columns, "prompts": own, "completions": completions, "completion_ids": ids}
-
-    def place(self, i: int) -> str:
-        row, index = self.rows[i]
-        prompt = self.prompts[i]
-        asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
-        return f"example row {row}, completion {index} (prompt {_short(asked)!r}, completion {_short(self.texts[i])!r})"
+def trainer_state(step: int, max_steps: int, num_input_tokens_seen: int = 0) -> TrainerState:
+    return TrainerState(step, max_steps, step / max_steps if max_steps else 0.0, 1, num_input_tokens_seen)
 
 
 @dataclass
-class _Journal:
-    """What functions log besides their rewards."""
+class Case:
+    """What the calls of one function for one batch came to: all at once, and one by one where that failed."""
 
-    shape: tuple[int, int]
-    extra: dict[str, list[list[Any]]] = field(default_factory=dict)
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        num_prompts, size = self.shape
-        if len(values) != num_prompts * size:
-            raise ValueError(f"log_extra({column!r}): expected {num_prompts * size} values, got {len(values)}")
-        groups = [list(values[p * size:(p + 1) * size]) for p in range(num_prompts)]
-        self.extra[_unused(column, self.extra)] = groups
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics.setdefault(name, []).append(float(value))
+    whole: Outcome | None = None
+    singles: dict[int, Outcome] = field(default_factory=dict)
 
 
-def _call(one: RewardFunction, batch: _Batch, state: TrainerState, journal: _Journal) -> np.ndarray:
-    """float64[P*G], NaN for None."""
-    head = f"reward function {one.name!r} at step {state.global_step}"
-    loggers = {"trainer_state": state, "log_extra": journal.log_extra, "log_metric": journal.log_metric}
-    arguments = _accepted(one.function, {**batch.arguments(slice(None)), **loggers}, head)
-    try:
-        result = one.function(**arguments)
-    except Exception as error:
-        guilty = _guilty(one.function, batch, arguments)
-        where = f"for {batch.place(guilty)}" if guilty is not None else \
-            f"in a batch of {len(batch)} that starts with {batch.place(0)}, though for no part of it alone"
-        raise ShoalError(f"{head} raised {_told(error)} {where}") from error
-    if inspect.iscoroutine(result):
-        result.close()
-        raise ShoalError(f"{head} returned a coroutine: synchronous functions are supported; write it with `def`")
-    return _numbers(result, batch, head)
+def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop, on_error: Policy) -> dict[str, Case]:
+    """Calls functions in this process, the `async` ones together, by name."""
+    everything = range(len(batch))
+    parts = {one.name: [range(i, i + 1) for i in everything] if one.singly else [everything] for one in functions}
+    waiting = [(one, part) for one in functions if one.awaits for part in parts[one.name]]
+    came = dict(zip([(one.name, part) for one, part in waiting], loop.run(_together(waiting, batch)), strict=True)) \
+        if waiting else {}
+    cases = {}
+    for one in functions:
+        cases[one.name] = case = Case()
+        if not one.singly:
+            case.whole = came.get((one.name, everything)) or call(one, batch, everything, loop.run)
+        if case.whole is None or (case.whole.kind == "raised" and len(batch) > 1):
+            for part in (range(i, i + 1) for i in everything):
+                case.singles[part.start] = outcome = came.get((one.name, part)) or call(one, batch, part, loop.run)
+                if outcome.kind == WRONG or (on_error == "error" and outcome.failed):
+                    break
+    return cases
 
 
-def _accepted(function: Callable[..., Any], given: dict[str, Any], head: str) -> dict[str, Any]:
-    """All keywords for a function with `**kwargs`, else those that it names."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some compiled functions tell no signature
-        return given
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for p in parameters:
-        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            raise ShoalError(f"{head} takes {p.name!r} by position only, but is called with keywords; remove the `/`")
-    for name, p in named.items():
-        if p.default is p.empty and name not in given:
-            raise ShoalError(f"{head} wants {name!r}, which is no column of the data{_nearest(name, list(given))}")
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return given
-    return {name: value for name, value in given.items() if name in named}
+async def _together(wanted: Sequence[tuple[RewardFunction, range]], batch: Batch) -> list[Outcome]:
+    return await asyncio.gather(*(call_async(one, batch, part) for one, part in wanted))
 
 
-def _guilty(function: Callable[..., Any], batch: _Batch, arguments: dict[str, Any]) -> int | None:
-    """The completion at which a function raises, by halves; None where it raises for no part alone."""
-
-    def silent(*_: Any) -> None: ...
-
-    def raises(low: int, high: int) -> bool:
-        part = batch.arguments(slice(low, high)) | {"trainer_state": arguments.get("trainer_state")}
-        part |= {"log_extra": silent, "log_metric": silent}
-        try:
-            function(**{name: part[name] for name in arguments})
-        except Exception:
-            return True
-        return False
-
-    low, high = 0, len(batch)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if raises(low, middle):
-            high = middle
-        elif raises(middle, high):
-            low = middle
-        else:
-            return None
-    return low
+# ---- scores from calls
 
 
-def _numbers(result: Any, batch: _Batch, head: str) -> np.ndarray:
-    wanted = f"expected a list of {len(batch)} numbers (or None), one for each completion"
-    if isinstance(result, str | bytes | Mapping) or not (hasattr(result, "__len__") and hasattr(result, "__iter__")):
-        raise ShoalError(f"{head} returned {_short(repr(result))} for {batch.place(0)} and others: {wanted}")
-    values = list(result)
-    if len(values) != len(batch):
-        raise ShoalError(f"{head} returned {len(values)} values for {len(batch)} completions, "
-                         f"the first {batch.place(0)}: {wanted}")
-    return np.array([_number(value, i, batch, head) for i, value in enumerate(values)], dtype=np.float64)
+def total(functions: Sequence[RewardFunction], batch: Batch, cases: Mapping[str, Case], on_error: Policy,
+          limit_seconds: float = 0.0) -> Scores:
+    """The weighted sum. Raises `ShoalError` for the first function that breaks its convention, or failed under the
+    policy `error`."""
+    sheets = [_Sheet(one, batch, on_error, limit_seconds).fill(cases[one.name]) for one in functions]
+    stacked = np.stack([sheet.values for sheet in sheets])  # [F, P*G]
+    skipped = np.any([sheet.skipped for sheet in sheets], axis=0)
+    valid = np.isfinite(stacked).any(axis=0) & ~skipped
+    weights = np.array([one.weight for one in functions])
+    rewards = np.where(valid, np.einsum("f,fn->n", weights, np.nan_to_num(stacked, nan=0.0)), np.nan)
+    extra: dict[str, list[list[Any]]] = {}
+    metrics: dict[str, list[float]] = {}
+    num_prompts, group_size = batch.shape
+    for sheet in sheets:
+        for column, values in sheet.extra.items():
+            groups = [values[p * group_size:(p + 1) * group_size] for p in range(num_prompts)]
+            extra[unused(column, extra)] = groups
+        for name, logged in sheet.metrics.items():
+            metrics.setdefault(name, []).extend(logged)
+    return Scores(rewards.reshape(batch.shape),
+                  {sheet.one.name: sheet.values.reshape(batch.shape) for sheet in sheets},
+                  valid.reshape(batch.shape), extra, metrics,
+                  tuple(failure for sheet in sheets for failure in sheet.failures))
 
 
-def _number(value: Any, i: int, batch: _Batch, head: str) -> float:
-    if value is None:
-        return math.nan
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError("text is no number")
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ShoalError(f"{head} returned {_short(repr(value))} for {batch.place(i)}: "
-                         f"expected a number or None") from error
-    if not math.isfinite(number):
-        raise ShoalError(f"{head} returned {number} for {batch.place(i)}: expected a finite number, "
-                         f"or None where it cannot judge")
-    return number
+class _Sheet:
+    """One function's column of a batch."""
 
+    def __init__(self, one: RewardFunction, batch: Batch, on_error: Policy, limit_seconds: float) -> None:
+        self.one, self.batch, self.on_error, self.limit_seconds = one, batch, on_error, limit_seconds
+        self.values = np.full(len(batch), np.nan)
+        self.skipped = np.zeros(len(batch), dtype=bool)
+        self.failures: list[Failure] = []
+        self.extra: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
 
-def _short(text: str, limit: int = 80) -> str:
-    """One line of at most `limit` characters, the middle left out."""
-    line = " ".join(text.split())
-    half = (limit - 5) // 2
-    return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
+    def fill(self, case: Case) -> _Sheet:
+        whole, size = case.whole, len(self.batch)
+        if whole is not None and (whole.kind in ("", WRONG) or size == 1):
+            self._take(whole, range(size))
+            return self
+        at = f"in a batch of {size} that starts with {self.batch.place(0)}"
+        for i, outcome in sorted(case.singles.items()):
+            if whole is not None and outcome.kind == WRONG:
+                raise ShoalError(f"{self._head} {self._happened(whole)} {at}; called for one completion it "
+                                 f"{outcome.text}") from whole.cause
+            self._take(outcome, range(i, i + 1))
+        if whole is not None and not self.failures:
+            self._fail(None, whole, f"{at}, though for no part of it alone")
+        return self
+
+    def _take(self, outcome: Outcome, part: range) -> None:
+        if outcome.kind == WRONG:
+            raise ShoalError(f"{self._head} {outcome.text}") from outcome.cause
+        if outcome.kind:
+            self._fail(part.start, outcome, f"for {self.batch.place(part.start)}")
+            return
+        self.values[part.start:part.stop] = [np.nan if value is None else value for value in outcome.values]
+        for i, came in outcome.bad:
+            self._fail(part.start + i, Outcome(kind="not a number", text=came),
+                       f"for {self.batch.place(part.start + i)}: expected a finite number, or None where it cannot "
+                       f"judge")
+        for column, values in outcome.extra.items():
+            self.extra.setdefault(column, [None] * len(self.batch))[part.start:part.stop] = values
+        for name, logged in outcome.metrics.items():
+            self.metrics.setdefault(name, []).extend(logged)
+
+    def _fail(self, i: int | None, outcome: Outcome, at: str) -> None:
+        text = f"{self._head} {self._happened(outcome)} {at}" + (f"; {outcome.where}" if outcome.where else "")
+        if self.on_error == "error":
+            raise ShoalError(f"{text}. To go on where it fails: reward.on_error=zero or skip") from outcome.cause
+        row, index = self.batch.rows[i or 0]
+        kind: Any = outcome.kind
+        self.failures.append(Failure(self.one.name, row, None if i is None else index, kind, text))
+        if i is not None:
+            self.values[i] = 0.0 if self.on_error == "zero" else np.nan
+            self.skipped[i] = self.on_error == "skip"
+
+    def _happened(self, outcome: Outcome) -> str:
+        return {"raised": f"raised {outcome.text}", "not a number": f"returned {outcome.text}",
+                "died": f"ended its process ({outcome.text})",
+                "timed out": f"took longer than reward.timeout_seconds={self.limit_seconds:g}"}[outcome.kind]
+
+    @property
+    def _head(self) -> str:
+        return f"reward function {self.one.name!r} at step {self.batch.state.global_step}"

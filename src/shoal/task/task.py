@@ -15,6 +15,12 @@ from shoal.types import Example, Prompt, ShoalError
 TASKS = {"words": "shoal.task.words", "gsm8k": "shoal.task.gsm8k"}
 """Name -> module with `load(TaskSection) -> Task`."""
 
+ROWS = "rows"
+"""The name of a task whose data was given from Python."""
+
+FROM_PYTHON = "python:"
+"""Begins the name of a reward function that was given from Python, where the configuration is stored."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -46,12 +52,25 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
     whatever the task's data or the functions' files lack.
     """
     reward = reward or RewardSection()
+    if task.name == ROWS:
+        raise ShoalError("task.name='rows': the data of this run came from Python, give it again there with its "
+                         "reward: shoal.train(resume=FOLDER, task=rows, reward=f)")
     if task.name not in TASKS:
         close = difflib.get_close_matches(task.name, TASKS, n=1, cutoff=0.0)[0]
         raise ShoalError(f"task.name={task.name!r}: there is no such task; did you mean {close!r}? "
                          f"Tasks: {', '.join(TASKS)}")
-    given = [*load_functions(reward.functions), *functions]
-    loaded: Task = importlib.import_module(TASKS[task.name]).load(task)
+    return with_rewards(importlib.import_module(TASKS[task.name]).load(task), task, reward, functions)
+
+
+def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
+                 functions: Sequence[Callable[..., Any]] = ()) -> Task:
+    """A task as a run uses it: evaluations cut to `task.num_questions`, judged by the functions that were given."""
+    files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
+    if len(files) < len(reward.functions) and not functions:
+        names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
+        raise ShoalError(f"reward.functions={list(reward.functions)}: this reward came from Python; give it again "
+                         f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, reward=file.py:function")
+    given = [*load_functions(files), *functions]
     count = task.num_questions or None
     return replace(loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()},
                    rewards=name_functions(given, reward.weights) if given else _weigh(loaded.rewards, reward.weights))

@@ -361,7 +361,8 @@ def load(task: TaskSection) -> Task:
         train=Problems(functools.partial(train_problem, task=task), NUM_TRAIN),
         evaluations={name: tuple(_example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(problems))
                      for i, (name, problems) in enumerate(sets.items())},
-        rewards=(RewardFunction("correct", correct_reward, 1.0), RewardFunction("format", format_reward, 0.1)),
+        rewards=(RewardFunction("correct", correct_reward, 1.0, own=True),
+                 RewardFunction("format", format_reward, 0.1, own=True)),
         correct=is_correct,
         well_formed=well_formed,
         pretrain_example=functools.partial(_pretrain_example, task=task),

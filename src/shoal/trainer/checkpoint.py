@@ -1,10 +1,19 @@
-"""Saves a run's state with Orbax and reads it back; the only file that knows Orbax."""
+"""Saves a run's state with Orbax and reads it back; the only file that knows Orbax.
+
+    checkpoints/<version>/state       parameters, optimizer, update counter
+    checkpoints/<version>/published   weights of older versions that are still sampled from, where there are some
+    checkpoints/<version>/extra       what JSON holds: data position, pending prompts, checksums of the others, ...
+
+A checkpoint appears whole (Orbax renames it into place) and is checked bit for bit when it is read.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,67 +21,186 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role
-from shoal.model.transformer import Architecture, declare, is_declared, shardings
-from shoal.trainer.step import TrainState
+from shoal.model.transformer import Architecture, checksum, declare, is_declared, shardings
+from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
 
 MODEL_FOLDER = "model"
 """In a run folder: the model's config and tokenizer, so that a checkpoint can be read without its source."""
 
+FOLDER = "checkpoints"
+DAMAGED_FOLDER = "checkpoints_damaged"
+"""In a run folder: where a checkpoint that cannot be read is moved."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint as it was saved."""
+
+    version: int
+    state: TrainState
+    extra: dict[str, Any]
+    published: dict[int, Params] = field(default_factory=dict)  # older versions that groups are still drawn from
+
 
 class Checkpoints:
-    """Checkpoints of one run under `<run>/checkpoints/<version>`; the newest `keep_last` stay."""
+    """Checkpoints of one run, `<run>/checkpoints/<version>`: the newest `keep_last` and the `keep_best` of the highest
+    score stay."""
 
-    def __init__(self, folder: Path, keep_last: int):
-        import orbax.checkpoint as ocp
-
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep_last, create=True, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    def __init__(self, folder: Path, keep_last: int, keep_best: int = 0):
+        ocp = _orbax()
+        self.folder, self.keep_last, self.keep_best = folder.absolute(), keep_last, keep_best
+        in_background = jax.default_backend() != "cpu"  # on CPU the copy would be of the memory that steps reuse
+        options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=in_background,
+                                               cleanup_tmp_directories=True)
+        with _saving(self.folder):
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._args = ocp.args
+        self._checksum = jax.jit(checksum)
 
-    def save(self, version: int, state: TrainState, extra: Mapping[str, Any]) -> None:
-        """Parameters, optimizer state and update counter; `extra` is what JSON can hold."""
-        tree = {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
-        self._manager.save(version, args=self._args.Composite(
-            state=self._args.StandardSave(tree), extra=self._args.JsonSave(dict(extra))))
-        self._manager.wait_until_finished()
+    def save(self, version: int, state: TrainState, extra: Mapping[str, Any],
+             published: Mapping[int, Params] | None = None, scores: Mapping[int, float] | None = None) -> None:
+        """Parameters, optimizer state and update counter; `extra` is what JSON can hold; `published` older weights.
+        `scores` of evaluated versions decide which of the older checkpoints stay. ShoalError where it cannot be
+        written: the checkpoints before it stay."""
+        items = {"state": _tree(state)}
+        if published:
+            items["published"] = {str(number): params for number, params in sorted(published.items())}
+        sums = {name: int(self._checksum(tree)) for name, tree in items.items()}
+        saves = {name: self._args.StandardSave(tree) for name, tree in items.items()}
+        whole = {**extra, "checksums": sums, "published": sorted(published or {})}
+        with _saving(self.folder / str(version)):
+            if version in self._manager.all_steps():
+                self._manager.delete(version)
+            self._manager.save(version, args=self._args.Composite(**saves, extra=self._args.JsonSave(whole)))
+            self._prune(scores or {})
+
+    def _prune(self, scores: Mapping[int, float]) -> None:
+        there = sorted(self._manager.all_steps())
+        scored = sorted((v for v in there if v in scores), key=lambda v: (scores[v], v))
+        keep = {*there[-self.keep_last:], *(scored[-self.keep_best:] if self.keep_best else [])}
+        for version in there:
+            if version not in keep:
+                self._manager.delete(version)
 
     def close(self) -> None:
         self._manager.close()
 
 
+def _tree(state: TrainState) -> dict[str, Any]:
+    return {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
+
+
+class _saving:
+    """Turns whatever Orbax raises while it writes `path` into one line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            raise ShoalError(f"the checkpoint {self.path} cannot be written ({_cause(error)}): make room, then give "
+                             "the same command again; it goes on from the checkpoint before") from error
+
+
+def versions(run: Path) -> list[int]:
+    """Versions of which a run has a checkpoint, in order."""
+    folder = run / FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if re.fullmatch(r"\d+", entry.name))
+
+
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     """(run folder, version) of a run folder (its newest checkpoint), `<run>/checkpoints` or one of its numbers."""
     folder = folder.resolve()  # `.` and `..` have names of their own
-    if folder.name.isdigit() and folder.parent.name == "checkpoints" and folder.is_dir():
+    if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
-    folder = folder.parent if folder.name == "checkpoints" else folder
-    if not (folder / "checkpoints").is_dir():
+    folder = folder.parent if folder.name == FOLDER else folder
+    if not (folder / FOLDER).is_dir():
         return None
-    numbers = [int(entry.name) for entry in (folder / "checkpoints").iterdir() if re.fullmatch(r"\d+", entry.name)]
-    if not numbers:
-        raise ShoalError(f"{folder / 'checkpoints'} holds no checkpoint: the run did not get to its first one")
-    return folder, max(numbers)
+    if not (numbers := versions(folder)):
+        raise ShoalError(f"{folder / FOLDER} holds no checkpoint: the run did not get to its first one")
+    return folder, numbers[-1]
+
+
+def restore(run: Path, version: int, learner: Learner, sampler: Params | None = None) -> Restored:
+    """A checkpoint, each array laid out for the trainer as it is read. ShoalError where anything of it is missing or
+    differs from what was saved by a single bit. `sampler`: shapes and layout of published weights; None leaves them."""
+    path = (run / FOLDER / str(version)).absolute()
+    ocp = _orbax()
+    try:
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            extra = reader.restore(path / "extra")
+        tree = _read(path, "state", _tree(learner.shapes()), extra)
+        older = {str(number): sampler for number in extra["published"]} if sampler is not None else {}
+        published = _read(path, "published", older, extra) if older else {}
+    except Exception as error:  # what Orbax finds wrong with a file, it raises as anything, bare Exception included
+        raise ShoalError(f"checkpoint {path} is damaged ({_cause(error)})") from error
+    nothing = jax.tree.map(lambda _: None, tree["trainable"])
+    state = TrainState(tree["trainable"], nothing, tree["optimizer"], tree["updates"])
+    return Restored(version, state, extra, {int(number): params for number, params in published.items()})
+
+
+def _read(path: Path, name: str, wanted: Any, extra: Mapping[str, Any]) -> Any:
+    with _orbax().StandardCheckpointer() as reader:
+        tree = reader.restore(path / name, wanted)
+    found, saved = int(jax.jit(checksum)(tree)), extra["checksums"][name]
+    if found != saved:
+        raise ValueError(f"{name} has checksum {found:#010x}, saved was {saved:#010x}")
+    return tree
+
+
+def load_state(run: Path, version: int, learner: Learner) -> TrainState:
+    """The trainer's state at a version of which there is a checkpoint."""
+    return restore(run, version, learner).state
+
+
+def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None]) -> Restored | None:
+    """The newest checkpoint that is whole. Damaged ones are named and moved aside; None where none is left."""
+    for version in reversed(versions(run)):
+        try:
+            return restore(run, version, learner, sampler)
+        except ShoalError as error:
+            target = run / DAMAGED_FOLDER / str(version)
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            (run / FOLDER / str(version)).rename(target)
+            warn(f"{error}; it is moved to {target}, the one before it is used")
+    return None
 
 
 def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,
                     dtype: Any = jnp.float32) -> Params:
     """The parameters of one checkpoint, each laid out for this role as it is read, in `dtype`."""
-    import orbax.checkpoint as ocp
-
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    ocp = _orbax()
     places = shardings(architecture, role)
     wanted = jax.tree.map(
         lambda d, sharding: jax.ShapeDtypeStruct(d.shape, dtype, sharding=sharding),
         declare(architecture), places, is_leaf=is_declared)
-    path = (run / "checkpoints" / str(version) / "state").absolute()
+    path = (run / FOLDER / str(version) / "state").absolute()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             restored = checkpointer.restore(path, args=ocp.args.PyTreeRestore(
                 item={"trainable": wanted}, partial_restore=True,
                 restore_args=ocp.checkpoint_utils.construct_restore_args({"trainable": wanted})))
-    except Exception as error:  # what Orbax finds wrong with a file, it raises as anything, bare Exception included
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ShoalError(f"checkpoint {path.parent} cannot be read ({cause:.200}): choose another of {run}") from error
+    except Exception as error:  # as above
+        raise ShoalError(
+            f"checkpoint {path.parent} cannot be read ({_cause(error)}): choose another of {run}") from error
     return restored["trainable"]
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what was raised, short: where it is long the reason stands at its end."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= 200 else f"{line[:60]} ... {line[-120:]}"
+
+
+def _orbax() -> Any:
+    import orbax.checkpoint as ocp
+
+    for name in ("absl", "asyncio"):  # what it logs of a failed save is raised too, and told in one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return ocp

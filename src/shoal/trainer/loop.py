@@ -7,20 +7,19 @@ version is published (`lag` steps ahead), and the loop never knows where the tok
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.config.schema import Config, SamplingSection
-from shoal.report.console import Console
-from shoal.report.folder import RunFolder
-from shoal.trainer.checkpoint import Checkpoints
+from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.prompts import PromptStream
+from shoal.trainer.prompts import Prepared, PromptStream
 from shoal.trainer.record import Recorder
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater
-from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, SamplingParams
+from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, SamplingParams, ShoalError
 
 
 @dataclass(frozen=True)
@@ -42,51 +41,102 @@ class Run:
     """Everything that a run is made of, and `train`, which makes it go."""
 
     config: Config
-    parameters: Params | None
+    parameters: Params | None  # the first weights; None where `restored` has others
     updater: Updater
     source: RolloutSource
     prompts: PromptStream
     evaluator: Evaluator
-    folder: RunFolder
-    console: Console
     checkpoints: Checkpoints
     recorder: Recorder
     schedule: Schedule = field(default_factory=Schedule)
+    restored: Restored | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what each checkpoint tells of machine and data
+    stopping: Callable[[], bool] = lambda: False  # somebody asked the run to stop
+    around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
     asked: int = 0  # steps whose groups have been asked for
+    pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows asked for and not learnt from yet
+    saved: int = -1  # the newest version of which there is a checkpoint
 
     def train(self) -> dict[str, Any]:
-        state = self.updater.learner.init(self.parameters)
-        self.parameters = None  # the first weights must not outlive their use
-        self.source.publish(0, state.trainable)
-        before, answers_before = self.evaluate(0, ends=True)
-        self.recorder.begin_training()
-        for step in range(self.config.steps):
-            started = time.perf_counter()
-            self.ask(published=step)
-            groups = self.source.take(Purpose.TRAIN, step)
-            state, outcome = self.updater.update(state, groups, step)
-            if self.publication_due(step + 1):
-                self.source.publish(step + 1, state.trainable)
-            metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started)
-            self.save(step + 1, state)
+        state, first = self.begin()
+        self.recorder.begin_training(first)
+        for step in range(first, self.config.steps):
+            self.stop_if_asked(step, state)
+            with self.around_step(step + 1):
+                started = time.perf_counter()
+                self.ask(published=step)
+                with self.saved_on_failure(step, state):
+                    groups = self.source.take(Purpose.TRAIN, step)
+                state, outcome = self.updater.update(state, groups, step)
+                self.learnt(step, groups)
+                if self.publication_due(step + 1):
+                    self.source.publish(step + 1, state.trainable)
+                metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started)
+            if self.evaluation_due(step + 1):
+                with self.saved_on_failure(step + 1, state):
+                    self.evaluate(step + 1)
+            if self.save_due(step + 1):
+                self.save(step + 1, state)
             if self.after_step:
                 self.after_step(step, metrics)
-            if self.evaluation_due(step + 1):
-                self.evaluate(step + 1)
-        after, answers_after = self.evaluate(self.config.steps, ends=True)
-        return self.recorder.finish(before, after, answers_before, answers_after)
+        self.stop_if_asked(self.config.steps, state)
+        self.evaluate(self.config.steps, ends=True)
+        return self.recorder.finish()
+
+    def begin(self) -> tuple[TrainState, int]:
+        """The trainer's state and the first step: of a new run after its first evaluation, or of a checkpoint."""
+        if self.restored is None:
+            state = self.updater.learner.init(self.parameters)
+            self.parameters = None  # the first weights must not outlive their use
+            self.source.publish(0, state.trainable)
+            self.evaluate(0, ends=True)
+            return state, 0
+        version, state, extra = self.restored.version, self.restored.state, self.restored.extra
+        self.prompts.restore(extra["prompts"])
+        for step, rows in extra["pending"]:
+            self.request(step, [self.prompts.of_row(row) for row in rows])
+        self.asked, self.saved = version + len(self.pending), version
+        for number, params in self.restored.published.items():
+            self.source.publish(number, params)
+        if extra["version_is_published"] or version == self.config.steps:
+            self.source.publish(version, state.trainable)
+        self.source.restore(extra["source"])
+        self.recorder.restore(extra["recorder"], version)
+        self.restored = None
+        if self.evaluation_due(version) and version not in self.recorder.evaluations:  # it had failed
+            self.evaluate(version)
+        return state, version
+
+    @contextmanager
+    def saved_on_failure(self, version: int, state: TrainState) -> Iterator[None]:
+        """Where groups cannot be had (a reward that raises), what was learnt so far is saved."""
+        try:
+            yield
+        except ShoalError:
+            if version > 0:
+                self.save(version, state)
+            raise
 
     def ask(self, published: int) -> None:
         """Asks for the groups of every step whose version exists by now."""
         while self.asked < self.config.steps and self.schedule.version(self.asked) <= published:
-            step, size = self.asked, self.config.batch.group_size
-            self.source.request([
-                GroupRequest(Purpose.TRAIN, step, self.schedule.version(step), prompt.example, prompt.prompt_ids, size,
-                             sampling_params(self.config.sampling))
-                for prompt in self.prompts.next(self.config.batch.prompts_per_step)
-            ])
+            self.request(self.asked, self.prompts.next(self.config.batch.prompts_per_step))
             self.asked += 1
+
+    def request(self, step: int, prompts: Sequence[Prepared]) -> None:
+        """A step's groups; asked again after a restart, the same addresses give the same tokens."""
+        size, params = self.config.batch.group_size, sampling_params(self.config.sampling)
+        self.pending[step] = [prompt.example.row for prompt in prompts]
+        self.source.request([
+            GroupRequest(Purpose.TRAIN, step, self.schedule.version(step), prompt.example, prompt.prompt_ids, size,
+                         params)
+            for prompt in prompts
+        ])
+
+    def learnt(self, step: int, groups: Sequence[Group]) -> None:
+        del self.pending[step]
+        self.prompts.rates.add(groups)
 
     def publication_due(self, version: int) -> bool:
         """On schedule, and where the version is to be evaluated."""
@@ -96,19 +146,42 @@ class Run:
         every = self.config.train.evaluate_every
         return every > 0 and version % every == 0 and version < self.config.steps
 
-    def evaluate(self, version: int, ends: bool = False) -> tuple[dict[str, dict[str, Any]], list[Group]]:
-        """Figures of one version by data set, and its greedy answers; pass@k only at the run's ends."""
+    def evaluate(self, version: int, ends: bool = False) -> None:
+        """Files the figures of one version by data set, and its greedy answers; pass@k only at the run's ends."""
         started = time.perf_counter()
         figures, groups = self.evaluator.evaluate(self.source, version, version, sampled=ends)
         self.recorder.evaluation(version, figures, groups, time.perf_counter() - started)
-        return figures, groups
+
+    def save_due(self, version: int) -> bool:
+        c = self.config.checkpoint
+        best = c.keep_best > 0 and self.evaluation_due(version)
+        return version == self.config.steps or best or (c.checkpoint_period > 0 and version % c.checkpoint_period == 0)
 
     def save(self, version: int, state: TrainState) -> None:
-        period = self.config.checkpoint.checkpoint_period
-        if version == self.config.steps or (period and version % period == 0):
-            started = time.perf_counter()
-            self.checkpoints.save(version, state, {"cursor": self.prompts.cursor, "source": self.source.state()})
-            self.recorder.spent("checkpoint", time.perf_counter() - started)
+        if version == self.saved:
+            return
+        started = time.perf_counter()
+        source = self.source.state()
+        published = source.pop("published", {})
+        extra = {
+            "version": version,
+            "version_is_published": version in published,
+            "prompts": self.prompts.state(),
+            "pending": sorted(self.pending.items()),
+            "source": source,
+            "recorder": self.recorder.state(),
+            "facts": dict(self.facts),
+        }
+        older = {number: params for number, params in published.items() if number != version}
+        self.checkpoints.save(version, state, extra, older, self.recorder.scores())
+        self.saved = version
+        self.recorder.spent("checkpoint", time.perf_counter() - started)
+
+    def stop_if_asked(self, version: int, state: TrainState) -> None:
+        """Saves and raises KeyboardInterrupt, whose text says how to go on."""
+        if self.stopping():
+            self.save(version, state)
+            raise KeyboardInterrupt(self.recorder.stopped(version))
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:

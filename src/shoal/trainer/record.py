@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +12,15 @@ import numpy as np
 
 from shoal.report.console import Console, SolvedProblem
 from shoal.report.folder import RunFolder
-from shoal.report.metrics import MetricSet
+from shoal.report.metrics import MetricSet, logged_name
+from shoal.report.sink import Sink, evaluation_scalars
 from shoal.trainer.prompts import PromptStream
 from shoal.trainer.update import Outcome
+from shoal.trainer.utilisation import Utilisation
 from shoal.types import Group, StopReason
 
 Figures = Mapping[str, Mapping[str, Any]]
+FirstAnswers = dict[str, dict[int, str]]
 
 
 @dataclass
@@ -37,12 +40,45 @@ class Recorder:
     peak_bytes: Callable[[], int]
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sinks: Sequence[Sink] = ()
+    utilisation: Utilisation | None = None
     started: float = field(default_factory=time.perf_counter)
+    evaluations: dict[int, Figures] = field(default_factory=dict)  # version -> figures by data set
+    solved: SolvedProblem | None = None
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
+    _first_answers: FirstAnswers = field(default_factory=dict)
     _dropped: int = 0
 
-    def begin_training(self) -> None:
-        if self.steps:
-            self.console.heading(f"training, {self.steps} steps")
+    def begin_training(self, first: int) -> None:
+        if self.steps > first:
+            self.console.heading(f"training, {self.steps} steps" + (f", from step {first + 1} on" if first else ""))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON."""
+        failures = [[*key, count] for key, count in self.failures.items()]
+        return {"dropped": self._dropped, "failures": failures, "seconds": dict(self.seconds),
+                "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
+
+    def restore(self, state: Mapping[str, Any], version: int) -> None:
+        """Goes on after `version`: what the folder holds of later steps is taken back, evaluations are read again."""
+        self._dropped = state["dropped"]
+        self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
+        self.seconds.update(state["seconds"])
+        self.totals.update(state["totals"])
+        self.started -= state["seconds_total"]
+        self.folder.rewind(version, final=version == self.steps)
+        self.evaluations.update(self.folder.read_evaluations())
+        self._first_answers = self.folder.read_first_answers()
+
+    def scores(self) -> dict[int, float]:
+        """Accuracy on the main set by evaluated version."""
+        mains = {version: next(iter(figures.values()), {}) for version, figures in self.evaluations.items()}
+        return {version: main["accuracy"] for version, main in mains.items() if main.get("accuracy") is not None}
+
+    def stopped(self, version: int) -> str:
+        """The line that says how to go on."""
+        return (f"stopped after step {version} of {self.steps}, which is saved; to go on: "
+                f"shoal train resume={self.folder.path}")
 
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
@@ -55,7 +91,15 @@ class Recorder:
         metrics.add("prompts/dropped", self.prompts.dropped - self._dropped)
         self._dropped = self.prompts.dropped
         for name, values in clock.logged.items():
-            metrics.add(f"rewards/logged/{name}", sum(values), len(values))
+            metrics.add(logged_name(name), sum(values), len(values))
+        blamed = [failure for failure in clock.failures if failure.completion is not None]
+        metrics.add("rewards/failed", len(blamed))
+        for failure in blamed:
+            metrics.add(f"rewards/failed/{failure.function}", 1)
+        metrics.add("prompts/retired", len(self.prompts.rates.retired()))
+        if self.utilisation:
+            metrics.add("mfu", self.utilisation.share(groups, outcome.logprobs, seconds))
+        self._show(clock.failures)
         metrics.add("tokens/sampled", clock.tokens)
         metrics.add("time/sample_seconds", clock.sample_seconds)
         metrics.add("time/reward_seconds", clock.reward_seconds)
@@ -67,6 +111,8 @@ class Recorder:
         self._sum_up(result, seconds)
         started = time.perf_counter()
         self.folder.write_metrics(step + 1, result)
+        for sink in self.sinks:
+            sink.write(step + 1, result)
         if self.keep_groups:
             self.folder.write_groups(step + 1, groups, outcome.table.advantages, token_arrays(groups, outcome))
         self.spent("record", time.perf_counter() - started)
@@ -87,18 +133,33 @@ class Recorder:
         if result.get("groups/invalid"):
             self.console.warning("groups without two scorable completions were met (metric groups/invalid)")
 
+    def _show(self, failures: Sequence[Any]) -> None:
+        """The first example of each way in which a reward function failed; all are counted."""
+        for failure in failures:
+            self.failures[failure.function, failure.kind] += 1
+            if self.failures[failure.function, failure.kind] == 1:
+                self.console.warning(failure.text)
+
     def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], seconds: float) -> None:
         self.spent("evaluate", seconds)
-        self.read_clock()  # an evaluation's tokens are not the next step's
+        self._show(self.read_clock().failures)  # an evaluation's tokens are not the next step's
+        self.evaluations[version] = figures
+        if version == 0:
+            self._first_answers = first_answers(groups)
+            self.folder.write_first_answers(self._first_answers)
+        self.solved = solved_problem(self._first_answers, groups)
         self.console.heading(f"evaluation of version {version}")
         for subset, values in figures.items():
             self.console.evaluation(subset, values)
             self.folder.write_evaluation(version, subset, values)
+            for sink in self.sinks:
+                sink.write(version, evaluation_scalars(subset, values))
             if self.keep_groups:
                 self.folder.write_groups(version, [group for group in groups if group.subset == subset])
 
-    def finish(self, before: Figures, after: Figures, answers_before: Sequence[Group],
-               answers_after: Sequence[Group]) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
+        """The summary, written and shown."""
+        before, after = self.evaluations[0], self.evaluations[self.steps]
         main = next(iter(after), None)
         phases = dict(self.seconds)
         training = phases.pop("training", 0.0)
@@ -117,12 +178,15 @@ class Recorder:
             "train_tokens_per_second": _ratio(self.totals["tokens/trained"], phases.get("update", 0.0)),
             "num_compilations": self.compilations(),
             "prompts_dropped": self.prompts.dropped,
+            "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
             "run_folder": str(self.folder.path),
         }
         facts = {name: summary[name] for name in
                  ("seconds_total", "sample_tokens_per_second", "train_tokens_per_second", "num_compilations")}
         self.console.heading("before and after")
-        self.console.summary(before, after, solved_problem(answers_before, answers_after), facts)
+        self.console.summary(before, after, self.solved, facts)
+        for failed, count in summary["reward_failures"].items():
+            self.console.warning(f"reward function {failed} for {count} completions")
         self.folder.write_summary(summary)
         return summary
 
@@ -135,6 +199,8 @@ def group_metrics(groups: Sequence[Group], outcome: Outcome, metrics: MetricSet)
     for rewards, mask in zip(table.rewards, valid, strict=True):
         if mask.any():
             metrics.add("reward/std", rewards[mask].std())
+            metrics.add("reward/min", rewards[mask].min())
+            metrics.add("reward/max", rewards[mask].max())
     for group in groups:
         for name, values in group.reward_components.items():
             known = ~np.isnan(values)
@@ -146,12 +212,15 @@ def group_metrics(groups: Sequence[Group], outcome: Outcome, metrics: MetricSet)
     for completion in completions:
         for name in ("length_mean", "length_min", "length_max"):
             metrics.add(f"completions/{name}", len(completion))
+        metrics.add("completions/length_ended_mean", len(completion), completion.stop_reason != StopReason.LENGTH)
         metrics.add("completions/cut", completion.stop_reason == StopReason.LENGTH)
         for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
             metrics.add(f"completions/stop_{reason.value}", completion.stop_reason == reason)
     metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
     stale = [group.step - int(version) for group in groups for c in group.completions for version in c.versions]
     metrics.add("staleness", sum(stale), len(stale))
+    if stale:
+        metrics.add("staleness/max", max(stale))
 
 
 def token_arrays(groups: Sequence[Group], outcome: Outcome) -> list[list[dict[str, Any] | None]]:
@@ -164,11 +233,21 @@ def token_arrays(groups: Sequence[Group], outcome: Outcome) -> list[list[dict[st
     return [[of(number, index) for index in range(group.size)] for number, group in enumerate(groups)]
 
 
-def solved_problem(before: Sequence[Group], after: Sequence[Group]) -> SolvedProblem | None:
+def first_answers(groups: Sequence[Group]) -> FirstAnswers:
+    """Wrong greedy answers: data set -> row -> text."""
+    found: FirstAnswers = {}
+    for group in groups:
+        if group.correct is not None and not group.correct[0]:
+            found.setdefault(group.subset, {})[group.example.row] = group.texts[0]
+    return found
+
+
+def solved_problem(before: FirstAnswers, after: Sequence[Group]) -> SolvedProblem | None:
     """The first question that was answered wrongly before and rightly after."""
-    for old, new in zip(before, after, strict=True):
-        if old.correct is not None and new.correct is not None and not old.correct[0] and new.correct[0]:
-            return SolvedProblem(new.example.prompt, old.texts[0], new.texts[0])
+    for group in after:
+        wrong = before.get(group.subset, {}).get(group.example.row)
+        if wrong is not None and group.correct is not None and group.correct[0]:
+            return SolvedProblem(group.example.prompt, wrong, group.texts[0])
     return None
 
 

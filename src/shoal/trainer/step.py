@@ -177,6 +177,19 @@ class Learner:
         updates = jax.device_put(np.int32(0), self.model.role.replicated)
         return TrainState(parameters, nothing, self._init(parameters), updates)
 
+    def shapes(self) -> TrainState:
+        """Shapes, types and layout of the state that `init` makes; nothing is allocated."""
+        parameters = self.shapes_of_parameters()
+        moments = jax.eval_shape(self.optimizer.init, parameters)
+        put = partial(jax.tree.map, lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place))
+        updates = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.model.role.replicated)
+        return TrainState(parameters, self.layout.frozen, put(moments, self.layout.optimizer), updates)
+
+    def shapes_of_parameters(self) -> Params:
+        return jax.tree.map(
+            lambda d, place: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=place),
+            declare(self.model.architecture), self.layout.trainable, is_leaf=is_declared)
+
     def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
         """Adds a micro-batch's gradient and metrics; also its log-probs, float32[R, S, C]."""
         before = self._zero() if total is None else total

@@ -1,0 +1,122 @@
+"""Kills runs with SIGKILL at random moments, saving included, gives the same command again, and compares the ends.
+
+    python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0]
+
+An unbroken run is the measure. Each other run is killed `--kills-a-run` times, each time at a moment drawn evenly from
+the time that is left to it (every third time: while a checkpoint is being written), and then left to its end. Equal
+means: parameters, optimizer, metrics (clocks apart), groups and evaluations, bit for bit; each step once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CLOCKS = ("time/", "throughput/", "memory/", "compilations")
+
+
+def command(base: Path, name: str, extra: list[str]) -> list[str]:
+    return [sys.executable, "-m", "shoal", "train", f"base_output_directory={base}", f"run_name={name}", "steps=12",
+            "task.num_questions=16", "train.pass_k=0", "batch.prompts_per_step=4", "batch.group_size=4",
+            "checkpoint_period=2", "train.evaluate_every=5", "sampling.max_completion_tokens=48", *extra]
+
+
+def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        return subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the whole of it."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def is_saving(run: Path) -> bool:
+    folder = run / "checkpoints"
+    return folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())
+
+
+def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: random.Random, log: Path) -> list[str]:
+    """Kills the command `kills` times on its way, then lets it end; where it was each time."""
+    places = []
+    for number in range(kills):
+        process = start(words, log)
+        moment = time.monotonic() + random_.uniform(0, seconds)
+        aim_at_saving = number % 3 == 2
+        while process.poll() is None and (time.monotonic() < moment or (aim_at_saving and not is_saving(run))):
+            time.sleep(0.0005)
+        if process.poll() is not None:
+            if process.returncode:
+                raise SystemExit(f"a run failed by itself, exit {process.returncode}: {log.read_text()[-2000:]}")
+            places.append("ended")
+            continue
+        saving = is_saving(run)
+        kill(process)
+        lines = run / "metrics.jsonl"
+        step = len(lines.read_text().splitlines()) if lines.is_file() else 0
+        places.append(f"after step {step}" + (", saving" if saving else ""))
+    process = start(words, log)
+    if process.wait():
+        raise SystemExit(f"the run did not go on, exit {process.returncode}: {log.read_text()[-2000:]}")
+    return places
+
+
+def without_clocks(file: Path) -> list[dict[str, object]]:
+    return [{name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
+            for line in file.read_text().splitlines()]
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """What two finished runs differ in; empty where they are equal bit for bit."""
+    found = []
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        if without_clocks(a / name) != without_clocks(b / name):
+            found.append(name)
+    groups = [sorted(file.name for file in (run / "groups").iterdir()) for run in (a, b)]
+    if groups[0] != groups[1]:
+        found.append("names in groups/")
+    found += [name for name in set(groups[0]) & set(groups[1])
+              if (a / "groups" / name).read_bytes() != (b / "groups" / name).read_bytes()]
+    sums = [json.loads((run / "checkpoints" / "12" / "extra" / "metadata").read_text())["checksums"] for run in (a, b)]
+    return found + ([f"checksums {sums}"] if sums[0] != sums[1] else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--kills-a-run", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    options, extra = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        base = Path(temporary)
+        log, random_ = base / "log.txt", random.Random(options.seed)
+        start(command(base, "warm", extra), log).wait()  # fills the compile cache
+        began = time.monotonic()
+        if start(command(base, "whole", extra), log).wait():
+            raise SystemExit(log.read_text()[-2000:])
+        seconds = time.monotonic() - began
+        print(f"the unbroken run: {seconds:.1f} s\n\nrun  kills  equal  killed")
+        equal = total = 0
+        for number in range(-(-options.kills // options.kills_a_run)):
+            kills = min(options.kills_a_run, options.kills - number * options.kills_a_run)
+            run = base / f"broken{number}"
+            places = break_run(command(base, run.name, extra), run, kills, seconds, random_, log)
+            parted = differences(base / "whole", run)
+            total, equal = total + 1, equal + (not parted)
+            print(f"{number:>3}  {kills:>5}  {'no: ' + ', '.join(parted) if parted else 'yes':>5}  {'; '.join(places)}",
+                  flush=True)
+        print(f"\n{equal} of {total} runs, killed {options.kills} times in all, ended equal to the unbroken one")
+        sys.exit(equal != total)
+
+
+if __name__ == "__main__":
+    main()

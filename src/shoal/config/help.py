@@ -1,0 +1,185 @@
+"""The texts of `--help` and `--dry-run`, made from the schema."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from shoal.config.arguments import aliases_of, find_key, names_of, words_text
+from shoal.config.keys import COMMANDS, Key, command_of, keys_of, nearest, sections_of
+from shoal.config.schema import Config
+from shoal.types import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.config.compose import Resolved
+
+EXAMPLES = """\
+shoal train                                        a tiny model, word problems, about two minutes on a CPU
+shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
+shoal train resume=last                            goes on with the run started last
+shoal doctor model=... task=... reward=f.py:g      looks at a job before it runs
+shoal train --multirun optimizer.lr=1e-5,1e-4      a run for each value
+shoal train --help                                 every key, with its default and meaning
+shoal train --help optimizer                       those of one topic"""
+
+OPTIONS: Mapping[str, str] = {
+    "--config-name": "NAME: a preset, or a YAML file; a file may also come first",
+    "--dry-run": "print the resolved configuration and touch nothing",
+    "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
+    "--help": "TOPIC: what you read here, or one topic or key of it",
+}
+"""Options of a command, beside its keys."""
+
+TOPICS: Mapping[str, str] = {
+    "model": "what is trained, in which type",
+    "task": "questions to train and to evaluate on",
+    "reward": "what judges a completion",
+    "sampling": "how completions are drawn",
+    "algorithm": "from rewards to a loss",
+    "optimizer": "AdamW and its learning rate",
+    "batch": "sizes: of a step, of a group, of what a device computes at once",
+    "train": "evaluation, and which prompts are drawn",
+    "mesh": "how devices share the work",
+    "checkpoint": "what is saved, and kept",
+    "report": "what a run writes",
+    "report.wandb": "Weights & Biases",
+}
+"""Section -> what its keys are about."""
+
+
+def overview() -> str:
+    """The text of `shoal --help`."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {command:<{width}}{purpose(config_type)}" for command, config_type in COMMANDS.items()]
+    lines.append(f"  {'completion':<{width}}a script with which bash, zsh or fish complete commands, keys and values")
+    return "\n".join([
+        "Post-trains language models by reinforcement learning from verifiable rewards.", "",
+        "usage: shoal COMMAND [PRESET.yml] [key=value ...]", "", *lines, "",
+        textwrap.indent(EXAMPLES, "  ")])
+
+
+def purpose(config_type: type) -> str:
+    """What a command does: the first line of its dataclass's docstring, without the command's name."""
+    text = (config_type.__doc__ or "").strip().splitlines()[0]
+    text = (text.partition(": ")[2] or text).partition(". ")[0]
+    return text[:1].lower() + text[1:].rstrip(".")
+
+
+def command_help(command: str, topics: Sequence[str] = ()) -> str:
+    """The text of `shoal COMMAND --help`: every key by topic with type, default and meaning, and the short forms; or
+    only what `topics` name, sections or keys."""
+    config_type = COMMANDS[command]
+    if topics:
+        return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
+    words = words_text(command)
+    lines = [f"shoal {command}: {purpose(config_type)}", "",
+             f"usage: shoal {command} {words or '[PRESET.yml | --config-name PRESET]'} [key=value ...]",
+             *[f"  {name:<15}{text}" for name, text in options_of(command).items()], "",
+             *_listing(keys_of(config_type).values())]
+    if aliases := aliases_of(config_type):
+        lines += ["", "short forms"]
+        lines += [f"  {name}= is {alias.key}=" + (f"  ({alias.note})" if alias.note else "")
+                  for name, alias in aliases.items()]
+    if topics := topics_of(config_type):
+        lines += ["", f"one topic alone: shoal {command} --help TOPIC, of", *textwrap.wrap(
+            ", ".join(topics), _width(), initial_indent="  ", subsequent_indent="  ")]
+    return "\n".join(lines)
+
+
+def options_of(command: str) -> dict[str, str]:
+    """The options that a command takes."""
+    return {name: text for name, text in OPTIONS.items() if command == "train" or name != "--multirun"}
+
+
+def topics_of(config_type: type) -> list[str]:
+    """The sections of a command, in the order of the schema."""
+    return [section for section in dict.fromkeys(key.section for key in keys_of(config_type).values()) if section]
+
+
+def _topic_help(config_type: type, topic: str) -> str:
+    """A section with those inside it, or one key."""
+    if topic in sections_of(config_type):
+        return "\n".join(_listing(key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}.")))
+    if topic in names_of(config_type):
+        return "\n".join(_key_lines(find_key(config_type, topic)))
+    known = [*topics_of(config_type), *names_of(config_type)]
+    raise ShoalError(f"{topic}: there is no such topic or key, did you mean {nearest(topic, known)}? "
+                     f"`shoal {command_of(config_type)} --help` lists all")
+
+
+def _listing(keys: Iterable[Key]) -> list[str]:
+    """Keys by section, each section under its name."""
+    lines: list[str] = []
+    for section, inside in groupby(keys, key=lambda key: key.section):
+        lines += [""] if lines else []
+        lines += [f"{section}: {TOPICS[section]}"] if section else []
+        lines += [line for key in inside for line in _key_lines(key)]
+    return lines
+
+
+def _key_lines(key: Key) -> list[str]:
+    head = f"  {key.name}={shown(key.default)}"
+    text = f"{key.help} [{key.type_text}]"
+    return [head, *textwrap.wrap(text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6,
+                                 break_on_hyphens=False)]
+
+
+def _width() -> int:
+    return max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
+
+
+def shown(value: Any) -> str:
+    """A value as a user types it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{','.join(map(shown, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---- before a run
+
+
+def dry_run(config: Any, resolved: Resolved) -> str:
+    """The resolved configuration as YAML; what differs from the defaults, and a step's size, as its comments."""
+    from shoal.config.compose import difference_from_defaults
+
+    keys = keys_of(type(config))
+    lines = [*resolved.notes]
+    if changed := difference_from_defaults(config):
+        lines += ["differs from the defaults:",
+                  *(f"  {name}={shown(value)} (default {shown(keys[name].default) or 'empty'})"
+                    for name, value in changed.items())]
+    else:
+        lines.append("nothing differs from the defaults")
+    if isinstance(config, Config):
+        lines.append(step_text(config))
+        if config.resume:
+            lines.append("a run that goes on takes its own configuration, and only the keys that you give beside it")
+    return resolved.text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in lines)
+
+
+def step_text(config: Config) -> str:
+    """The size of a step in one line.
+
+    this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 mini-batch); 80 steps
+    """
+    batch, algorithm = config.batch, config.algorithm
+    completions, updates = step_sizes(config)
+    return (f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
+            f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
+            f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}")
+
+
+def step_sizes(config: Config) -> tuple[int, int]:
+    """Completions and updates of a step."""
+    return (config.batch.prompts_per_step * config.batch.group_size,
+            config.algorithm.num_epochs * config.algorithm.num_minibatches)
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

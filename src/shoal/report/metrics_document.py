@@ -1,0 +1,99 @@
+"""`docs/metrics.md`, made from the table of metrics: `python -m shoal.report.metrics_document > docs/metrics.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shoal.report.metrics import METRICS, is_clock
+
+EVALUATION: Mapping[str, tuple[str, str]] = {
+    "num_questions": ("questions", "questions that were asked"),
+    "protocol": ("text", "how the answers were drawn"),
+    "accuracy": ("share", "questions answered rightly; the mean reward where a task defines no right answer"),
+    "accuracy_interval": ("shares", "its 95% interval (Wilson)"),
+    "well_formed": ("share", "answers in the form that the task asks for, where it asks for one"),
+    "mean_reward": ("reward", "weighted reward of the answers"),
+    "rewards/{function}": ("reward", "one reward function's own value"),
+    "mean_length": ("tokens", "tokens of an answer"),
+    "cut": ("share", "answers that reached the limit of tokens"),
+    "pass@{k}": ("share", "chance that one of k sampled answers is right, unbiased; at the run's ends"),
+    "sampled_accuracy": ("share", "sampled answers that are right; at the run's ends"),
+    "sampled_protocol": ("text", "how the sampled answers were drawn"),
+}
+"""Figure of an evaluation -> unit, meaning."""
+
+ELSEWHERE: Mapping[str, tuple[str, str]] = {
+    "reward/mean": ("`reward`", "`critic/rewards/mean`"),
+    "reward/std": ("`reward_std`", ""),
+    "reward/min": ("", "`critic/rewards/min`"),
+    "reward/max": ("", "`critic/rewards/max`"),
+    "rewards/{function}": ("`rewards/{function}/mean`", ""),
+    "groups/informative": ("1 - `frac_reward_zero_std`", ""),
+    "completions/length_mean": ("`completions/mean_length`", "`response_length/mean`"),
+    "completions/length_min": ("`completions/min_length`", "`response_length/min`"),
+    "completions/length_max": ("`completions/max_length`", "`response_length/max`"),
+    "completions/length_ended_mean": ("`completions/mean_terminated_length`", ""),
+    "completions/cut": ("`completions/clipped_ratio`", "`response_length/clip_ratio`"),
+    "prompts/length_mean": ("", "`prompt_length/mean`"),
+    "loss": ("`loss`", "`actor/pg_loss`, with the KL term"),
+    "kl": ("`kl`", "`actor/kl_loss`"),
+    "entropy": ("`entropy`", "`actor/entropy`"),
+    "clip/fraction": ("`clip_ratio/region_mean`", "`actor/pg_clipfrac`"),
+    "clip/low": ("`clip_ratio/low_mean`", ""),
+    "clip/high": ("`clip_ratio/high_mean`", ""),
+    "mismatch/logprob_mean": ("`sampling/sampling_logp_difference/mean`", ""),
+    "mismatch/logprob_max": ("`sampling/sampling_logp_difference/max`", ""),
+    "grad_norm": ("`grad_norm`", "`actor/grad_norm`"),
+    "lr": ("`learning_rate`", "`actor/lr`"),
+    "staleness": ("`sample/staleness_mean`", "`training/off_policy/trajectory_staleness/mean`"),
+    "staleness/max": ("`sample/staleness_max`", "`training/off_policy/trajectory_staleness/max`"),
+    "time/step_seconds": ("`step_time`", "`timing_s/step`"),
+    "time/sample_seconds": ("", "`timing_s/gen`"),
+    "time/reward_seconds": ("", "`timing_s/reward`"),
+    "time/update_seconds": ("", "`timing_s/update_actor`"),
+    "mfu": ("`perf/mfu_wall_clock`", "`perf/mfu/actor`, of updates alone"),
+}
+"""Metric -> what TRL and verl call the same thing."""
+
+_HEAD = """\
+# Metrics
+
+<!-- made by `python -m shoal.report.metrics_document`; change `src/shoal/report/metrics.py` instead -->
+
+Each step is a line of `metrics.jsonl`, with `step` counted from 1, and the same figures under the same names go to
+TensorBoard (`report.tensorboard=true`) and Weights & Biases (`report.wandb.mode=online`, or `offline`). A name has one
+definition:
+
+* **mean**: the sum over all items of the step by their number, never a mean of means;
+* **sum**, **min**, **max**: over all items of the step;
+* **last**: the value when the step ended.
+
+What was not measured in a step is absent, not zero: `kl` without a reference, `mfu` on a device whose peak rate is not
+known, a reward that judged nothing. Metrics marked with a clock, ⏱, tell of the machine: an exact resumption repeats
+all others bit for bit.
+"""
+
+_EVALUATION_HEAD = """
+## Evaluations
+
+Each evaluation of a set of questions is a line of `evaluations.jsonl`: `step` is the version of the weights, `name` the
+set. Numbers are also sent on as `evaluate/<name>/<figure>`. verl calls `accuracy` `val-core/<name>/acc/mean@1`.
+"""
+
+
+def document() -> str:
+    """The whole page, as Markdown."""
+    metrics = [(f"`{name}`" + (" ⏱" if is_clock(name) else ""), row.unit, row.reduction.value, row.meaning,
+                *ELSEWHERE.get(name, ("", ""))) for name, row in METRICS.items()]
+    figures = [(f"`{name}`", unit, meaning) for name, (unit, meaning) in EVALUATION.items()]
+    return "\n".join([
+        _HEAD, *_table(("metric", "unit", "reduction", "meaning", "TRL", "verl"), metrics), _EVALUATION_HEAD,
+        *_table(("figure", "unit", "meaning"), figures)]) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
+
+
+if __name__ == "__main__":
+    print(document(), end="")

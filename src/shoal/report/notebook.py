@@ -1,0 +1,62 @@
+"""Progress in a notebook: one display that is brought up to date, in place of many lines."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+UPDATE_SECONDS = 0.25
+"""Least time between two updates; the last one is always shown."""
+
+
+def in_notebook() -> bool:
+    """Whether this process is an IPython kernel, the kind that shows HTML. IPython is not imported for the question."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookProgress:
+    """A bar with the newest step's figures beneath; where HTML is not shown, one line of text."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, show: Callable[..., Any] | None = None) -> None:
+        self._clock = clock
+        self._show = show or _ipython_display()
+        self._handle: Any = None
+        self._pending: dict[str, str] | None = None
+        self._last = 0.0
+
+    def update(self, step: int, steps: int, times: str, figures: Sequence[str]) -> None:
+        """`step` of `steps` is done."""
+        self._pending = bundle(step, steps, times, figures)
+        if self._handle is None or step >= steps or self._clock() - self._last >= UPDATE_SECONDS:
+            self.stop()
+
+    def stop(self) -> None:
+        """Shows what has not been shown yet; the display stays as it is then."""
+        if self._pending is None:
+            return
+        if self._handle is None:
+            self._handle = self._show(self._pending, raw=True, display_id=True)
+        else:
+            self._handle.update(self._pending, raw=True)
+        self._pending, self._last = None, self._clock()
+
+
+def bundle(step: int, steps: int, times: str, figures: Sequence[str]) -> dict[str, str]:
+    """A step as text and as HTML, all of it escaped."""
+    line = "  ".join([f"step {step}/{steps}", times, *figures])
+    parts = "".join(f"<span style='margin-right:1.2em'>{html.escape(part)}</span>" for part in (times, *figures))
+    return {"text/plain": line, "text/html": (
+        f"<div style='font-family:monospace'>step {step}/{steps} "
+        f"<progress value='{step}' max='{max(steps, 1)}' style='width:20em;vertical-align:middle'></progress>"
+        f"<div>{parts}</div></div>")}
+
+
+def _ipython_display() -> Callable[..., Any]:
+    from IPython.display import display  # pyright: ignore[reportMissingImports]  # only where a kernel runs
+
+    return display

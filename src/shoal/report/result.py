@@ -1,0 +1,243 @@
+"""What a run came to, from Python: the summary, metrics as a table, evaluations, groups, paths, a plot."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.report.figures import duration, figure_text, summary_rows
+from shoal.report.folder import find_run
+from shoal.report.groups import StoredGroup
+from shoal.report.lines import read_lines
+from shoal.report.reading import group_files, read_config, read_metrics, read_stored
+from shoal.types import ShoalError
+
+CURVES = (
+    ("reward", (("reward/mean", "reward"),)),
+    ("accuracy", ()),
+    ("entropy and KL, nats", (("entropy", "entropy"), ("kl", "KL"))),
+    ("length, tokens", (("completions/length_mean", "mean"), ("completions/length_max", "longest"))),
+)
+"""Title -> metric and its word. The panel without metrics shows the evaluations."""
+
+
+class Table:
+    """Rows with the same columns; None where a row has no value.
+
+    >>> result.metrics["reward/mean"]
+    [0.31, 0.4]
+    >>> result.metrics.rows[0]["step"]
+    1
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        self.columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+        """Name -> values, one a row: what pandas and polars make a data frame of."""
+        self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """A column; ShoalError with the nearest name where there is none."""
+        if name not in self.columns:
+            near = difflib.get_close_matches(str(name), self.columns, n=1, cutoff=0.0)
+            raise ShoalError(f"there is no column {name!r}" + (f"; did you mean {near[0]!r}?" if near else
+                                                               ": the table is empty"))
+        return self.columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame, a row a row; ShoalError where pandas is not installed."""
+        try:
+            import pandas  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ShoalError("pandas is not installed: `pip install pandas`, or use .columns, which any data frame "
+                             "takes") from error
+        return pandas.DataFrame(self.columns)
+
+    def __repr__(self) -> str:
+        return f"Table of {len(self)} rows: {', '.join(self.columns) or 'no columns'}"
+
+    def _repr_html_(self) -> str:
+        names = [name for name in _SHOWN if name in self.columns] or list(self.columns)[:8]
+        rows = [[_cell(name, row.get(name)) for name in names] for row in self.rows]
+        middle = [["..."] * len(names)] if len(rows) > 2 * _SHOWN_ROWS else []
+        shown = rows[:_SHOWN_ROWS] + middle + rows[-_SHOWN_ROWS:] if middle else rows
+        more = f"<p>{len(self)} rows, {len(self.columns)} columns: {html.escape(', '.join(self.columns))}</p>"
+        return html_table(names, shown) + more
+
+
+_SHOWN = ("step", "reward/mean", "groups/informative", "entropy", "kl", "completions/length_mean", "completions/cut",
+          "grad_norm", "time/step_seconds")
+_SHOWN_ROWS = 10
+
+
+def _cell(name: str, value: Any) -> str:
+    return "" if value is None else figure_text(name, value)
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table, every cell escaped."""
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class Result(Mapping[str, Any]):
+    """A run, read from its folder. As a mapping it is the summary.
+
+    >>> result = shoal.train(task=rows, reward=f)
+    >>> result["accuracy_after"], result.metrics["reward/mean"], result.evaluations[-1]["accuracy"]
+    """
+
+    def __init__(self, folder: Path, summary: Mapping[str, Any] | None = None) -> None:
+        self.folder = Path(folder)
+        self.config_path = self.folder / "config.yaml"
+        self.metrics_path = self.folder / "metrics.jsonl"
+        self.evaluations_path = self.folder / "evaluations.jsonl"
+        self.groups_path = self.folder / "groups"
+        self.checkpoints_path = self.folder / "checkpoints"
+        self.summary_path = self.folder / "summary.json"
+        self.summary: dict[str, Any] = dict(_read_summary(self.summary_path) if summary is None else summary)
+        """What stands in summary.json; empty while the run has not ended."""
+        stored = read_metrics(self.folder)
+        self.metrics = Table(list(stored.steps.values()))
+        """A row a step."""
+        self.evaluations: list[dict[str, Any]] = read_lines(self.evaluations_path)
+        """An entry for each evaluation and set of questions: `step`, `name`, figures."""
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps whose groups were written."""
+        return list(group_files(self.folder))
+
+    def groups(self, step: int) -> list[StoredGroup]:
+        """A training step's groups: `.group` with prompt, texts, rewards; `.advantages`. ShoalError without them."""
+        return read_stored(self.folder, step)
+
+    @property
+    def before(self) -> dict[str, dict[str, Any]]:
+        """Set of questions -> figures before the first step."""
+        return self._evaluated(first=True)
+
+    @property
+    def after(self) -> dict[str, dict[str, Any]]:
+        """Set of questions -> figures after the last step; of an unfinished run, of its newest evaluation."""
+        return self._evaluated(first=False)
+
+    def _evaluated(self, first: bool) -> dict[str, dict[str, Any]]:
+        if self.finished:
+            return self.summary["before" if first else "after"]
+        steps = {evaluation["step"] for evaluation in self.evaluations}
+        if not steps or (not first and len(steps) < 2):
+            return {}
+        wanted = min(steps) if first else max(steps)
+        return {row["name"]: {name: value for name, value in row.items() if name not in ("step", "name")}
+                for row in self.evaluations if row["step"] == wanted}
+
+    # ---- the summary
+
+    def __getitem__(self, key: str) -> Any:
+        if not self.finished:
+            raise ShoalError(f"{self.folder} has no summary: the run has not ended (.metrics and .evaluations hold "
+                             "what is done); go on with it: shoal.train(resume=FOLDER)")
+        return self.summary[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.summary)
+
+    def __len__(self) -> int:
+        return len(self.summary)
+
+    def __bool__(self) -> bool:
+        return True
+
+    # ---- for reading
+
+    def __repr__(self) -> str:
+        rows = [("", "before", "after", "change"), *summary_rows(self.before, self.after)]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        table = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
+                                                       zip(row[1:], widths[1:], strict=True))]).rstrip()
+                 for row in rows] if len(rows) > 1 else []
+        return "\n".join([self._headline(), *table])
+
+    def _repr_html_(self) -> str:
+        rows = summary_rows(self.before, self.after)
+        table = html_table(("", "before", "after", "change"), rows) if rows else ""
+        return f"<div><p>{html.escape(self._headline())}</p>{table}</div>"
+
+    def _headline(self) -> str:
+        steps = f"{len(self.metrics)} steps"
+        if not self.finished:
+            return f"Run in {self.folder}, not ended: {steps} done"
+        return f"Run in {self.folder}: {steps} in {duration(float(self.summary['seconds_total']))}"
+
+    def plot(self) -> Any:
+        """A matplotlib figure: reward, accuracy of the evaluations, entropy and KL, length. `.savefig(FILE)` keeps it.
+
+        ShoalError where matplotlib is not installed, or no step was made."""
+        try:
+            from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ShoalError("matplotlib is not installed: `pip install 'shoal[plot]'`, or plot .metrics.columns with "
+                             "what you have") from error
+        if not len(self.metrics) and not self.evaluations:
+            raise ShoalError(f"{self.folder} holds no step and no evaluation yet: there is nothing to plot")
+        figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained")
+        for axis, (title, curves) in zip(axes.flat, CURVES, strict=True):
+            self._draw(axis, title, curves)
+        pyplot.close(figure)  # returned, not held: a notebook would show it twice
+        return figure
+
+    def _draw(self, axis: Any, title: str, curves: Sequence[tuple[str, str]]) -> None:
+        drawn = [(word, self.metrics["step"], self.metrics[name]) for name, word in curves if name in self.metrics]
+        if not curves:
+            for name in dict.fromkeys(row["name"] for row in self.evaluations):
+                own = [row for row in self.evaluations if row["name"] == name and row.get("accuracy") is not None]
+                drawn.append((name, [row["step"] for row in own], [row["accuracy"] for row in own]))
+        for word, steps, values in drawn:
+            marker = "o" if len(steps) < _FEW_POINTS else ""
+            axis.plot(steps, [float("nan") if value is None else value for value in values], label=word, marker=marker,
+                      markersize=3)
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if len(drawn) > 1 or not curves:
+            axis.legend()
+
+
+_FEW_POINTS = 30
+
+
+def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
+    """A run folder, or `last` under a base directory, read back: finished, running or stopped. ShoalError else."""
+    path = find_run(str(folder), base_output_directory)
+    read_config(path)  # a folder of something else is met here
+    return Result(path)
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ShoalError(f"{path} is damaged ({error}): remove it, and the run is read without its summary") from error

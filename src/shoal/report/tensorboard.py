@@ -1,0 +1,62 @@
+"""Metrics as TensorBoard's event files, by the package `tensorboard` alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.report.lines import writing
+from shoal.report.sink import scalars
+from shoal.types import ShoalError
+
+_PREFIX = "events.out.tfevents."
+
+
+class TensorboardSink:
+    """One event file a start of the run; each row reaches the file before the next is taken.
+
+    After a resumption the file begins with TensorBoard's mark of a restart, by which it forgets what the killed run
+    wrote beyond the version that is gone on from."""
+
+    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
+        events, summaries, writer = load()
+        self._event, self._summary = events.Event, summaries.Summary
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / _next_name(folder)).open("xb")
+        self._records = writer(self._file)
+        with writing(folder):
+            self._add(file_version="brain.Event:2")
+            if resumed_at is not None:
+                start = events.SessionLog(status=events.SessionLog.START)
+                self._add(step=resumed_at + 1 if resumed_at else 0, session_log=start)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(metrics).items()]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+        self._records.flush()
+
+
+def load() -> tuple[Any, Any, Any]:
+    """Messages of events and of summaries, and the writer of records; ShoalError where the package is missing."""
+    try:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError as error:
+        raise ShoalError("report.tensorboard=true needs a package that is not installed: "
+                         "pip install 'shoal[tensorboard]'") from error
+    return event_pb2, summary_pb2, RecordWriter
+
+
+def _next_name(folder: Path) -> str:
+    """TensorBoard reads a run's files in the order of their names: the time, but always after those that are there."""
+    numbers = [int(path.name[len(_PREFIX) :][:10]) for path in folder.glob(f"{_PREFIX}[0-9]*")]
+    return f"{_PREFIX}{max([int(time.time()), *(number + 1 for number in numbers)]):010d}.shoal"

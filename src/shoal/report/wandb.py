@@ -1,0 +1,83 @@
+"""Metrics to Weights & Biases, by its own package: sent at once, or written for `wandb sync`."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.config.schema import WandbSection
+from shoal.report.lines import json_ready, write_atomically
+from shoal.report.sink import scalars
+from shoal.types import ShoalError
+
+SECONDS_TO_START = 60.0
+SECONDS_TO_FINISH = 30.0
+SECONDS_BETWEEN_FLUSHES = 1.0
+"""What a killed process may lose of the file that offline runs are written to."""
+
+
+class WandbSink:
+    """One run at Weights & Biases for a run folder, however often it is resumed: its id stands in `wandb/run_id`.
+
+    A step's metrics have the step as theirs. Evaluations have an axis of their own, `evaluate/step`, since a row that
+    is sent takes nothing more. Steps that the service already has from before a kill are not sent again."""
+
+    def __init__(self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str) -> None:
+        wandb, offline = load(section), section.mode == "offline"
+        id_path = folder / "wandb" / "run_id"
+        if not id_path.is_file():
+            write_atomically(id_path, [uuid.uuid4().hex[:12]])
+        # no terminal output, nothing of the terminal, of git or of the code is sent
+        settings = wandb.Settings(
+            mode="offline" if offline else "online", root_dir=str(folder), silent=True, console="off",
+            disable_git=True, disable_code=True, save_code=False, init_timeout=SECONDS_TO_START,
+            finish_timeout=SECONDS_TO_FINISH, x_transaction_log_flush_interval=SECONDS_BETWEEN_FLUSHES)
+        try:
+            self._run = wandb.init(
+                project=section.project, entity=section.entity or None, id=id_path.read_text(encoding="utf-8").strip(),
+                name=run_name or folder.name, config=json_ready(config), resume="allow", reinit="create_new",
+                settings=settings)
+            self._run.define_metric("evaluate/*", step_metric="evaluate/step")
+        except (wandb.Error, OSError) as error:
+            raise _refused(section, error) from error
+        self.url: str | None = None if offline else self._run.url
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = scalars(metrics)
+        if all(name.startswith("evaluate/") for name in values):
+            self._run.log({"evaluate/step": step, **values}, commit=False)
+        elif step >= self._run.step:
+            self._run.log(values, step=step, commit=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def load(section: WandbSection) -> Any:
+    """The package `wandb`. ShoalError where it is not installed, or where it would ask for a key to send with."""
+    if section.mode == "offline":  # without this its package reports to its makers over the network
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    try:
+        import wandb
+        from wandb.sdk.lib.wbauth import authenticate_session
+    except ImportError as error:
+        raise ShoalError(f"report.wandb.mode={section.mode} needs a package that is not installed: "
+                         "pip install 'shoal[wandb]'") from error
+    if section.mode == "online":
+        try:
+            login = authenticate_session(host=wandb.Settings().base_url, source="shoal", prompt=False)
+        except wandb.Error as error:
+            raise _refused(section, error) from error
+        if login is None:
+            raise ShoalError("report.wandb.mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or set "
+                             "report.wandb.mode=offline")
+    return wandb
+
+
+def _refused(section: WandbSection, error: Exception) -> ShoalError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ShoalError(f"report.wandb.mode={section.mode}: Weights & Biases did not start: {reason}; set "
+                      "report.wandb.mode=offline to write without sending, or off")

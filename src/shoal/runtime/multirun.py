@@ -1,0 +1,258 @@
+"""`shoal train --multirun`: a run for each combination of values, one after the other, each in a process of its own.
+
+    optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs
+    sampling.stop=[a,b] run_name='a,b'       no sweep: lists and quoted text stay whole
+
+    multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name: <base_output_directory>/<run_name>/0 1 2
+    .../multirun.json                        what was swept, and what came of it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shoal.config.arguments import read_word
+from shoal.config.compose import compose, difference_from_defaults
+from shoal.config.help import count, step_sizes
+from shoal.config.keys import dataclass_of
+from shoal.config.schema import Config
+from shoal.report.console import Console
+from shoal.report.lines import json_ready, write_atomically
+from shoal.types import ShoalError
+
+MULTIRUN_FOLDER = "multirun"
+"""Where sweeps go that name neither run_name nor base_output_directory."""
+
+SUMMARY = "multirun.json"
+INTERRUPTED = (130, -2)
+"""Exit codes of a process that Ctrl-C ended: its own, and the signal's."""
+
+_FIXED = ("run_name", "base_output_directory", "resume")
+
+
+@dataclass
+class SweptRun:
+    """One combination: its number, the values of the swept keys, the words of its command line, what came of it."""
+
+    number: int
+    values: dict[str, str]  # by dotted key
+    words: list[str]  # without its folder
+    folder: Path
+    exit_code: int | None = None  # None: not run
+    figures: dict[str, Any] = field(default_factory=dict)  # accuracy before and after, seconds
+
+    @property
+    def state(self) -> str:
+        if self.exit_code is None:
+            return "not run"
+        if self.exit_code in INTERRUPTED:
+            return "interrupted"
+        return "done" if self.exit_code == 0 else f"failed ({self.exit_code})"
+
+
+def multirun(command: str, words: Sequence[str], console: Console, only_shown: bool = False) -> dict[str, Any]:
+    """Runs every combination and returns what multirun.json holds; `only_shown` says what there would be to do.
+
+    All combinations are composed before the first one starts. One that fails does not stop the others, Ctrl-C does."""
+    config_type = dataclass_of(command)
+    combinations = list(combine(config_type, words))
+    configs = [compose(command, each)[0] for _, each in combinations]
+    if configs[0].resume:
+        raise ShoalError(f"resume={configs[0].resume}: a sweep goes on by the same run_name and base_output_directory")
+    root = root_of(configs[0])
+    runs = [SweptRun(number, values, each, root / str(number)) for number, (values, each) in enumerate(combinations)]
+    check_same_sweep(root, runs)
+    console.note(cost_text(configs))
+    if only_shown:
+        for run in runs:
+            console.note(f"{run.folder}: {' '.join(_pairs(run)) or 'nothing swept'}")
+        return _record(root, runs)
+    write_record(root, runs)
+    interrupted = False
+    for run in runs:
+        console.heading(f"run {run.number + 1} of {len(runs)}: {' '.join([*_pairs(run), str(run.folder)])}")
+        folder = [f"base_output_directory={root}", f"run_name={run.number}"]
+        run.exit_code, interrupted = run_process([command, *run.words, *folder])
+        run.figures = read_figures(run.folder)
+        write_record(root, runs)
+        if interrupted:
+            break
+        if run.exit_code:
+            console.warning(f"run {run.number} failed with exit code {run.exit_code}")
+    console.heading("runs")
+    console.table(*table(runs))
+    console.note(f"written to {root / SUMMARY}")
+    if interrupted:
+        raise KeyboardInterrupt(f"interrupted; the same command with base_output_directory={root.parent} "
+                                f"run_name={root.name} goes on")
+    return _record(root, runs)
+
+
+# ---- combinations
+
+
+def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Every combination of swept values, the last key fastest: (dotted key -> text, the whole command line).
+
+    >>> list(combine(Config, ["steps=3", "optimizer.lr=1e-4,1e-5"]))
+    [({'optimizer.lr': '0.0001'}, ['steps=3', 'optimizer.lr=0.0001']), ({'optimizer.lr': '1e-05'}, [...])]
+    """
+    choices: dict[str, list[str]] = {}  # the later of two words on one key stands
+    plain = []
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if not equals or name in ("--config-name", "--config_name", "-cn") or (
+                place == 0 and value.endswith((".yml", ".yaml")) and Path(word).is_file()):
+            plain.append(word)
+            continue
+        key, text = read_word(config_type, word)
+        texts = sweep_texts(f"{name}={text}", text)
+        choices.pop(key.name, None)
+        if isinstance(texts, str):
+            plain.append(f"{name}={texts}")
+            continue
+        if key.name in _FIXED:
+            raise ShoalError(f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; put "
+                             "quotes around a value that holds commas")
+        choices[key.name] = texts
+    for values in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        yield chosen, [*plain, *(f"{name}={text}" for name, text in chosen.items())]
+
+
+def sweep_texts(shown: str, text: str) -> list[str] | str:
+    """The texts of a sweep in Hydra's grammar (`a,b`, `choice(a,b)`, `range(1,4)`), or one text that is no sweep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+        if not override.is_sweep_override():
+            return str(override.value()) if text.lstrip().startswith(("'", '"')) else text
+        if override.is_discrete_sweep():
+            return [_item_text(item) for item in override.sweep_iterator()]
+    except HydraException as error:
+        if "," not in text and "*" not in text:  # what the grammar does not know is plain text: </answer>
+            return text
+        raise ShoalError(f"{shown} cannot be read as values of a sweep: write a,b or choice(a,b) or range(1,4), and "
+                         "put '...' around text that holds commas but is one value") from error
+    raise ShoalError(f"{shown}: an interval has no end of values; write a,b or range(from,to,step)")
+
+
+def _item_text(item: Any) -> str:
+    """A value of Hydra's parser as a user types it."""
+    from hydra.core.override_parser.types import QuotedString
+
+    if isinstance(item, QuotedString):
+        return item.text
+    if isinstance(item, list):
+        return "[" + ",".join('"' + _item_text(part).replace("\\", "\\\\").replace('"', '\\"') + '"'
+                              for part in item) + "]"
+    return "null" if item is None else str(item).lower() if isinstance(item, bool) else str(item)
+
+
+# ---- folders and records
+
+
+def root_of(config: Config, now: datetime | None = None) -> Path:
+    """The folder of a sweep."""
+    base = config.base_output_directory
+    if config.run_name:
+        return Path(base) / config.run_name
+    if "base_output_directory" not in difference_from_defaults(config):
+        base = MULTIRUN_FOLDER
+    return Path(base) / (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
+
+
+def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
+    """ShoalError where the folder holds another sweep: a number must stand for the same values when it goes on."""
+    if (root / "config.yaml").is_file():
+        raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
+    try:
+        stored = json.loads((root / SUMMARY).read_text(encoding="utf-8"))["runs"]
+        known = {entry["number"]: entry["values"] for entry in stored}
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShoalError(f"{root / SUMMARY} cannot be read: {error}; choose another run_name, or remove it") from error
+    for run in runs:
+        if known.get(run.number, run.values) != run.values:
+            raise ShoalError(f"{root} holds another sweep: its run {run.number} is {known[run.number]}, not "
+                             f"{run.values}; choose another run_name")
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """Accuracy before and after and seconds, from a finished run's summary; nothing where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return {name: summary.get(name) for name in ("accuracy_before", "accuracy_after", "seconds_total")}
+    return {}
+
+
+def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
+    return {
+        "folder": str(root),
+        "keys": list(runs[0].values),
+        "num_failed": sum(run.state.startswith("failed") for run in runs),
+        "runs": [{"number": run.number, "values": run.values, "folder": str(run.folder), "state": run.state,
+                  "exit_code": run.exit_code, **run.figures} for run in runs],
+    }
+
+
+def write_record(root: Path, runs: Sequence[SweptRun]) -> None:
+    write_atomically(root / SUMMARY, [json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)])
+
+
+# ---- running
+
+
+def run_process(words: Sequence[str]) -> tuple[int, bool]:
+    """Runs `shoal` with these words in a fresh process: its exit code, and whether the user interrupted.
+
+    Ctrl-C reaches the process by itself; it ends in its own way, and this one waits for it."""
+    process = subprocess.Popen([sys.executable, "-m", "shoal", *words])
+    interrupted = False
+    while True:
+        try:
+            code = process.wait()
+            return code, interrupted or code in INTERRUPTED
+        except KeyboardInterrupt:
+            interrupted = True
+
+
+def cost_text(configs: Sequence[Config]) -> str:
+    """`6 runs, one after the other: 480 steps, 122880 completions`."""
+    steps = sum(config.steps for config in configs)
+    completions = sum(config.steps * step_sizes(config)[0] for config in configs)
+    return (f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
+            f"{count(completions, 'completion')} to train on, and their evaluations")
+
+
+def table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the rows of the table at the end."""
+    keys = list(runs[0].values)
+    rows = [(str(run.number), *(run.values[key] for key in keys), run.state,
+             _percent(run.figures.get("accuracy_before")), _percent(run.figures.get("accuracy_after")),
+             _seconds(run.figures.get("seconds_total")), str(run.folder)) for run in runs]
+    return ("run", *keys, "state", "before", "after", "seconds", "folder"), rows
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.0f}"
+
+
+def _pairs(run: SweptRun) -> list[str]:
+    return [f"{name}={text}" for name, text in run.values.items()]

@@ -1,0 +1,152 @@
+"""Going on with a run: which folder, under which configuration, on what machine and data."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from shoal.config.arguments import Arguments
+from shoal.config.compose import Resolved, compose, get_value, recompose
+from shoal.config.keys import keys_of
+from shoal.config.schema import Config
+from shoal.report.console import Console
+from shoal.report.folder import find_run, is_run, named_folder
+from shoal.report.lines import json_line
+from shoal.task.reward import RewardFunction
+from shoal.task.task import Task
+from shoal.types import Address, ShoalError
+
+FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
+        "reward.timeout_seconds", "reward.memory_gib", "reward.workers")
+"""Keys (and sections) that may change from one part of a run to the next: none of them touches a number of a step,
+but `steps` where the learning rate falls to its last."""
+
+FIXED = ("model.path", "model.template", "seed", "task.name")
+"""Keys that no part of a run can change."""
+
+NUM_ROWS_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A job's configuration and, where it goes on with a run, that run's folder."""
+
+    config: Config
+    run: Path | None = None
+
+
+def settle(config: Config, resolved: Resolved | None, console: Console) -> Settled:
+    """`resume=` names a run, whose configuration is taken, the user's own keys over it; the name of a run that is
+    there already must come with its own configuration."""
+    if config.resume:
+        run = find_run(config.resume, config.base_output_directory)
+        arguments = resolved.arguments if resolved else Arguments("", {}, ())
+        config, _ = recompose(Config, run / "config.yaml", arguments)
+        stored = _stored(run)
+        for key in changed(stored, config):
+            if key in FIXED:
+                raise ShoalError(f"resume={run}: {key} was {get_value(stored, key)!r} and cannot become "
+                                 f"{get_value(config, key)!r}: start a new run, from these weights with model={run}")
+            console.warning(f"{key} changes from {get_value(stored, key)} to {get_value(config, key)}: from here on "
+                            "this is not the run that was started")
+        return Settled(_as_stored(config, stored), run)
+    if config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name)):
+        stored = _stored(run)
+        if keys := changed(stored, config):
+            shown = ", ".join(f"{key}={get_value(stored, key)}" for key in keys)
+            here = ", ".join(str(get_value(config, key)) for key in keys)
+            raise ShoalError(f"the run {run} was started with {shown}; now came {here}: choose another run_name, give "
+                             f"what it was, or change it on purpose with resume={run}")
+        return Settled(config, run)
+    return Settled(config)
+
+
+def _stored(run: Path) -> Config:
+    return compose("train", [str(run / "config.yaml")])[0]
+
+
+def _as_stored(config: Config, stored: Config) -> Config:
+    return replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory, resume="")
+
+
+def changed(stored: Config, config: Config) -> list[str]:
+    """Keys that differ, those of FREE apart."""
+    return [key for key in keys_of(Config) if get_value(stored, key) != get_value(config, key) and not _is_free(key)]
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
+
+
+# ---- what a checkpoint tells of machine and data
+
+
+def facts(task: Task, seed: int) -> dict[str, Any]:
+    """What decides a run's numbers beside its configuration, as JSON holds it."""
+    return {"machine": machine(), "data": data_digest(task, seed), "rewards": reward_digests(task.rewards)}
+
+
+def machine() -> dict[str, str]:
+    """Kind of device, number of devices and threads, versions: with these equal, numbers are equal bit for bit."""
+    import jax
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "tokenizers")
+    return {"platform": platform.machine(), "python": platform.python_version(), "device": jax.devices()[0].device_kind,
+            "devices": str(jax.device_count()), "threads": str(threads), "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+            **{name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def data_digest(task: Task, seed: int) -> str:
+    """The number of rows and a hash over some of them, chosen by address."""
+    count = len(task.train)
+    rows = sorted({int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
+                   for number in range(NUM_ROWS_LOOKED_AT)}) if count else []
+    hashed = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        example = task.train[row]
+        hashed.update(json_line([row, example.prompt, example.columns]).encode("utf-8", "backslashreplace"))
+    return f"{count} rows, {hashed.hexdigest()}"
+
+
+def reward_digests(functions: Sequence[RewardFunction]) -> dict[str, str]:
+    """By name, a hash of each function's source; empty where it has none."""
+    return {one.name: _source_digest(one.function) for one in functions}
+
+
+def _source_digest(function: Any) -> str:
+    try:
+        text = inspect.getsource(inspect.getmodule(function) or function)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+
+
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
+    """Says what is not as it was when the checkpoint was saved; ShoalError where the data is not."""
+    if saved["data"] != now["data"]:
+        raise ShoalError(f"the training data is not what this run was started with (it had {saved['data']}, now "
+                         f"{now['data']}): bring the old data back, or start a new run from its weights")
+    for name, value in now["machine"].items():
+        if (before := saved["machine"].get(name, "unknown")) != value:
+            console.warning(f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "
+                            "saved: numbers may differ in their last bits")
+    for name, digest in now["rewards"].items():
+        if digest != saved["rewards"].get(name):
+            console.warning(f"the source of reward function {name} is not what it was when the checkpoint was saved")
+
+

@@ -1,0 +1,186 @@
+"""A task made of one's own rows, given from Python: dicts, columns, a table of pandas, polars, arrow or datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from shoal.config.schema import RewardSection, TaskSection
+from shoal.task.task import ROWS, Task, with_rewards
+from shoal.types import Example, Prompt, ShoalError
+
+HELD_OUT_SHARE = 10
+"""Without rows to evaluate on, one in this many is held out at most."""
+
+TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What reward functions are called with beside the columns: no column may have such a name."""
+_NOT_GIVEN = ("completion",)  # by the convention, columns that reward functions do not see
+
+_MESSAGE = ("role", "content")
+
+Correct = Callable[[str, Example], bool]
+
+
+def is_data(task: Any) -> bool:
+    """Whether `task=` holds data, not a name or settings: a dict of settings has plain values, one of columns lists."""
+    if isinstance(task, Mapping):
+        return any(value is not None and not isinstance(value, str | bool | int | float) for value in task.values())
+    return task is not None and not isinstance(task, str | bytes)
+
+
+def own_task(data: Any, held_out: Any, correct: Correct | None, task: TaskSection, reward: RewardSection,
+             functions: Sequence[Callable[..., Any]]) -> Task:
+    """The task of a run from Python: rows, or a `Task` as it is, judged by the reward functions that were given."""
+    if isinstance(data, Task):
+        if held_out is not None or correct is not None:
+            raise ShoalError(f"{'held_out' if held_out is not None else 'correct'} goes with rows; a shoal.Task has "
+                             "its own `evaluations` and `correct`: set them there")
+        own = data
+    else:
+        _check_settings(task)
+        own = rows_task(data, held_out, correct, task.num_questions)
+        if not (functions or reward.functions):
+            raise ShoalError("reward is not given: own data needs a function that judges it, "
+                             "reward=f with f(completions, **columns) -> list of numbers")
+    return with_rewards(own, task, reward, functions)
+
+
+def _check_settings(task: TaskSection) -> None:
+    default = TaskSection()
+    for key, value in vars(task).items():
+        if key not in ("name", "num_questions") and value != getattr(default, key):
+            raise ShoalError(f"task.{key}={value!r} has no effect on data given from Python: leave it out")
+
+
+def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500) -> Task:
+    """A task of rows with `prompt` (text or messages); all other columns go to the reward functions.
+
+    Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth.
+    """
+    if correct is not None and not callable(correct):
+        raise ShoalError(f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool")
+    train, notes = _examples(_rows(data, "task"), "task"), []
+    if held_out is not None:
+        kept = _examples(_rows(held_out, "held_out"), "held_out")
+    else:
+        if len(train) < 2:
+            raise ShoalError("task has one row: expected two or more, or rows to evaluate on, held_out=...")
+        count = max(1, min(num_questions or len(train), len(train) // HELD_OUT_SHARE))
+        train, kept = train[:-count], train[-count:]
+        notes.append(f"rows: the last {count} of {count + len(train)} are held out for evaluation "
+                     "(held_out= gives others)")
+    _check_alike(kept[0], train[0], "held_out row", "task row")
+    notes += [f"rows: the column {name!r} is not given to reward functions: it is no input of theirs by convention"
+              for name in _NOT_GIVEN if name in train[0].columns]
+    return Task(ROWS, train, {"held_out": kept}, rewards=(), correct=_guarded(correct), notes=tuple(notes))
+
+
+def _guarded(correct: Correct | None) -> Correct | None:
+    """The function, with an error that names the example."""
+    if correct is None:
+        return None
+
+    def judge(text: str, example: Example) -> bool:
+        try:
+            return bool(correct(text, example))
+        except Exception as error:
+            raise ShoalError(f"correct raised {type(error).__name__}: {error} for example row {example.row}, "
+                             f"completion {text[:80]!r}: it must judge any text") from error
+
+    return judge
+
+
+# ---- reading
+
+
+def _rows(data: Any, name: str) -> list[Any]:
+    """Whatever holds rows, as a list of them."""
+    if isinstance(data, Mapping):
+        return _of_columns(data, name)
+    if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
+        return data.to_dict("records") if hasattr(data, "columns") else data.tolist()
+    for method in ("to_dicts", "to_pylist"):  # polars, arrow
+        if callable(getattr(data, method, None)):
+            return getattr(data, method)()
+    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise ShoalError(f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a table of "
+                         "pandas, polars, arrow or datasets, or a shoal.Task")
+    return list(data)
+
+
+def _of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
+    if "prompt" not in columns:
+        raise ShoalError(f"{name} has no column `prompt`: {_there(columns)}")
+    for column, values in columns.items():
+        if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+            raise ShoalError(f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a value a "
+                             "row")
+    lengths = {column: len(values) for column, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{column} {length}" for column, length in lengths.items())
+        raise ShoalError(f"{name}: its columns must be of one length, they have {shown} values")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _there(row: Mapping[Any, Any]) -> str:
+    return f"its columns are {', '.join(map(str, row))}" if row else "it has no columns at all"
+
+
+def _examples(rows: Sequence[Any], name: str) -> list[Example]:
+    if not len(rows):
+        raise ShoalError(f"{name} is empty: expected rows with `prompt`")
+    examples = [_example(row, number, f"{name} row {number}") for number, row in enumerate(rows)]
+    for example in examples[1:]:
+        _check_alike(example, examples[0], f"{name} row", f"{name} row")
+    return examples
+
+
+def _check_alike(example: Example, first: Example, name: str, first_name: str) -> None:
+    """ShoalError unless both prompts are of one kind and both rows have the same columns."""
+    place, first_place = f"{name} {example.row}", f"{first_name} {first.row}"
+    if isinstance(example.prompt, str) != isinstance(first.prompt, str):
+        raise ShoalError(f"{place}: `prompt` is {_kind(example.prompt)}, that of {first_place} is "
+                         f"{_kind(first.prompt)}: make all prompts of one kind")
+    if other := sorted(example.columns.keys() ^ first.columns.keys()):
+        has, lacks = (place, first_place) if other[0] in example.columns else (first_place, place)
+        raise ShoalError(f"{lacks} has no column {other[0]!r}, {has} has: give every row the same columns, None where "
+                         "there is no value")
+
+
+def _kind(prompt: Prompt) -> str:
+    return "text" if isinstance(prompt, str) else "messages"
+
+
+def _example(row: Any, number: int, place: str) -> Example:
+    if not isinstance(row, Mapping):
+        raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
+    if "prompt" not in row:
+        raise ShoalError(f"{place} has no `prompt`: {_there(row)}")
+    columns = {column: value for column, value in row.items() if column != "prompt"}
+    for column in columns:
+        if not isinstance(column, str):
+            raise ShoalError(f"{place}: the column {column!r} is a {type(column).__name__}; expected a name, text")
+        if column in TAKEN:
+            raise ShoalError(f"{place}: a column cannot be called {column!r}: reward functions get that from the run; "
+                             "rename it")
+    return Example(number, _prompt(row["prompt"], place), columns)
+
+
+def _prompt(prompt: Any, place: str) -> Prompt:
+    """Text, or messages as a list of plain dicts, checked."""
+    if isinstance(prompt, str):
+        if prompt:
+            return prompt
+        raise ShoalError(f"{place}: `prompt` is empty: expected text, or messages")
+    if hasattr(prompt, "tolist"):  # tables hold lists as arrays
+        prompt = prompt.tolist()
+    if not isinstance(prompt, list | tuple):
+        raise ShoalError(f"{place}: `prompt` is a {type(prompt).__name__}: expected text, or messages, a list of dicts "
+                         "with role and content")
+    if not prompt:
+        raise ShoalError(f"{place}: `prompt` is an empty list: expected messages, or text")
+    for at, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _MESSAGE):
+            raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role "
+                             "and content, both text")
+    return [dict(message) for message in prompt]

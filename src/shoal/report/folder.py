@@ -5,6 +5,7 @@
     evaluations.jsonl                        a line an evaluation
     groups/step_000012.jsonl                 a line a group (or .parquet, a row a completion)
     checkpoints/                             written by the trainer
+    pass_rates.jsonl                         a line a prompt: how often its completions passed
     first_answers.json                       the wrong answers of the first evaluation
     summary.json                             written at the end
     .lock                                    held while a process works here
@@ -16,7 +17,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,10 @@ class RunFolder:
         for other in {".jsonl", ".parquet"} - {path.suffix}:  # a step begun in the other format before a change
             path.with_suffix(other).unlink(missing_ok=True)
         return path
+
+    def write_pass_rates(self, record: Iterable[Mapping[str, Any]]) -> None:
+        """pass_rates.jsonl, a line a prompt; whole or not at all."""
+        write_atomically(self.path / "pass_rates.jsonl", map(json_line, record))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """summary.json, whole or not at all."""

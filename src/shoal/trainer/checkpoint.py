@@ -9,7 +9,9 @@ A checkpoint appears whole (Orbax renames it into place) and is checked bit for 
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -70,6 +72,7 @@ class Checkpoints:
         saves = {name: self._args.StandardSave(tree) for name, tree in items.items()}
         whole = {**extra, "checksums": sums, "published": sorted(published or {})}
         with _saving(self.folder / str(version)):
+            _check_room(self.folder, items)
             if version in self._manager.all_steps():
                 self._manager.delete(version)
             self._manager.save(version, args=self._args.Composite(**saves, extra=self._args.JsonSave(whole)))
@@ -89,6 +92,14 @@ class Checkpoints:
 
 def _tree(state: TrainState) -> dict[str, Any]:
     return {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
+
+
+def _check_room(folder: Path, tree: Any) -> None:
+    """OSError where the disk has less room than the arrays take: met before anything is written."""
+    needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)), shutil.disk_usage(folder).free
+    if jax.process_count() == 1 and free < needed:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 2**20:.1f} MiB are needed, "
+                                    f"{free / 2**20:.1f} MiB are free")
 
 
 class _saving:

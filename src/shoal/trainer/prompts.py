@@ -60,6 +60,12 @@ class PassRates:
             times[row] = 0 if rate > self.bound else 1 + (uniforms[row] < 1 - rate)
         return times
 
+    def record(self) -> list[dict[str, Any]]:
+        """One entry a prompt that was drawn, in order of its row."""
+        return [{"row": row, "drawn": drawn, "passed": passed, "rate": passed / drawn if drawn else None,
+                 "retired": self.settled.get(row, 0.0) > self.bound}
+                for row, (drawn, passed) in sorted(self.counts.items())]
+
     def state(self) -> dict[str, Any]:
         return {"counts": [[row, *count] for row, count in self.counts.items()],
                 "settled": [[row, rate] for row, rate in self.settled.items()]}

@@ -54,7 +54,8 @@ class Recorder:
             self.console.heading(f"training, {self.steps} steps" + (f", from step {first + 1} on" if first else ""))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON."""
+        """What a checkpoint must hold, as JSON; the pass rates of its moment are filed beside it."""
+        self.folder.write_pass_rates(self.prompts.rates.record())
         failures = [[*key, count] for key, count in self.failures.items()]
         return {"dropped": self._dropped, "failures": failures, "seconds": dict(self.seconds),
                 "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}

@@ -84,6 +84,12 @@ def test_the_example_command_lines_compose(line: str):
     import shlex
 
     from shoal.config.compose import compose
+    from shoal.config.keys import COMMANDS
+    from shoal.runtime.multirun import combine
 
     _, command, *words = shlex.split(line, comments=True)
-    compose(command, words)
+    own = [word for word in words if word not in ("--dry-run", "--multirun")]
+    combinations = list(combine(COMMANDS[command], own)) if "--multirun" in words else [({}, own)]
+    assert len(combinations) == (2 if "--multirun" in words else 1)
+    for _, each in combinations:
+        compose(command, each)

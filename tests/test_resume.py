@@ -99,10 +99,9 @@ def cut(workshop: Workshop, name: str, monkeypatch, place, method: str, call: in
 
 
 @pytest.mark.parametrize(("place", "method", "call"), [
-    (Updater, "update", 1), (Updater, "update+", 4), (Recorder, "step", 3), (Recorder, "step+", 5),
-    (Checkpoints, "save", 2), (Checkpoints, "save+", 2), (Checkpoints, "_prune", 3), (JsonlSink, "write+", 7),
-    (RunFolder, "write_groups", 6), (RunFolder, "write_config", 1), (RunFolder, "write_config+", 1),
-    (Run, "begin", 1), (Recorder, "evaluation", 3), (Recorder, "finish", 1), (RunFolder, "write_summary", 1),
+    (Updater, "update+", 4), (Recorder, "step", 3), (Checkpoints, "save", 2), (Checkpoints, "save+", 2),
+    (Checkpoints, "_prune", 3), (JsonlSink, "write+", 7), (RunFolder, "write_groups", 6),
+    (RunFolder, "write_config", 1), (Run, "begin", 1), (Recorder, "evaluation", 3), (RunFolder, "write_summary", 1),
 ])
 def test_cut_anywhere_it_ends_as_the_unbroken_run(workshop, whole, monkeypatch, place, method, call):
     name = f"cut_{place.__name__}_{method}_{call}"
@@ -146,7 +145,7 @@ def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
 
     label = f"{schedule.lag}_{schedule.publish_every}"
     unbroken = play(f"ahead_{label}", None)
-    for stop in (1, 3, 4, 5):
+    for stop in (1, 5):
         run = play(f"ahead_{label}_{stop}", stop)
         waiting = [step for step, _ in saved(run, stop)["pending"]]
         assert waiting == [step for step in range(stop, 6) if schedule.version(step) < stop]

@@ -47,7 +47,7 @@ def test_the_same_run_twice_is_identical(workshop, first, capsys):
     assert result["identical"] is True and result["parted"] is None and result["likely_keys"] == []
     assert result["steps_compared"] == result["group_steps_compared"] == "1-2"
     assert list(result["config"]) == ["run_name"]
-    assert "identical over steps 1-2, clocks apart" in capsys.readouterr().out
+    assert "identical over steps 1-2 and 2 evaluations, clocks apart" in capsys.readouterr().out
 
 
 def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, capsys):
@@ -95,6 +95,41 @@ def test_another_temperature_draws_other_tokens(first, tmp_path, capsys):
     assert (place["group"], place["completion"], place["token"]) == (0, 2, 5)
     assert place["values"][1] == place["values"][0] + 1 and result["likely_keys"] == ["sampling.temperature"]
     assert "group 0, completion 2, token 5: token is" in capsys.readouterr().out
+
+
+def test_a_limit_that_is_first_felt_later_is_no_difference_of_weights(first, tmp_path):
+    def untouched(groups: list[dict]) -> None:
+        assert groups
+
+    copy = edited(first, tmp_path, ("max_completion_tokens: 12", "max_completion_tokens: 11"), untouched)
+    file = copy / "groups" / "step_000002.jsonl"
+    groups = read_lines(file)
+    longest = max(groups[0]["completions"], key=lambda completion: len(completion["token_ids"]))
+    for name in ("token_ids", "logprobs", "trainer_logprobs"):
+        longest[name] = longest[name][:-1] if name in longest else longest.get(name)
+    file.write_text("".join(json.dumps({**group, "completions": [
+        {key: value for key, value in one.items() if value is not None} for one in group["completions"]]}) + "\n"
+        for group in groups))
+    result = compared(first, copy)
+    assert result["parted"] == {"step": 2, "stage": "sampling", "says": "sampling parts first, at step 2"}
+    assert result["likely_keys"] == ["sampling.max_completion_tokens"]
+
+
+def test_evaluations_are_compared_too(first, tmp_path, capsys):
+    copy = shutil.copytree(first, tmp_path / "copy")
+    lines = read_lines(copy / "evaluations.jsonl")
+    name, value = next((name, value) for name, value in lines[-1].items() if isinstance(value, float))
+    lines[-1][name] = value + 1
+    (copy / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = compared(first, copy)
+    assert result["identical"] is False and result["parted"]["stage"] == "evaluation"
+    assert result["first_evaluation"]["version"] == 2 == result["parted"]["step"]
+    assert result["first_evaluation"]["figures"] == {name: [value, value + 1]}
+    assert "the steps are the same, the evaluation of version 2" in capsys.readouterr().out
+    (copy / "evaluations.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    result = compared(first, copy)
+    assert result["identical"] is True and result["evaluations_compared"] == 1
+    assert "the 1 that both have are compared" in capsys.readouterr().out
 
 
 def test_runs_that_are_cut_or_have_no_groups(first, tmp_path, capsys):
@@ -185,6 +220,15 @@ def test_which_stage_parted_first():
     assert parting(None, None, None, [1]) is None
     weights = parting(token, 2, None, [1, 2, 3])
     assert weights is not None and weights.stages == ("update", "sampling") and "version 2" in weights.sentence
+    unseen = parting(token, 2, None, [1, 3])
+    assert unseen is not None and unseen.stages == ("update", "sampling") and "not all compared" in unseen.sentence
+    warmer = parting(token, 2, None, [1, 2, 3], ["sampling.temperature"])
+    assert warmer is not None and warmer.stages == ("sampling", "update") and "same in all else" not in warmer.sentence
+    rate = parting(token, 2, None, [1, 2, 3], ["optimizer.lr", "run_name"])
+    assert rate is not None and rate.sentence == weights.sentence
+    for what in ("length", "stop reason", "number of completions"):
+        ends = parting(Place(3, "sampling", what, 0, 0, 0), 2, None, [1, 2, 3])
+        assert ends is not None and ends.stages == ("sampling",) and ends.sentence == "sampling parts first, at step 3"
     first_weights = parting(token, 0, None, [1])
     assert first_weights is not None and first_weights.stages == ("sampling",)
     update = parting(None, None, (2, {"grad_norm": (1, 2)}), [1, 2])

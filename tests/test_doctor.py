@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from shoal.task.probe import KINDS, answers, findings_of, gold_of, others, probe
 from shoal.task.reward import name_functions
 from shoal.task.task import load_task
 from shoal.trainer.prompts import Prepared
-from shoal.types import Example
+from shoal.types import Example, ShoalError
 from tiny_models import save_tensors
 from tiny_runs import Workshop, quick_compilation
 
@@ -48,6 +49,8 @@ def picky(completions, answer, **kw):
     if not all(map(text_of, completions)): raise ValueError("nothing to read")
     return last(completions, answer)
 def sleeps(completions, **kw): time.sleep(60)
+def too_few(completions, **kw): return [1.0] * 4
+def wishes(completions, answr): return [1.0] * len(completions)
 def letters(completions, **kw): return [sum(map(ord, text_of(c))) % 3 for c in completions]
 '''
 
@@ -402,11 +405,43 @@ def test_the_brief_says_what_a_step_is_and_what_the_reward_says(workshop):
     assert step_line(several) == "this step = 32 x 8 completions, 8 updates"
 
 
-def test_the_brief_warns_and_lets_the_run_go_on(workshop):
-    config, _ = compose("train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:raises"])
+def in_brief(workshop, name: str, *changes: str) -> list[str]:
+    """The brief's warnings of a reward."""
+    config, _ = compose("train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:{name}", *changes])
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
-    judge = Judge(task.rewards, config.reward)
     first = Prepared(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
-    found = brief(config, task, tokenizer, first, judge)
-    judge.close()
-    assert found[-1].level == "warning" and "no such thing" in found[-1].text
+    with Judge(task.rewards, config.reward) as judge:
+        return [f.text for f in brief(config, task, tokenizer, first, judge) if f.level == "warning"]
+
+
+@pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
+@pytest.mark.parametrize(("name", "told"), [("too_few", "returned 4 values for 25 completions"),
+                                            ("wishes", "wants 'answr', which is no column")])
+def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(workshop, name, told, on_error):
+    with pytest.raises(ShoalError, match=told):
+        in_brief(workshop, name, f"reward.on_error={on_error}")
+
+
+def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(workshop):
+    told = r"'raises' raised KeyError: 'no such thing' for .*right answer \(.*failed at every known answer.*mend it"
+    with pytest.raises(ShoalError, match=told):
+        in_brief(workshop, "raises")
+    for policy in ("zero", "skip"):
+        assert "no such thing" in in_brief(workshop, "raises", f"reward.on_error={policy}")[0]
+
+
+@pytest.mark.parametrize("on_error", ["error", "skip"])
+def test_a_reward_that_fails_at_an_odd_answer_is_a_warning(workshop, on_error):
+    told = in_brief(workshop, "picky", f"reward.on_error={on_error}")[0]
+    assert "nothing to read" in told and "empty answer (prompt" in told
+    assert not any(words in told for words in (", completion 2", "step 0", "reward.on_error", "no more answers"))
+
+
+def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
+    limits = ["reward.workers=1", "reward.timeout_seconds=0.5"]
+    started = time.monotonic()
+    [told] = in_brief(workshop, "sleeps", "reward.on_error=skip", *limits)
+    assert time.monotonic() - started < 8  # two limits; each of 25 answers alone takes 12.5
+    assert "took longer than reward.timeout_seconds=0.5" in told and "no more answers were tried" in told
+    with pytest.raises(ShoalError, match=r"took longer than reward.timeout_seconds=0.5.*every known answer"):
+        in_brief(workshop, "sleeps", *limits)

@@ -251,7 +251,7 @@ def test_a_torn_last_line_of_metrics_is_left_out_and_told(tmp_path):
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
     assert list(read_metrics(tmp_path).steps) == [1, 2] and not read_metrics(tmp_path).torn
     path.write_text('{"step": 1, "lo\n{"step": 2, "loss": 0.4}\n')
-    with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1 is damaged"):
+    with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1: this is no JSON"):
         read_metrics(tmp_path)
 
 

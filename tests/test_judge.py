@@ -25,7 +25,12 @@ import numpy as np
 import pytest
 
 from shoal.config.schema import RewardSection, TaskSection
+from shoal.runtime import export_rollouts
+from shoal.task import judge as judge_module
+from shoal.task import pool as pool_module
+from shoal.task.answer import ground_truth
 from shoal.task.judge import Judge
+from shoal.task.probe import gold_of
 from shoal.task.reward import RewardFunction, Scores, name_functions, score
 from shoal.task.task import load_task
 from shoal.types import Example, ShoalError
@@ -482,6 +487,156 @@ def test_what_verls_functions_want_and_may_return(workers: int) -> None:
 
     with pytest.raises(ShoalError, match=r"returned {'value': 1\.0}: expected a number, or a dict with `score`"):
         judged(without, examples=VERL, **one)
+
+
+@pytest.mark.parametrize("columns", [
+    {"reward_model": {"ground_truth": "1"}, "ground_truth": "2", "answer": "3"},
+    {"answer": "3", "ground_truth": "1", "solution": "4"},
+    {"solution": "so it is 1", "answer": "1"},
+    {"answer": "", "solution": "1", "label": "2"},
+    {"label": "2", "target": "1"},
+])
+def test_what_is_right_is_one_thing_for_rewards_the_doctor_and_exports(columns: dict[str, Any]) -> None:
+    def right(solution_str: str, ground_truth: str) -> float:
+        return float(solution_str == ground_truth)
+
+    example = Example(0, "p", columns)
+    scores = judged(right, examples=[example], texts=[["1", "2"]], ids=[[[1], [1]]], workers=0)
+    np.testing.assert_array_equal(scores.rewards, [[1, 0]])
+    assert gold_of(example) == ground_truth(columns) == "1"
+    assert export_rollouts.ground_truth is ground_truth
+
+
+# ---- waits that end
+
+
+def lone(text: str) -> tuple[Any, ...]:
+    return EXAMPLES[1:], [[text]], [[[1]]], 3
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(judge_module, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(judge_module, "_TOLD_SECONDS", 0.3)
+    with Judge(name_functions([at_bad(hang)]), section(timeout_seconds=1.0)) as judge:
+        os.kill(judge._pid, signal.SIGSTOP)
+        yield judge
+    assert gone(judge._pid)
+
+
+def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_told(stopped: Judge,
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    stopped.submit(0, *lone("5"))
+    with pytest.raises(ShoalError, match=r"waited \d+ s for rewards \(completions with checker: 1\), but .* stuck"):
+        stopped.collect(wait=True)
+    assert "waiting for rewards: 0 s, completions with checker: 1; reward.timeout_seconds=1 " in capsys.readouterr().err
+    with pytest.raises(ShoalError, match="the reward workers have ended, so nothing more can be judged"):
+        stopped.submit(1, *lone("5"))
+
+
+def test_a_pool_that_takes_nothing_is_an_error(stopped: Judge) -> None:
+    with pytest.raises(ShoalError, match="is stopped or stuck"):
+        stopped.submit(0, *lone("5" * 10_000_000))
+
+
+def test_a_long_call_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(judge_module, "_SILENT_SECONDS", 1.5)
+    scores = judged(lambda completions, **kwargs: [float(time.sleep(2.5) is None)] * len(completions))
+    assert (scores.rewards == 1).all()
+
+
+def test_a_pool_that_takes_longer_than_it_can_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_module, "_GENEROUS", 0.0)
+    with Judge(name_functions([at_bad(hang)]), section()) as judge:
+        judge.submit(0, *lone("bad"))
+        with pytest.raises(ShoalError, match="is stopped or stuck"):
+            judge.collect(wait=True)
+    whole = section(timeout_seconds=7.0)
+    assert 7.0 < pool_module.most_seconds(whole) < 7.0 + 60
+
+
+def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(pid: int, options: int) -> tuple[int, int]:
+        if not options & os.WNOHANG:
+            time.sleep(20)  # as long as a device does not answer
+        return 0, 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "waitpid", never)
+        judge = Judge(name_functions([at_bad(hang)]), section(timeout_seconds=0.5, workers=1, on_error="skip"))
+    with judge:
+        started = time.monotonic()
+        judge.submit(0, *lone("bad"))
+        judge.submit(1, *lone("77"))
+        found: dict[Any, Scores] = {}
+        while len(found) < 2:
+            found |= judge.collect(wait=True)
+        assert time.monotonic() - started < 12
+    assert [failure.kind for failure in found[0].failures] == ["timed out"]
+    np.testing.assert_array_equal(found[1].rewards, [[2.0]])
+
+
+def test_a_call_that_never_begins_behind_another_is_made_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def checker(completions: Any, **kwargs: Any) -> list[float]:
+        if "bad" in texts_of(completions):
+            time.sleep(0.5)  # meanwhile the other call is asked for
+            asyncio.get_running_loop().call_soon(time.sleep, 1000)
+        return [3.0] * len(completions)
+
+    monkeypatch.setattr(pool_module, "_START_SECONDS", 1.0)
+    with Judge(name_functions([checker]), section(timeout_seconds=1.0)) as judge:
+        judge.submit(0, *lone("bad"))
+        time.sleep(0.2)
+        judge.submit(1, *lone("5"))
+        found: dict[Any, Scores] = {}
+        deadline = time.monotonic() + 20
+        while len(found) < 2 and time.monotonic() < deadline:
+            found |= judge.collect()
+            time.sleep(0.02)
+    assert sorted(found) == [0, 1]
+    assert all((scores.rewards == 3).all() for scores in found.values())
+
+
+def test_a_judge_closes_at_once_though_a_younger_one_holds_its_link() -> None:
+    functions = name_functions([at_bad(hang)])
+    with Judge(functions, section()) as old, Judge(functions, section()) as young:
+        started = time.monotonic()
+        old.close()
+        assert time.monotonic() - started < 6
+        young.submit(0, *lone("5"))
+        [(_, scores)] = young.collect(wait=True)
+        np.testing.assert_array_equal(scores.rewards, [[1.0]])
+
+
+def test_a_judge_that_is_closed_judges_nothing_by_halves() -> None:
+    functions = (RewardFunction("own", lambda completions, **kwargs: [1.0] * len(completions), own=True),
+                 *name_functions([at_bad(hang)]))
+    judge = Judge(functions, section())
+    judge.close()
+    with pytest.raises(ShoalError, match="the reward workers have ended"):
+        judge.submit(0, *lone("5"))
+    assert judge.collect() == []
+
+
+@pytest.mark.parametrize("singly", [False, True])
+def test_a_trial_ends_with_the_first_completion_that_takes_too_long(singly: bool) -> None:
+    def whole(completions: Any, **kwargs: Any) -> list[float]:
+        if any(text != "5" for text in texts_of(completions)):
+            time.sleep(1000)
+        return [1.0] * len(completions)
+
+    def one(solution_str: str, ground_truth: str) -> float:
+        return whole([[{"content": solution_str}]])[0]
+
+    with Judge(name_functions([one if singly else whole]), section(timeout_seconds=0.5, workers=1)) as judge:
+        started = time.monotonic()
+        judge.submit(0, EXAMPLES[:1], [["5"] + ["6"] * 20], [[[1]] * 21], 0, on_error="skip", trial=True)
+        [(_, scores)] = judge.collect(wait=True)
+        assert time.monotonic() - started < 7  # each alone takes 10
+    assert [failure.completion for failure in scores.failures] == [1]
+    np.testing.assert_array_equal(scores.valid, [[True] + [False] * 20])
 
 
 # ---- processes

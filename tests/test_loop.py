@@ -92,8 +92,10 @@ class Diary:
         assert outcome == "outcome" and seconds >= 0
         return {"reward/mean": float(step)}
 
-    def finish(self):
-        return {"evaluated": self.evaluated}
+    def finish(self, last=None):
+        return {"evaluated": self.evaluated, "last": last}
+
+    def after_save(self) -> None: ...
 
     def save(self, version, state, extra, published, scores) -> None:
         assert state.trainable == ("weights", version) and scores == {}

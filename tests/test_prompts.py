@@ -123,7 +123,7 @@ def test_all_retired_is_an_error_that_says_so():
         s.next(1)
     s = stream(bound=0.5)
     s.rates.add([judged(p.example, [p.example.row > 1]) for p in s.next(12)])
-    with pytest.raises(ShoalError, match=r"10 are retired \(train.retire_above\)"):
+    with pytest.raises(ShoalError, match=r"10 prompts are retired \(train.retire_above=0.5\), fewer than 4 are left"):
         s.next(4)
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from shoal.config.schema import MeshSection, ReplayConfig
 from shoal.report.console import Console
-from shoal.report.groups import groups_name
+from shoal.report.groups import group_records, groups_name
+from shoal.report.groups_table import to_parquet
 from shoal.report.reading import read_config, read_groups
 from shoal.runtime.replay import check_prompt, first_difference, replay
-from shoal.types import ShoalError
+from shoal.types import Group, ShoalError
 from tiny_runs import Workshop, checkpoints, quick_compilation
 
 
@@ -39,10 +40,12 @@ def run(workshop) -> Path:
 
 
 def copy_of(run: Path, folder: Path, config: tuple[str, str] = ("", "")) -> Path:
+    """With another setting in all its parts."""
     target = shutil.copytree(run, folder / "copy")
-    text = (target / "config.yaml").read_text()
-    assert config[0] in text
-    (target / "config.yaml").write_text(text.replace(*config))
+    for file in target.glob("config*.yaml"):
+        text = file.read_text()
+        assert config[0] in text or file.stem == "config_difference"
+        file.write_text(text.replace(*config))
     return target
 
 
@@ -56,6 +59,8 @@ def test_groups_of_every_step_are_drawn_again_bit_for_bit(run, step, group, star
     result = again(run, step, group)
     assert result["identical"] is True and result["difference"] is None
     assert result["weights"]["updates_learnt_again"] == learnt and result["weights"]["parted"] is None
+    assert result["weights"]["verified"] is (True if learnt else None)  # by the log-probs of the step's own update
+    assert result["weights"]["settings"] == {"steps": [2, 3]}
     assert result["weights"]["from"].startswith(f"checkpoint {start}" if start else "first weights")
     assert result["prompt_check"] == {"same": True, "reason": ""}
     assert "identical: drawn again bit for bit" in capsys.readouterr().out
@@ -110,6 +115,71 @@ def test_another_learning_rate_is_found_out_where_it_acts(run, tmp_path, capsys)
     result = again(copy, 3)
     assert result["identical"] is False and result["weights"]["parted"] == 2
     assert "learning step 2 again gives other log-probs" in capsys.readouterr().out
+
+
+def parts_of(run: Path, folder: Path, setting: tuple[str, str], last: int, kept: bool) -> Path:
+    """A copy whose newest part, from version `last`, has another setting; `kept`: as runs keep those of each part."""
+    copy = shutil.copytree(run, folder / f"copy-{kept}")
+    text = (copy / "config.yaml").read_text()
+    for file in copy.glob("config_[0-9]*.yaml"):
+        file.unlink()
+    assert setting[0] in text
+    (copy / "config.yaml").write_text(text.replace(*setting))
+    if kept:
+        (copy / "config_0.yaml").write_text(text)
+        (copy / f"config_{last}.yaml").write_text(text.replace(*setting))
+    shutil.rmtree(copy / "checkpoints" / "2")
+    return copy
+
+
+def test_each_step_is_learnt_again_under_the_settings_of_its_part(run, tmp_path, capsys):
+    """A checkpoint tells the settings too: where config.yaml alone is there, what changed is named."""
+    def tell(copy: Path, rate: float) -> None:
+        extra = copy / "checkpoints" / "3" / "extra" / "metadata"
+        extra.write_text(json.dumps(json.loads(extra.read_text()) | {"config": {"optimizer": {"lr": rate}}}))
+
+    kept = parts_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2, True)
+    tell(kept, 0.02)
+    result = again(kept, 3)
+    assert result["identical"] is True and result["weights"]["parted"] is None
+    assert result["weights"]["settings"]["optimizer.lr"] == [0.01, 0.02]
+    lost = parts_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2, False)
+    tell(lost, 0.01)
+    capsys.readouterr()
+    result = again(lost, 3)
+    assert result["identical"] is False and result["weights"]["parted"] == 2
+    assert "optimizer.lr changed in the run (0.01, then 0.02)" in capsys.readouterr().out
+
+
+def test_weights_that_no_stored_logprobs_tell_of_are_said_to_be_unverified(run, tmp_path, capsys):
+    copy = parts_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 0, False)
+    shutil.rmtree(copy / "checkpoints")
+    for step in (2, 3):
+        (copy / "groups" / f"step_{step:06d}.parquet").rename(tmp_path / f"{step}")
+    (greedy,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*_000000*")}
+    evaluation = copy / "groups" / f"{greedy}_000001.parquet"
+    stored = dataclasses.replace(read_groups(run, 3, greedy)[0], version=1)
+    with_version(evaluation, stored)
+    result = replay(ReplayConfig(run=str(copy), step=1, group=0), None, greedy)
+    assert result["identical"] is False and result["weights"]["verified"] is None
+    assert "not identical (weights not verified: no later log-probs are stored)" in capsys.readouterr().out
+
+
+def with_version(path: Path, group: Group) -> None:
+    path.write_bytes(to_parquet(group_records([group])))
+
+
+def test_the_machine_is_told_of_by_any_checkpoint(run, tmp_path, capsys):
+    """Step 1 is drawn by the first weights, of which no checkpoint tells."""
+    copy = copy_of(run, tmp_path, ("seed: 0", "seed: 5"))
+    extra = copy / "checkpoints" / "2" / "extra" / "metadata"
+    told = json.loads(extra.read_text())
+    told["facts"]["machine"]["threads"] = "333"
+    extra.write_text(json.dumps(told))
+    result = again(copy, 1)
+    assert result["weights"]["from"].startswith("first weights") and result["identical"] is False
+    assert result["weights"]["machine"]["threads"][0] == "333"
+    assert "it was 333 in the run: bits may differ" in capsys.readouterr().out
 
 
 def test_changed_data_and_templates_are_named(workshop, run, tmp_path, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from shoal.algorithm.advantage import grpo
 from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
 from shoal.report.folder import RunFolder
+from shoal.report.reading import read_file
 from shoal.runtime.export_rollouts import export_rollouts, ground_truth
 from shoal.runtime.rescore import rank_correlation, rescore
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
@@ -86,18 +89,23 @@ def test_the_same_reward_changes_nothing(run):
     assert c["groups_that_gain_variance"] == c["groups_that_lose_variance"] == 0
     assert c["reward_mean"] == pytest.approx([7 / 15 + 1 / 15] * 2)  # 8 over the 15 that could be scored
     assert result["steps"] == [1, 2] and result["num_completions"] == 16 and result["finished"] is False
-    assert [group["old_advantages"] for group in result["groups"][:3]] == \
-        [group["advantages"] for group in result["groups"][:3]]
+    assert result["groups"] is None and [step["advantages_flipped"] for step in result["by_step"]] == [0, 0]
+    assert result["other_settings"] == [] and result["advantages_not_stored"] == 0
+    for group in under(run, "same", step=1)["groups"]:
+        assert group["old_advantages"] == group["advantages"]
 
 
 def test_which_advantages_flip(run, capsys):
     result = under(run, "opposite")
-    groups = result["groups"]
-    assert [group["flipped"] for group in groups] == [[0, 1, 2, 3], [], [0, 1, 2, 3], [0, 2]]
+    assert [(group["step"], group["group"], group["flipped"]) for group in result["flips"]] == \
+        [(1, 0, [0, 1, 2, 3]), (2, 0, [0, 1, 2, 3]), (2, 1, [0, 2])]
+    assert [step["advantages_flipped"] for step in result["by_step"]] == [4, 6]
+    groups = under(run, "opposite", step=2)["groups"]
+    assert [group["flipped"] for group in groups] == [[0, 1, 2, 3], [0, 2]]
     assert result["comparison"]["advantages_flipped"] == 10
     assert result["comparison"]["rank_correlation_within_groups"] == pytest.approx(-1)
     wanted = grpo(-np.array([[1.0, 0, 0, 0]]), np.ones((1, 4), bool), std_ddof=0, std_eps=1e-4)
-    assert groups[2]["advantages"] == wanted[0].tolist()  # by the run's own settings
+    assert groups[0]["advantages"] == wanted[0].tolist()  # by the run's own settings
     out = capsys.readouterr().out
     assert "advantages that flip" in out and "10 of 15 (66.7%)" in out and "the run has not ended" in out
     assert json.loads(json.dumps(result, allow_nan=False)) == result
@@ -134,9 +142,51 @@ def test_failures_are_counted_apart_from_none(run, policy, nothing, unscorable):
 
 @pytest.mark.parametrize("call", ["group", "step"])
 def test_functions_see_the_step_that_was(run, call):
-    result = under(run, "when", "one", call=call)
-    assert [group["components"]["when"][0] for group in result["groups"]] == [0, 0, 0.25, 0.25]
+    for step, seen in ((1, 0), (2, 0.25)):
+        groups = under(run, "when", "one", call=call, step=step)["groups"]
+        assert [group["components"]["when"][0] for group in groups] == [seen, seen]
     assert under(run, "when", step=2, call=call)["steps"] == [2]
+
+
+def test_old_advantages_are_the_stored_ones(run, capsys):
+    """The settings on file give others: they changed, and only the newest were kept."""
+    config = run / "config.yaml"
+    before = config.read_text()
+    config.write_text(before.replace("std_ddof: 0", "std_ddof: 1"))
+    result = under(run, "same", step=1)
+    stored = grpo(np.array([STORED[1][0]]), np.ones((1, 4), bool), std_ddof=0, std_eps=1e-4)[0]
+    by_settings = grpo(np.array([STORED[1][0]]), np.ones((1, 4), bool), std_ddof=1, std_eps=1e-4)[0]
+    assert result["groups"][0]["old_advantages"] == stored.tolist() != by_settings.tolist()
+    assert result["groups"][0]["advantages"] == by_settings.tolist() and result["other_settings"] == [1]
+    assert "give other advantages than those that were learnt from, at step 1:" in capsys.readouterr().out
+    (run / "config_0.yaml").write_text(before)
+    (run / "config_1.yaml").write_text(config.read_text())
+    assert under(run, "same")["other_settings"] == [2]  # step 1 was the first part's
+    lines = [json.loads(line) for line in (run / "groups" / "step_000002.jsonl").read_text().splitlines()]
+    for completion in lines[0]["completions"]:
+        del completion["advantage"]
+    (run / "groups" / "step_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert under(run, "same", step=2)["advantages_not_stored"] == 1
+    assert "1 groups were stored without advantages" in capsys.readouterr().out
+
+
+def test_steps_are_let_go_of_one_by_one(run, monkeypatch):
+    """When a step's file is read, the groups of the one before it are gone."""
+    alive: list[weakref.ref] = []
+
+    def read(path: Path):
+        gc.collect()
+        assert sum(ref() is not None for ref in alive) <= 4  # the flips that are shown, and the step in hand
+        stored = read_file(path)
+        alive.extend(weakref.ref(entry.group) for entry in stored)
+        return stored
+
+    monkeypatch.setattr("shoal.runtime.rescore.read_file", read)
+    for step in range(3, 7):
+        (run / "groups" / f"step_{step:06d}.jsonl").write_bytes((run / "groups" / "step_000001.jsonl").read_bytes())
+    result = under(run, "one")
+    assert len(alive) == 12 and result["num_groups"] == 12 and result["groups"] is None
+    assert len(result["by_step"]) == 6
 
 
 def test_what_is_not_there(run):

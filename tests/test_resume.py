@@ -13,21 +13,27 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shoal import cli
 from shoal.config.compose import compose
+from shoal.report import folder
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run
 from shoal.report.metrics import METRICS
 from shoal.report.sink import JsonlSink
 from shoal.runtime.job import assemble_run
 from shoal.runtime.resume import machine, settle
+from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.loop import Run, Schedule
+from shoal.trainer.prompts import PassRates
 from shoal.trainer.record import Recorder
 from shoal.trainer.update import Updater
 from shoal.types import ShoalError
+from small import QWEN3, learner, random_parameters
 from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation, read_lines
 
 CLOCKS = ("time/", "throughput/", "memory/", "compilations")
@@ -181,12 +187,137 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whol
     assert (run / DAMAGED_FOLDER / "4").is_dir()
 
 
-def test_with_no_whole_checkpoint_it_starts_from_its_beginning(workshop, whole, monkeypatch, capsys):
+def files(run: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def test_with_no_whole_checkpoint_nothing_is_touched(workshop, monkeypatch, capsys):
     run = cut(workshop, "all_damaged", monkeypatch, Updater, "update", 4, *WORDS)
     shutil.rmtree(run / "checkpoints" / "2" / "state")
-    capsys.readouterr()
+    before = files(run)
+    error = failed(capsys, workshop.words(run.name, *WORDS))
+    assert f"no checkpoint of {run} is whole" in error and "nothing was changed" in error
+    assert files(run) == before
+
+
+@pytest.mark.parametrize(("words", "fault", "said"), [
+    (("optimizer.clip_grad_norm=0",), None, "was saved with another model or optimizer"),
+    ((), OSError(5, "Input/output error"), "cannot be read now ([Errno 5] Input/output error): nothing was changed"),
+    ((), RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "cannot be read now (RESOURCE_EXHAUSTED"),
+])
+def test_what_is_no_damage_touches_nothing(workshop, stopped, monkeypatch, capsys, words, fault, said):
+    def fails(*args):
+        raise fault
+
+    before = files(stopped)
+    with monkeypatch.context() as patch:
+        if fault:
+            patch.setattr(checkpoint, "_read", fails)
+        assert said in failed(capsys, ["train", f"resume={stopped}", *words])
+    assert files(stopped) == before
+
+
+def test_no_checkpoint_goes_before_a_newer_one_is_whole(tmp_path):
+    """Written in the background, as on accelerators."""
+    state = learner(QWEN3).init(random_parameters(QWEN3))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, in_background=True)
+    for version in (1, 2, 3):
+        checkpoints.save(version, state, {})
+        assert [v for v in versions(tmp_path) if v < version] == ([version - 1] if version > 1 else [])
+    checkpoints.finish()
+    assert versions(tmp_path) == [3]
+    checkpoints.close()
+
+
+def test_an_evaluation_that_was_not_filed_whole_is_made_again(workshop, whole, monkeypatch):
+    run = cut(workshop, "half_filed", monkeypatch, RunFolder, "write_groups", 6, *WORDS)  # that of version 3
+
+    def fails(self, *args, **kwargs):
+        raise ShoalError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_evaluation", fails)
+        assert cli.main(workshop.words(run.name, *WORDS)) == 2
+    assert versions(run) == [2, 3] and not saved(run, 3)["evaluated"]
     assert_equal_ends(whole, workshop.train(run.name, *WORDS))
-    assert "it starts from its beginning" in capsys.readouterr().out
+
+
+def test_reference_weights_that_changed_are_refused(workshop, monkeypatch, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(workshop.model, model)
+    words = (*WORDS, "algorithm.kl_coef=0.1", f"model={model}")
+    run = cut(workshop, "reference", monkeypatch, Updater, "update", 4, *words)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: value * np.float32(1.5) for name, value in weights.items()}, model / "model.safetensors")
+    assert "the reference weights (model.path) are not those" in failed(capsys, workshop.words(run.name, *words))
+
+
+def test_training_ends_where_everything_is_learnt(workshop, capsys):
+    """Every answer passes, so no prompt is left after the first epoch."""
+    rewards = workshop.folder / "always.py"
+    rewards.write_text("def always(completions, **_):\n    return [1.0] * len(completions)\n")
+    words = ("steps=30", "batch.prompts_per_step=5", "train.retire_above=0.9", "train.pass_k=0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassRates, "add", lambda self, groups: self.counts.update(
+            {group.example.row: (4, 4.0) for group in groups}))
+        run = workshop.train("learnt", *words, f"reward={rewards}:always")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["steps_made"]) == (30, 4) and len(metrics(run)) == 4 and checkpoints(run)[-1] == 4
+    assert "the data is learnt; training ends here" in capsys.readouterr().out
+    assert cli.main(workshop.words("learnt", *words, f"reward={rewards}:always")) == 0  # it has ended
+    assert len(metrics(run)) == 4
+
+
+def test_parts_with_other_settings_keep_theirs(workshop, stopped):
+    assert cli.main(["train", f"resume={stopped}", "algorithm.std_ddof=0"]) == 0
+    ddof = {name: compose("train", [str(stopped / f"{name}.yaml")])[0].algorithm.std_ddof
+            for name in ("config_0", "config_2", "config")}
+    assert ddof == {"config_0": 1, "config_2": 0, "config": 0}
+    assert saved(stopped, 6)["config"]["algorithm"]["std_ddof"] == 0
+
+
+def test_a_schedule_that_is_stretched_is_said(workshop, capsys):
+    workshop.train("stretched", "steps=2", "optimizer.schedule=linear", "train.pass_k=0")
+    workshop.train("stretched", "steps=3", "optimizer.schedule=linear", "train.pass_k=0")
+    assert "steps changes from 2 to 3: the learning rate" in capsys.readouterr().out
+
+
+def test_a_full_disk_under_the_metrics_is_one_line(workshop, stopped, capsys):
+    (stopped / "metrics.jsonl").unlink()
+    (stopped / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "keep_lines", lambda *_: None)
+        patch.setattr(RunFolder, "missing_steps", lambda *_: [])
+        error = failed(capsys, ["train", f"resume={stopped}"])
+    assert error.count("\n") == 1 and "cannot write" in error and "No space left" in error
+    RunFolder(stopped).close()  # the lock was let go
+
+
+def test_a_file_system_without_locks_is_said(workshop, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    workshop.train("no_locks", "steps=0", "train.pass_k=0")
+    assert "grants no locks (Function not implemented)" in capsys.readouterr().out
+
+
+def test_a_summary_cut_short_is_made_again(workshop):
+    run = workshop.train("short_summary", "steps=1", "train.pass_k=0")
+    whole = without_seconds(json.loads((run / "summary.json").read_text()))
+    (run / "summary.json").write_text("")
+    workshop.train("short_summary", "steps=1", "train.pass_k=0")
+    assert without_seconds(json.loads((run / "summary.json").read_text())) == whole
+
+
+def without_seconds(summary: dict) -> dict:
+    return {name: value for name, value in summary.items() if "second" not in name and name != "num_compilations"}
+
+
+def test_hidden_leftovers_do_not_make_a_folder_foreign(workshop):
+    (workshop.runs / "hidden").mkdir(parents=True)
+    (workshop.runs / "hidden" / ".config.yaml.tmp").write_text("seed: ")
+    workshop.train("hidden", "steps=0", "train.pass_k=0")
 
 
 def test_a_torn_line_is_taken_back(workshop, whole, monkeypatch):
@@ -332,7 +463,7 @@ def test_the_best_are_kept_beside_the_newest(workshop):
 
 def test_two_runs_in_one_folder(workshop, stopped, tmp_path, capsys):
     before = {file: file.read_bytes() for file in stopped.rglob("*") if file.is_file()}
-    with RunFolder.open(stopped):
+    with RunFolder(stopped):
         for words in (workshop.words(stopped.name, *WORDS), ["train", f"resume={stopped}"]):
             error = failed(capsys, words)
             assert f"is in use by process {os.getpid()} on " in error and "another run_name" in error
@@ -354,7 +485,9 @@ def test_a_clock_set_back_changes_nothing(tmp_path):
 
     later = RunFolder.create(tmp_path, now=datetime(2030, 1, 1, 12))
     earlier = RunFolder.create(tmp_path, now=datetime(2020, 1, 1, 12))
+    later.remember(tmp_path)
     earlier.write_config("", "")
+    earlier.remember(tmp_path)
     assert find_run("last", tmp_path) == earlier.path  # the run started last, not the latest date
     later.close()
     earlier.close()

@@ -298,3 +298,11 @@ def _mixed(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
+
+
+def checksum_of(parameters: Any) -> int:
+    """`checksum`, compiled, as a number of the host's."""
+    return int(_compiled_checksum(parameters))
+
+
+_compiled_checksum = jax.jit(checksum)

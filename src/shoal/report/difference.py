@@ -6,10 +6,10 @@ it. Clocks are left out.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from shoal.report.groups import StoredGroup
 from shoal.report.metrics import is_clock
 from shoal.report.reading import StoredMetrics, group_files, read_file
 
+Evaluations: TypeAlias = "Mapping[tuple[int, str], Mapping[str, Any]]"
+"""(version, data set) -> figures."""
+
 SUSPECTS: Mapping[str, tuple[str, ...]] = {
     "data": ("seed", "task.", "batch.prompts_per_step", "train.retire_above", "model.template", "model.path",
              "sampling.max_prompt_tokens", "sampling.long_prompts"),
@@ -27,6 +30,7 @@ SUSPECTS: Mapping[str, tuple[str, ...]] = {
     "rewards": ("reward.", "task."),
     "update": ("algorithm.", "optimizer.", "batch.micro_tokens", "steps", "mesh.", "model.remat", "model.dtype",
                "seed"),
+    "evaluation": ("task.", "sampling.", "train.", "seed", "model.", "mesh.", "reward."),
 }
 """By stage, the keys (and sections) that act on it, the likeliest first."""
 
@@ -56,6 +60,26 @@ def config_difference(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     return {key: values for key, values in both.items() if values[0] != values[1]}
 
 
+def changes_of_settings(values: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """From the settings of a run's parts, nested and in order: dotted key -> the values that it had, of the keys that
+    changed and that touch a number."""
+    found: dict[str, list[Any]] = {}
+    for nested in values:
+        for key, value in _flat(nested):
+            known = found.setdefault(key, [])
+            if not known or known[-1] != value:
+                known.append(value)
+    return {key: known for key, known in found.items() if len(known) > 1 and not is_under(key, NAMES_AND_PLACES)}
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, list(value) if isinstance(value, tuple) else value
+
+
 def suspects(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Of the keys that differ, those that act on these stages, the likeliest first."""
     found: dict[str, None] = {}
@@ -80,6 +104,16 @@ def metric_difference(a: StoredMetrics, b: StoredMetrics) -> tuple[int, dict[str
         names = [name for name in {**x, **y} if not is_clock(name) and x.get(name) != y.get(name)]
         if names:
             return step, {name: (x.get(name), y.get(name)) for name in names}
+    return None
+
+
+def evaluation_difference(a: Evaluations, b: Evaluations) -> tuple[int, str, dict[str, tuple[Any, Any]]] | None:
+    """The first version and data set that both evaluated and where a figure of both differs, with all that do."""
+    for version, name in sorted(a.keys() & b.keys()):
+        x, y = a[version, name], b[version, name]
+        figures = {key: (x[key], y[key]) for key in x if key in y and not is_clock(key) and x[key] != y[key]}
+        if figures:
+            return version, name, figures
     return None
 
 
@@ -193,13 +227,14 @@ class Parting:
 
 
 def parting(place: Place | None, version: int | None, metrics: tuple[int, Mapping[str, Any]] | None,
-            same_groups: Container[int]) -> Parting | None:
-    """From the first difference in groups (drawn by `version`) and in metrics, where the groups of `same_groups` are
-    the same; None where there is no difference."""
-    if place and place.stage == "sampling" and version:
-        return Parting(place.step, ("update", "sampling"),
-                       f"the weights part first: step {place.step} was drawn by version {version}, and step {version} "
-                       "was the same in all else but the update at its end")
+            same_groups: Container[int], keys: Iterable[str] = ()) -> Parting | None:
+    """From the first difference in groups (drawn by `version`) and in metrics, where the groups of `same_groups` were
+    compared and are the same before that, and from the keys that differ; None where there is no difference.
+
+    Tokens or log-probs that differ may be of other weights; where the same tokens end elsewhere, a limit or a stop
+    string did it."""
+    if place and place.stage == "sampling" and version and place.what in ("token", "log-prob"):
+        return _weights_or_sampling(place.step, version, same_groups, keys)
     if place:
         return Parting(place.step, (place.stage,), f"{_WORDS[place.stage]}, at step {place.step}")
     if metrics is None:
@@ -212,6 +247,18 @@ def parting(place: Place | None, version: int | None, metrics: tuple[int, Mappin
     if any(name.startswith(("reward/", "rewards/")) for name in names):
         return Parting(step, ("rewards", "sampling", "data"), f"rewards or the samples part first, at step {step}")
     return Parting(step, ("update", "sampling", "data"), f"the update or the samples part first, at step {step}")
+
+
+def _weights_or_sampling(step: int, version: int, same_groups: Container[int], keys: Iterable[str]) -> Parting:
+    """Later than the first weights: the weights alone, where all else is known to be the same."""
+    if any(is_under(key, SUSPECTS["sampling"]) for key in keys):
+        return Parting(step, ("sampling", "update"), f"sampling or the weights part first, at step {step}")
+    if not all(before in same_groups for before in range(1, version + 1)):
+        return Parting(step, ("update", "sampling"), f"the weights or sampling part first, at step {step} or before: "
+                       f"the groups of steps 1 to {version} were not all compared")
+    return Parting(step, ("update", "sampling"),
+                   f"the weights part first: step {step} was drawn by version {version}, and step {version} was the "
+                   "same in all else but the update at its end")
 
 
 _WORDS = {"data": "the data or its order parts first", "sampling": "sampling parts first",

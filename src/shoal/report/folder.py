@@ -1,6 +1,7 @@
 """The run's folder and what is written there: settings, metrics, groups, the summary.
 
     config.yaml  config_difference.yaml      the settings, resolved, and what differs from the defaults
+    config_40.yaml                           those from step 40 on, where a run went on with others
     metrics.jsonl                            a line a step
     evaluations.jsonl                        a line an evaluation
     groups/step_000012.jsonl                 a line a group (or .parquet, a row a completion)
@@ -68,7 +69,7 @@ def _make_named(base: Path, run_name: str) -> Path:
     path = named_folder(base, run_name)
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY]
+        foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."]
     if foreign and CONFIG not in foreign:
         raise ShoalError(f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
                          "another run_name, or empty it")
@@ -82,27 +83,31 @@ def is_run(path: Path) -> bool:
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
-EMPTY = (LOCK, "metrics.jsonl", "evaluations.jsonl")
-"""What a run folder has before its configuration is written."""
+EMPTY = ("metrics.jsonl", "evaluations.jsonl")
+"""What a run folder has, beside hidden files, before its configuration is written."""
 
 
 class Lock:
-    """Keeps a second process out of a run folder; gone with the process that holds it, however it ends."""
+    """Keeps a second process out of a run folder; gone with the process that holds it, however it ends.
+
+    `missing` says why a file system (some network ones) grants no locks; then nobody is kept out."""
 
     def __init__(self, folder: Path) -> None:
         import fcntl
 
-        path = folder / LOCK
+        path, self.missing = folder / LOCK, ""
         with writing(path):
             self._file = open_text(path, "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
             self._file.close()
             raise ShoalError(f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose another "
                              "run_name") from error
+        except OSError as error:
+            self.missing = error.strerror or str(error)
         with writing(path):
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -133,8 +138,10 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
 
 def read_summary(run: Path) -> dict[str, Any] | None:
     """The summary of a run that has ended, else None."""
-    path = run / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    try:
+        return json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # cut short by a power cut: it is made again
+        return None
 
 
 class RunFolder:
@@ -161,35 +168,48 @@ class RunFolder:
                now: datetime | None = None) -> RunFolder:
         """A new folder, or the one of this name (see `make_run_folder`); ShoalError where it cannot be written or
         another process works in it."""
-        return cls(make_run_folder(base, run_name, now))._remembered(base)
+        return cls(make_run_folder(base, run_name, now))
 
-    @classmethod
-    def open(cls, path: Path, base: str | os.PathLike[str] = "outputs") -> RunFolder:
-        """The folder of a run to go on with; ShoalError where another process works in it."""
-        return cls(path)._remembered(base)
+    @property
+    def no_locks(self) -> str:
+        """Why nobody is kept out of this folder; empty where a second process is refused."""
+        return self._lock.missing
 
-    def _remembered(self, base: str | os.PathLike[str]) -> RunFolder:
+    def remember(self, base: str | os.PathLike[str]) -> None:
+        """Makes this the run that `last` means under `base`."""
         if self.path.resolve().is_relative_to(Path(base).resolve()):
             write_atomically(Path(base) / LAST, [os.path.relpath(self.path, base)])
-        return self
 
     # -- going on with a run
 
-    def rewind(self, version: int, final: bool = False) -> None:
-        """Takes back what was written of the steps after `version`, and of the final evaluation where that is to be
-        made anew (`final`): torn lines too."""
+    def rewind(self, version: int, evaluated: bool = True) -> None:
+        """Takes back what was written of the steps after `version`, and of its evaluation unless that was whole
+        (`evaluated`): torn lines too."""
+        last_evaluation = version if evaluated else version - 1
         self.metrics.close()
         self.evaluations.close()
         keep_lines(self.metrics.path, version)
-        keep_lines(self.evaluations.path, version - final)
+        keep_lines(self.evaluations.path, last_evaluation)
         self.metrics, self.evaluations = JsonlSink(self.metrics.path), JsonlSink(self.evaluations.path)
         with writing(self.groups_path):
             for file in self.groups_path.iterdir() if self.groups_path.is_dir() else ():
                 name, _, number = file.stem.rpartition("_")
-                last = version - final if name.startswith("evaluate") else version
+                last = last_evaluation if name.startswith("evaluate") else version
                 if file.name.startswith(".") or (number.isdigit() and int(number) > last):
                     file.unlink()
             self.summary_path.unlink(missing_ok=True)
+            for number, file in self._parts().items():
+                if number > max(version, 0):
+                    file.unlink()
+
+    def missing_steps(self, version: int) -> list[int]:
+        """Steps up to `version` of which metrics.jsonl has no line."""
+        there = {line["step"] for line in read_lines(self.metrics.path)}
+        return [step for step in range(1, version + 1) if step not in there]
+
+    def _parts(self) -> dict[int, Path]:
+        found = {file.stem.removeprefix("config_"): file for file in self.path.glob("config_*.yaml")}
+        return {int(number): file for number, file in found.items() if number.isdigit()}
 
     def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
         """version -> data set -> figures."""
@@ -209,8 +229,13 @@ class RunFolder:
         found = json.loads(self.first_answers_path.read_text(encoding="utf-8"))
         return {subset: {int(row): text for row, text in rows.items()} for subset, rows in found.items()}
 
-    def write_config(self, config: str, difference: str) -> None:
-        """The resolved settings and what differs from the defaults, both as YAML text."""
+    def write_config(self, config: str, difference: str, version: int = 0) -> None:
+        """The resolved settings and what differs from the defaults, both as YAML text. Where they are not those that
+        are there, as a run went on at `version` with others, each part keeps its own: config_0.yaml, config_40.yaml."""
+        if self.config_path.is_file() and (before := self.config_path.read_text(encoding="utf-8")) != config:
+            if not self._parts():
+                write_atomically(self.path / "config_0.yaml", [before.rstrip("\n")])
+            write_atomically(self.path / f"config_{version}.yaml", [config.rstrip("\n")])
         write_atomically(self.config_path, [config.rstrip("\n")])
         write_atomically(self.config_difference_path, [difference.rstrip("\n")])
 
@@ -257,6 +282,11 @@ class RunFolder:
         self.metrics.close()
         self.evaluations.close()
         self._lock.release()
+
+    def sync(self) -> None:
+        """Returns when the lines written so far would survive a power cut."""
+        self.metrics.sync()
+        self.evaluations.sync()
 
     def __enter__(self) -> RunFolder:
         return self

@@ -46,7 +46,7 @@ def to_parquet(records: Sequence[Mapping[str, Any]]) -> bytes:
             values = [value if value is None else json.dumps(value, ensure_ascii=False) for value in values]
             as_json.append(name)
         if kind in (None, "string"):
-            kind, values = "string", [value if value is None else _encodable(value) for value in values]
+            kind, values = "string", [encodable(value) for value in values]
         fields.append(pa.field(name, _arrow_type(kind)))
         columns.append(pa.array(values, fields[-1].type))
     table = pa.Table.from_arrays(columns, schema=pa.schema(fields, {_NOTES: json.dumps({"json": as_json})}))
@@ -136,6 +136,6 @@ def _arrow_type(kind: str) -> Any:
     return {"bool": pa.bool_(), "string": pa.string()}.get(kind) or getattr(pa, kind)()
 
 
-def _encodable(text: str) -> str:
-    """A lone surrogate, which UTF-8 cannot hold, as its escape."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def encodable(value: Any) -> Any:
+    """A text's lone surrogates, which UTF-8 cannot hold, as their escapes; any other value as it is."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value

@@ -83,6 +83,8 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Writes lines to a file that appears whole or not at all; ShoalError where the place cannot be written."""
     with appearing(path) as temporary, writing(path), open_text(temporary, "w") as file:
         file.writelines(line + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     there is no file; ShoalError for any other line that is no JSON."""
     if not path.is_file():
         return []
-    found, lines = [], path.read_text(encoding="utf-8").split("\n")
+    found, lines = [], path.read_bytes().split(b"\n")
     for number, line in enumerate(lines):
         try:
             if line:

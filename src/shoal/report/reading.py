@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from shoal.config.schema import Config
 from shoal.report.folder import CONFIG, SUMMARY
 from shoal.report.groups import StoredGroup, read_record
+from shoal.report.lines import read_lines
 from shoal.types import Group, ShoalError
 
 FORMATS = ("jsonl", "parquet")
@@ -22,6 +23,22 @@ def read_config(run: Path) -> Config:
     from shoal.config.compose import compose
 
     return compose(Config, [str(run / CONFIG)])[0]
+
+
+def read_parts(run: Path) -> dict[int, Config]:
+    """The settings of each part of a run, by the version that it began with; config.yaml, the newest, where the run
+    kept none for its parts. `at_version` finds the part of a version."""
+    from shoal.config.compose import compose
+
+    found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
+    kept = {int(number): compose(Config, [str(file)])[0] for number, file in found.items() if number.isdigit()}
+    first = {} if 0 in kept else {0: read_config(run)}
+    return dict(sorted((first | kept).items()))
+
+
+def at_version(parts: Mapping[int, Config], version: int) -> Config:
+    """The settings under which the step from `version` to the next was made."""
+    return parts[max(start for start in parts if start <= max(version, 0))]
 
 
 def is_finished(run: Path) -> bool:
@@ -43,22 +60,25 @@ class StoredMetrics:
 def read_metrics(run: Path) -> StoredMetrics:
     """ShoalError, naming the line, where anything but the end of the file is damaged; empty without the file."""
     path = run / "metrics.jsonl"
-    if not path.is_file():
-        return StoredMetrics({})
-    lines = _text(path).split("\n")
-    *whole, rest = lines
-    steps, torn = {}, bool(rest)
-    for number, line in enumerate(whole, 1):
+    rows = read_lines(path)
+    steps = {}
+    for number, row in enumerate(rows, 1):
         try:
-            row = json.loads(line)
             steps[int(row["step"])] = row
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(whole) and not rest:
-                torn = True
-                continue
             raise ShoalError(f"{path}, line {number} is damaged ({error}): take the file from a backup, or remove the "
                              "line") from error
-    return StoredMetrics(steps, torn)
+    return StoredMetrics(steps, _num_lines(path) > len(rows))
+
+
+def read_evaluations(run: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """evaluations.jsonl: (version, data set) -> figures."""
+    return {(line["step"], line["name"]): {name: value for name, value in line.items() if name not in ("step", "name")}
+            for line in read_lines(run / "evaluations.jsonl")}
+
+
+def _num_lines(path: Path) -> int:
+    return sum(map(bool, path.read_bytes().split(b"\n"))) if path.is_file() else 0
 
 
 def _text(path: Path) -> str:
@@ -158,3 +178,8 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def figure(value: Any, digits: int = 4) -> str:
+    """A figure as tables show it; `-` for none."""
+    return "-" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)

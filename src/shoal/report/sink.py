@@ -35,8 +35,14 @@ class JsonlSink:
             self._file.write(line + "\n")
             self._file.flush()
 
+    def sync(self) -> None:
+        """Returns when what was written would survive a power cut."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be flushed has been told by `write`
+            self._file.close()
 
 
 class Background:

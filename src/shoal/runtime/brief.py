@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Finding
@@ -30,13 +32,19 @@ def step_line(config: Config) -> str:
 
 def brief(config: Config, task: Task, tokenizer: Tokenizer, first: Prepared, judge: Judge) -> list[Finding]:
     """A line on the step, one on the reward of known answers to the first prompt, and warnings. Nothing is compiled;
-    the judge is called once, before anything else is submitted to it. A reward that fails here is a warning: the run
-    meets it by `reward.on_error`."""
+    the judge is called once, before anything else is submitted to it.
+
+    A reward that fails at some of them is a warning. ShoalError for one that cannot work: it breaks the convention, or
+    fails at all of them and `reward.on_error` is `error`."""
     found = [Finding("step", "ok", step_line(config))]
-    try:
-        tried = probe(judge, [first.example], tokenizer.encode_prompt)
-    except ShoalError as error:
-        return [*found, Finding("reward", "warning", f"tried on known answers: {error}", "reward.functions")]
+    tried = probe(judge, [first.example], tokenizer.encode_prompt, on_error="skip")
+    if tried.useless and config.reward.on_error == "error":
+        raise ShoalError(f"{tried.useless[0]}; it failed at every known answer that was tried before the run: mend it")
+    for text in tried.failures[:1]:
+        rest = "; no more answers were tried" if tried.stopped else ""
+        found.append(Finding("reward", "warning", f"tried on known answers: {text}{rest}", "reward.functions"))
+    if tried.stopped:
+        return found
     found.append(Finding("reward", "ok", f"rewards of known answers: {totals_text(tried)}"))
-    amiss = [Finding(f.check, "warning", f.text, f.key) for f in findings_of(tried) if f.level != "ok"]
-    return found + amiss
+    known = findings_of(replace(tried, failures=()))
+    return found + [Finding(f.check, "warning", f.text, f.key) for f in known if f.level != "ok"]

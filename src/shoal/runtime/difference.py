@@ -10,8 +10,10 @@ from shoal.config.schema import DiffConfig
 from shoal.report.console import Console
 from shoal.report.difference import (
     NAMES_AND_PLACES,
+    Parting,
     as_dict,
     config_difference,
+    evaluation_difference,
     group_difference,
     is_under,
     metric_difference,
@@ -20,7 +22,7 @@ from shoal.report.difference import (
 )
 from shoal.report.folder import find_run
 from shoal.report.lines import json_ready
-from shoal.report.reading import is_finished, ranges, read_config, read_groups, read_metrics
+from shoal.report.reading import figure, is_finished, ranges, read_config, read_evaluations, read_groups, read_metrics
 
 
 def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
@@ -34,7 +36,12 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
         place, group_steps = group_difference(*runs, last=apart[0] if apart else None)
         version = read_groups(runs[0], place.step)[place.group or 0].version if place and place.stage == "sampling" \
             else None
-        found = parting(place, version, apart, group_steps)
+        found = parting(place, version, apart, group_steps, keys)
+        evaluations = [read_evaluations(run) for run in runs]
+        evaluated = evaluation_difference(*evaluations)
+        if found is None and evaluated:
+            found = Parting(evaluated[0], ("evaluation",), f"the steps are the same, the evaluation of version "
+                            f"{evaluated[0]} on {evaluated[1]} is not")
         likely = suspects(found.stages, keys) if found else []
         shared = sorted(metrics[0].steps.keys() & metrics[1].steps.keys() | set(group_steps))
         result = json_ready({
@@ -43,6 +50,9 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
             "group_steps_compared": ranges(group_steps), "torn": [stored.torn for stored in metrics],
             "finished": [is_finished(run) for run in runs],
             "first_metrics": {"step": apart[0], "metrics": apart[1]} if apart else None,
+            "num_evaluations": [len(stored) for stored in evaluations],
+            "evaluations_compared": len(evaluations[0].keys() & evaluations[1].keys()),
+            "first_evaluation": evaluated and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
             "first_group_difference": as_dict(place), "parted": found and {
                 "step": found.step, "stage": found.stages[0], "says": found.sentence},
             "likely_keys": likely,
@@ -62,26 +72,33 @@ def _show(result: dict[str, Any], console: Console) -> None:
             console.warning(f"the last line of metrics.jsonl of {name} is not whole and is left out")
         if not finished:
             console.note(f"{name} has not ended: it is running, or was stopped")
+    if result["evaluations_compared"] < max(result["num_evaluations"]):
+        console.note(f"they have {result['num_evaluations'][0]} and {result['num_evaluations'][1]} evaluations (of a "
+                     f"version, on a data set): the {result['evaluations_compared']} that both have are compared")
     if not result["group_steps_compared"]:
         console.note("no step has its groups in both runs (report.groups): metrics alone are compared")
     if result["config"]:
         console.table(("key", *names), [(key, *map(str, values)) for key, values in result["config"].items()])
     else:
         console.text("no key differs")
-    if first := result["first_metrics"]:
-        console.table((f"step {first['step']}", *names), [
-            (name, *map(_figure, values)) for name, values in first["metrics"].items()])
+    if apart := result["first_metrics"]:
+        console.table((f"step {apart['step']}", *names), [
+            (name, *(figure(value, 9) for value in values)) for name, values in apart["metrics"].items()])
     if place := result["first_group_difference"]:
         where = ", ".join(f"{name} {place[name]}" for name in ("group", "completion", "token")
                           if place[name] is not None)
-        console.text(f"step {place['step']}, {where}: {place['what']} is {_figure(place['values'][0])} in {names[0]}, "
-                     f"{_figure(place['values'][1])} in {names[1]}")
+        first, second = (figure(value, 9) for value in place["values"])
+        console.text(f"step {place['step']}, {where}: {place['what']} is {first} in {names[0]}, {second} in {names[1]}")
+    if evaluation := result["first_evaluation"]:
+        console.table((f"version {evaluation['version']}, {evaluation['name']}", *names), [
+            (name, *(figure(value, 9) for value in values)) for name, values in evaluation["figures"].items()])
     console.text(_verdict(result), "bold")
 
 
 def _verdict(result: dict[str, Any]) -> str:
     if result["identical"]:
-        return f"identical over steps {result['steps_compared']}, clocks apart"
+        return (f"identical over steps {result['steps_compared']} and {result['evaluations_compared']} evaluations, "
+                "clocks apart")
     if result["parted"] is None:
         return "nothing can be compared: no step is in both runs"
     if result["likely_keys"]:
@@ -93,7 +110,3 @@ def _verdict(result: dict[str, Any]) -> str:
     else:
         cause = "by no key: other files (data, model, rewards), another machine, threads or versions"
     return f"{result['parted']['says']}; {cause}"
-
-
-def _figure(value: Any) -> str:
-    return "-" if value is None else f"{value:.9g}" if isinstance(value, float) else str(value)

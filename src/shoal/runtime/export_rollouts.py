@@ -19,14 +19,13 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup
+from shoal.report.groups_table import encodable
 from shoal.report.lines import appearing, json_line, json_ready, write_atomically
 from shoal.report.reading import is_finished, read_stored, require_groups
 from shoal.runtime.output import check_new_folder
+from shoal.task.answer import ground_truth
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError
-
-GROUND_TRUTHS = ("ground_truth", "answer", "solution", "label", "target")
-"""Data columns that hold what is right, the first that is there counts."""
 
 
 def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None) -> dict[str, Any]:
@@ -69,14 +68,6 @@ def verl_rows(step: int, stored: Sequence[StoredGroup], decode: Callable[..., st
             for entry in stored for i in range(entry.group.size)]
 
 
-def ground_truth(columns: Mapping[str, Any]) -> Any:
-    """What verl's data holds under `reward_model.ground_truth`, or the column that names the answer; else None."""
-    given = columns.get("reward_model")
-    if isinstance(given, Mapping) and "ground_truth" in given:
-        return given["ground_truth"]
-    return next((columns[name] for name in GROUND_TRUTHS if name in columns), None)
-
-
 def _rewards(entry: StoredGroup, i: int) -> dict[str, Any]:
     return {name: values[i] for name, values in entry.group.reward_components.items()}
 
@@ -110,10 +101,5 @@ def _array(values: list[Any]) -> Any:
     if kinds == {int, float}:
         return pa.array(values, pa.float64())
     if len(kinds) <= 1 and kinds <= {str, int, float, bool}:
-        return pa.array([_encodable(value) for value in values])
-    return pa.array([None if value is None else _encodable(json.dumps(value, ensure_ascii=False)) for value in values])
-
-
-def _encodable(value: Any) -> Any:
-    """A lone surrogate, which UTF-8 cannot hold, as its escape."""
-    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
+        return pa.array([encodable(value) for value in values])
+    return pa.array([None if value is None else encodable(json.dumps(value, ensure_ascii=False)) for value in values])

@@ -33,7 +33,7 @@ from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
-from shoal.report.folder import RunFolder, read_summary
+from shoal.report.folder import RunFolder, is_run, read_summary
 from shoal.report.lines import json_ready
 from shoal.report.sink import Sink, check_sinks, make_sinks
 from shoal.runtime.brief import brief
@@ -200,7 +200,7 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
     has_reference = config.algorithm.kl_coef > 0
     weights = opened.load() if has_reference or not settled.run else None
 
-    folder = open_folder(settled, stack)
+    folder = open_folder(settled, console, stack)
     console.note(f"run folder {folder.path}")
     console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
     if not settled.run:
@@ -212,10 +212,10 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
     num_updates = config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
     learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates)
     reference = ParameterScorer(learner, weights) if has_reference else None
-    now = facts(task, config.seed)
+    now = facts(task, config.seed, weights if has_reference else None)
     restored = take_up(folder, learner, source, now, config, console) if settled.run else None
-    write_head(folder, opened, config)
     resumed_at = (restored.version if restored else 0) if settled.run else None
+    write_head(folder, opened, config, resumed_at or 0)
     sinks = open_sinks(folder, config, resumed_at, console, stack)
     scorings = int(learner.objective.use_old) + int(reference is not None)
     recorder = Recorder(
@@ -253,19 +253,27 @@ def open_settled(settled: Settled, role: Role, console: Console) -> Opened:
     return replace(opened, load=lambda: open_model(section, role, console).load())
 
 
-def open_folder(settled: Settled, stack: ExitStack) -> RunFolder:
+def open_folder(settled: Settled, console: Console, stack: ExitStack) -> RunFolder:
     """The run's folder, locked: a new one, or the one to go on with."""
     config = settled.config
     folder = stack.enter_context(
-        RunFolder.open(settled.run, config.base_output_directory) if settled.run else
+        RunFolder(settled.run) if settled.run else
         RunFolder.create(config.base_output_directory, config.run_name))
+    if not settled.run and is_run(folder.path):
+        raise ShoalError(f"another process has just started the run {folder.path}: give the same command again to go "
+                         "on with it")
+    if folder.no_locks:
+        console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
+                        "process out of this run")
     folder.groups_format = config.report.groups_format
     return folder
 
 
-def write_head(folder: RunFolder, opened: Opened, config: Config) -> None:
-    """What a run folder holds from the start: the configuration and the model's files."""
-    folder.write_config(*texts_of(config))
+def write_head(folder: RunFolder, opened: Opened, config: Config, version: int) -> None:
+    """What a run folder holds from the start: the configuration (of the part that begins at `version`) and the model's
+    files. From here on `last` means this run."""
+    folder.write_config(*texts_of(config), version)
+    folder.remember(config.base_output_directory)
     if opened.folder != folder.path / MODEL_FOLDER:
         with writing(folder.path, "base_output_directory"):
             copy_model_files(opened, folder.path / MODEL_FOLDER)

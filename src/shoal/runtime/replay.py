@@ -2,34 +2,38 @@
 
     version of the group -> nearest checkpoint before it, or the first weights -> learnt again from the stored groups
                          -> the run's own compiled sampler -> tokens and log-probs, compared bit for bit
+
+Each step is learnt again under the settings of the part of the run that made it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal.config.compose import require_given
+from shoal.config.compose import require_given, to_dict
 from shoal.config.schema import Config, MeshSection, ReplayConfig
 from shoal.mesh import Roles, make_roles
 from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
+from shoal.report.difference import changes_of_settings
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
-from shoal.report.reading import ranges, read_config, read_stored
+from shoal.report.reading import at_version, figure, group_files, ranges, read_file, read_parts, read_stored
 from shoal.rollout import sample_request
 from shoal.runtime.job import Opened, engine_maker, make_model, open_model
 from shoal.runtime.local import drive, publish_to
 from shoal.runtime.resume import machine
 from shoal.task.task import load_task
-from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore, versions
+from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
 from shoal.trainer.loop import sampling_params
 from shoal.trainer.step import Learner, Objective, ParameterScorer, TrainState
 from shoal.trainer.update import Outcome, Updater
@@ -43,7 +47,7 @@ def replay(config: ReplayConfig, console: Console | None = None, name: str = "st
     with console or Console() as console:
         run = find_run(config.run)
         stored = _pick(read_stored(run, config.step, name), config, run)
-        job = Replayed.open(run, config.mesh, console)
+        job = Replayed.open(run, stored.group, config.mesh, console)
         prompt = check_prompt(run, job.config, stored.group)
         if not prompt["same"]:
             console.warning(f"the prompt: {prompt['reason']}")
@@ -71,57 +75,70 @@ def _pick(groups: Sequence[StoredGroup], config: ReplayConfig, run: Path) -> Sto
 
 @dataclass
 class Replayed:
-    """A run's own model, tokenizer and devices, taken from its folder."""
+    """A run's own model, tokenizer and devices, taken from its folder. `config` holds the settings that the group was
+    drawn under; `parts` those of each part of the run, by the version that it began with."""
 
     run: Path
     config: Config
+    parts: Mapping[int, Config]
     roles: Roles
-    model: Model
-    tokenizer: Tokenizer
+    opened: Opened
     console: Console
+    extras: Mapping[int, Mapping[str, Any]]  # of checkpoints, by version
+    _updaters: list[tuple[Config, Updater]] = field(default_factory=list)  # of the part in hand
 
     @classmethod
-    def open(cls, run: Path, mesh: MeshSection, console: Console) -> Replayed:
+    def open(cls, run: Path, group: Group, mesh: MeshSection, console: Console) -> Replayed:
         """On the run's own mesh, unless another was named."""
-        config = read_config(run)
+        parts = read_parts(run)
+        config = at_version(parts, group.step if group.purpose is Purpose.TRAIN else group.step - 1)
         roles = make_roles(config.mesh if mesh == MeshSection() else mesh)
         folder = run / MODEL_FOLDER
         opened = Opened(folder, hf.architecture_of(folder), Tokenizer.load(folder), dict)
-        model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
-        return cls(run, config, roles, model, opened.tokenizer, console)
+        return cls(run, config, parts, roles, opened, console, read_extras(run))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.opened.tokenizer
+
+    def model(self, config: Config) -> Model:
+        return make_model(config.model, self.opened, self.roles.trainer, config.batch.micro_tokens)
 
     # -- weights
 
     def weights(self, version: int) -> tuple[Params, dict[str, Any]]:
-        """The sampler's parameters of any version, and how they were come by."""
-        a = self.config.algorithm
-        num_updates = self.config.steps * a.num_epochs * a.num_minibatches
-        learner = Learner(self.model, Objective.of(a), self.config.optimizer, num_updates)
-        found = self._nearest(version, learner)
+        """The sampler's parameters of any version, and how they were come by.
+
+        `verified`: whether the trainer's log-probs stored of the step after them are those that they give; None where
+        there are none, or nothing was learnt again."""
+        found = self._nearest(version)
         start, state = (found.version, found.state) if found else (0, None)
-        first = self._first() if state is None or (a.kl_coef > 0 and start < version) else None
-        state = learner.init(first) if state is None else state
         source = f"checkpoint {start}" if start else f"first weights ({self.config.model.path})"
-        facts: dict[str, Any] = {"from": source,
-                                 "steps_learnt_again": version - start, "updates_learnt_again": 0, "parted": None,
-                                 "machine": machine_changes(found.extra["facts"]["machine"]) if found else {}}
-        if version > start:
+        facts: dict[str, Any] = {"from": source, "steps_learnt_again": version - start, "updates_learnt_again": 0,
+                                 "parted": None, "verified": None, "machine": self._machine_changes(start, version),
+                                 "settings": self._settings_changes()}
+        learns = version > start
+        kl = any(at_version(self.parts, step).algorithm.kl_coef > 0 for step in range(start, version + 1))
+        first = self._first() if state is None or (kl and learns) else None
+        updater = self._updater(start, first)
+        state = updater.learner.init(first) if state is None else state
+        if learns:
             self.console.note(f"version {version} has no checkpoint: learning again from the stored groups of step "
                               f"{ranges(range(start + 1, version + 1))}, from {facts['from']}")
-            reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
-            updater = Updater(learner, a, self.config.batch, self.config.sampling.temperature, self.config.seed,
-                              reference)
             before = int(state.updates)
             for step in range(start, version):
-                state = self._learn(updater, state, step, facts)
-            facts["updates_learnt_again"] = int(state.updates) - before
-        return publish_to(self.model.on(self.roles.sampler), state.trainable), facts
+                state = self._learn(self._updater(step, first), state, read_stored(self.run, step + 1), step, facts)
+            facts["updates_learnt_again"], facts["verified"] = int(state.updates) - before, None
+        params = publish_to(self.model(self.config).on(self.roles.sampler), state.trainable)
+        if learns and (file := group_files(self.run).get(version + 1)):  # its log-probs are those before its update
+            self._learn(self._updater(version, first), state, read_file(file), version, facts)
+        return params, facts
 
-    def _nearest(self, version: int, learner: Learner) -> Restored | None:
+    def _nearest(self, version: int) -> Restored | None:
         """The newest whole checkpoint up to `version`; None where there is none: then the run's first weights serve."""
         for saved in sorted((v for v in versions(self.run) if v <= version), reverse=True):
             try:
-                return restore(self.run, saved, learner)
+                return restore(self.run, saved, self._learner(at_version(self.parts, saved)))
             except ShoalError as error:
                 self.console.warning(f"{error}; the one before it is used")
         return None
@@ -129,16 +146,47 @@ class Replayed:
     def _first(self) -> Params:
         return open_model(self.config.model, self.roles.trainer, self.console).load()
 
-    def _learn(self, updater: Updater, state: TrainState, step: int, facts: dict[str, Any]) -> TrainState:
+    def _learner(self, config: Config) -> Learner:
+        a = config.algorithm
+        return Learner(self.model(config), Objective.of(a), config.optimizer,
+                       config.steps * a.num_epochs * a.num_minibatches)
+
+    def _updater(self, version: int, first: Params | None) -> Updater:
+        """Of the step from `version` to the next; compiled anew where a part of the run begins."""
+        config = at_version(self.parts, version)
+        if not self._updaters or self._updaters[-1][0] is not config:
+            learner, a = self._learner(config), config.algorithm
+            reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
+            self._updaters[:] = [(config, Updater(learner, a, config.batch, config.sampling.temperature, config.seed,
+                                                  reference))]
+        return self._updaters[-1][1]
+
+    def _learn(self, updater: Updater, state: TrainState, stored: Sequence[StoredGroup], step: int,
+               facts: dict[str, Any]) -> TrainState:
         """One step's updates. The trainer's log-probs are compared with the stored: they show where weights part."""
-        stored = read_stored(self.run, step + 1)
         state, outcome = updater.update(state, [entry.group for entry in stored], step)
-        if facts["parted"] is None and not _same_logprobs(stored, outcome):
+        facts["verified"] = _same_logprobs(stored, outcome)
+        if facts["parted"] is None and facts["verified"] is False:
             facts["parted"] = step + 1
             self.console.warning(f"learning step {step + 1} again gives other log-probs than the run's trainer had: "
                                  "this machine, its threads or versions differ, or the settings or first weights have "
                                  "changed since")
         return state
+
+    # -- what has changed
+
+    def _machine_changes(self, start: int, version: int) -> dict[str, list[str]]:
+        """Against the checkpoint that is begun with, else the first one after `version`, else any."""
+        order = sorted(self.extras, key=lambda saved: (saved != start, saved < version, saved))
+        return machine_changes(self.extras[order[0]]["facts"]["machine"]) if order else {}
+
+    def _settings_changes(self) -> dict[str, list[Any]]:
+        """Key -> the values that it had in the run, in order, as its parts and its checkpoints tell."""
+        newest = max(self.extras, default=0)  # config.yaml, where it stands for all parts
+        told = [(start if len(self.parts) > 1 else newest, 1, json_ready(to_dict(config)))
+                for start, config in self.parts.items()]
+        told += [(saved, 0, extra["config"]) for saved, extra in self.extras.items() if "config" in extra]
+        return changes_of_settings(nested for _, _, nested in sorted(told, key=lambda one: one[:2]))
 
     # -- sampling
 
@@ -147,7 +195,8 @@ class Replayed:
         c = self.config
         slots = (c.sampling.slots_per_device * self.roles.sampler.mesh.size
                  or c.batch.prompts_per_step * c.batch.group_size)
-        engine = engine_maker(self.model.on(self.roles.sampler), self.tokenizer, c.sampling, slots, False)(group.size)
+        model = self.model(c).on(self.roles.sampler)
+        engine = engine_maker(model, self.tokenizer, c.sampling, slots, False)(group.size)
         chosen = sampling_params(c.sampling)
         if group.purpose is Purpose.EVALUATE and group.size == 1:
             chosen = chosen.as_greedy()
@@ -159,7 +208,20 @@ class Replayed:
         return [drawn[0, index] for index in range(group.size)]
 
 
-def _same_logprobs(stored: Sequence[StoredGroup], outcome: Outcome) -> bool:
+def read_extras(run: Path) -> dict[int, dict[str, Any]]:
+    """What each checkpoint of a run tells beside its arrays; damaged ones tell nothing."""
+    found = {}
+    for version in versions(run):
+        try:
+            found[version] = json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_bytes())
+        except (OSError, ValueError):
+            continue
+    return {version: extra for version, extra in found.items() if "facts" in extra}
+
+
+def _same_logprobs(stored: Sequence[StoredGroup], outcome: Outcome) -> bool | None:
+    """None where there are none to compare with."""
+    compared = 0
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):
             there, now = arrays.get("trainer_logprobs"), outcome.logprobs.get((number, index))
@@ -167,7 +229,8 @@ def _same_logprobs(stored: Sequence[StoredGroup], outcome: Outcome) -> bool:
                 return False
             if there is not None and np.asarray(now, np.float32).tobytes() != there.tobytes():
                 return False
-    return True
+            compared += there is not None
+    return True if compared else None
 
 
 def check_prompt(run: Path, config: Config, group: Group) -> dict[str, Any]:
@@ -257,8 +320,8 @@ def _show(result: dict[str, Any], console: Console) -> None:
                     f"{result['version']} from {result['weights']['from']}")
     names = list(result["completions"][0]["components"])
     console.table(("completion", "tokens", "end", *names, "reward", "advantage", "identical"), [
-        (str(c["index"]), str(len(c["tokens"])), c["stop_reason"], *(_figure(c["components"][name]) for name in names),
-         _figure(c["reward"]), _figure(c["advantage"]), "yes" if c["identical"] else "no")
+        (str(c["index"]), str(len(c["tokens"])), c["stop_reason"], *(figure(c["components"][name]) for name in names),
+         figure(c["reward"]), figure(c["advantage"]), "yes" if c["identical"] else "no")
         for c in result["completions"]])
     for c in result["completions"]:
         console.text(f"completion {c['index']}, each token with its log-prob (the sampler's, and the trainer's where "
@@ -268,6 +331,9 @@ def _show(result: dict[str, Any], console: Console) -> None:
     if not result["identical"]:
         for what, (then, now) in result["weights"]["machine"].items():
             console.warning(f"{what} is {now or 'not set'}, it was {then or 'not set'} in the run: bits may differ")
+        for key, values in result["weights"]["settings"].items():
+            console.warning(f"{key} changed in the run ({', then '.join(map(str, values))}): where config.yaml alone "
+                            "tells the settings, earlier steps are learnt again with the last")
 
 
 def _token(token: dict[str, Any]) -> str:
@@ -277,17 +343,16 @@ def _token(token: dict[str, Any]) -> str:
                                            else "") + ")"
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
 def _verdict(result: dict[str, Any]) -> str:
     d = result["difference"]
     if d is None:
         again = result["weights"]["updates_learnt_again"]
         learnt = f", its weights learnt again in {again} update{'s' * (again > 1)}" if again else ""
         return f"identical: drawn again bit for bit{learnt}"
-    place = f"not identical: completion {d['completion']}, token {d['token']}: "
+    weights = result["weights"]
+    unknown = weights["steps_learnt_again"] and weights["verified"] is None
+    place = (f"not identical{' (weights not verified: no later log-probs are stored)' * bool(unknown)}: "
+             f"completion {d['completion']}, token {d['token']}: ")
     if d["kind"] == "token":
         return place + (f"{d['stored']['text']!r} ({d['stored']['id']}) was stored, {d['drawn']['text']!r} "
                         f"({d['drawn']['id']}) is drawn")

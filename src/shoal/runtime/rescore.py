@@ -1,7 +1,7 @@
 """`shoal rescore`: stored groups under other rewards, without a model: which advantages flip, and what the new reward
 is like.
 
-    groups/step_* -> Judge -> rewards, advantages by the run's own settings -> compared with the stored, and looked at
+    groups/step_* -> Judge -> rewards, advantages by the step's own settings -> compared with the stored -> Tally
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,19 @@ from shoal.config.compose import require_given
 from shoal.config.schema import AlgorithmSection, Config, RescoreConfig
 from shoal.report.console import Console
 from shoal.report.folder import find_run
+from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
-from shoal.report.reading import is_finished, read_config, read_stored, require_groups
+from shoal.report.reading import (
+    at_version,
+    figure,
+    is_finished,
+    ranges,
+    read_config,
+    read_file,
+    read_parts,
+    read_stored,
+    require_groups,
+)
 from shoal.task.judge import Judge
 from shoal.task.reward import Failure, RewardFunction, Scores, load_functions, name_functions
 from shoal.task.task import load_task
@@ -35,18 +45,11 @@ _MANY_CONSTANT, _CLOSE_TO_LENGTH, _SLOW_SECONDS = 0.5, 0.5, 1.0
 """From where on a share of constant groups, a correlation with length and a cost are warned of."""
 
 
-@dataclass
-class Tally:
-    """What judging came to beside scores. `skips`: a failed completion's score is NaN, as None's is."""
-
-    skips: bool
-    seconds: float = 0.0  # of the clock: worker processes judge beside each other
-    failures: list[Failure] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Judged:
-    """A stored group with its stored and its new scores; [G] each."""
+    """A stored group with its stored and its new scores; [G] each.
+
+    `by_settings`: the advantages of the stored rewards under the settings that are on file for its step."""
 
     step: int
     number: int  # its place in the step's file
@@ -54,8 +57,25 @@ class Judged:
     rewards: np.ndarray
     components: dict[str, np.ndarray]
     valid: np.ndarray
-    old_advantages: np.ndarray
+    stored_advantages: np.ndarray | None
+    by_settings: np.ndarray
     advantages: np.ndarray
+
+    @property
+    def old_advantages(self) -> np.ndarray:
+        """Those that were learnt from; by the settings where none were stored."""
+        return self.by_settings if self.stored_advantages is None else self.stored_advantages
+
+    @property
+    def settings_differ(self) -> bool:
+        return not np.allclose(self.old_advantages, self.by_settings, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+    @property
+    def informative(self) -> tuple[bool, bool]:
+        """Whether the stored and the new rewards vary in the group."""
+        old, new = (informative(rewards[None], valid[None])[0]
+                    for rewards, valid in ((self.group.rewards, self.group.valid), (self.rewards, self.valid)))
+        return bool(old), bool(new)
 
     @property
     def both(self) -> np.ndarray:
@@ -68,24 +88,100 @@ class Judged:
         return self.both & (np.sign(self.advantages) * np.sign(self.old_advantages) < 0)
 
 
+@dataclass
+class Tally:
+    """What all steps came to: sums, and of each completion three numbers. `skips`: a failed completion's score is NaN,
+    as None's is."""
+
+    skips: bool
+    seconds: float = 0.0  # of the clock: worker processes judge beside each other
+    num_groups: int = 0
+    num_completions: int = 0
+    unscorable: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # function: kind
+    skipped: Counter[str] = field(default_factory=Counter)
+    first_failure: str | None = None
+    nothing: Counter[str] = field(default_factory=Counter)  # by function, scores that are NaN
+    old: list[np.ndarray] = field(default_factory=list)  # by step, of the completions that both could score
+    new: list[np.ndarray] = field(default_factory=list)
+    rewards: list[np.ndarray] = field(default_factory=list)  # by step, of those that the new reward could score
+    lengths: list[np.ndarray] = field(default_factory=list)
+    within: list[float] = field(default_factory=list)  # rank correlations of groups
+    informs: Counter[tuple[bool, bool]] = field(default_factory=Counter)  # groups whose old, new rewards vary
+    flips: list[Judged] = field(default_factory=list)  # the groups with the most
+    likeliest: list[tuple[float, float, dict[str, Any]]] = field(default_factory=list)  # old and new reward, the place
+    other_settings: list[int] = field(default_factory=list)  # steps
+    not_stored: int = 0  # groups
+    by_step: list[dict[str, Any]] = field(default_factory=list)
+
+    def fail(self, failures: Sequence[Failure]) -> None:
+        self.failed.update(f"{one.function}: {one.kind}" for one in failures)
+        if self.skips:
+            self.skipped.update(one.function for one in failures if one.completion is not None)
+        if failures and self.first_failure is None:
+            self.first_failure = failures[0].text
+
+    def add(self, step: int, judged: Sequence[Judged]) -> None:
+        """A step's groups."""
+        old, new = _joined([e.group.rewards[e.both] for e in judged]), _joined([e.rewards[e.both] for e in judged])
+        rewards = _joined([e.rewards[e.valid] for e in judged])
+        lengths = _joined([np.array([len(c) for c in e.group.completions])[e.valid] for e in judged])
+        for kept, values in ((self.old, old), (self.new, new), (self.rewards, rewards), (self.lengths, lengths)):
+            kept.append(values)
+        self.num_groups += len(judged)
+        self.num_completions += sum(e.group.size for e in judged)
+        self.unscorable += sum(int((~e.valid).sum()) for e in judged)
+        for e in judged:
+            self.nothing.update({name: int(np.isnan(values).sum()) for name, values in e.components.items()})
+        within = [rank_correlation(e.group.rewards[e.both], e.rewards[e.both]) for e in judged]
+        self.within += [value for value in within if value is not None]
+        self.informs.update(e.informative for e in judged)
+        if any(e.settings_differ for e in judged):
+            self.other_settings.append(step)
+        self.not_stored += sum(e.stored_advantages is None for e in judged)
+        flipped = [e for e in judged if e.flipped.any()]
+        self.flips = sorted([*self.flips, *flipped], key=lambda e: -int(e.flipped.sum()))[:NUM_SHOWN]
+        self._like(judged)
+        self.by_step.append({
+            "step": step, "groups": len(judged), "completions_compared": len(old), "groups_with_flips": len(flipped),
+            "advantages_flipped": sum(int(e.flipped.sum()) for e in judged), "old_reward_mean": _mean(old),
+            "reward_mean": _mean(new)})
+
+    def _like(self, judged: Sequence[Judged]) -> None:
+        """Keeps, of the completions with the lowest stored reward so far, those that the new one likes best."""
+        found = [*self.likeliest, *(
+            (float(e.group.rewards[i]), float(e.rewards[i]),
+             {"step": e.step, "group": e.number, "completion": int(i), "text": e.group.texts[i]})
+            for e in judged for i in np.flatnonzero(e.both))]
+        lowest = min((old for old, _, _ in found), default=0.0)
+        found = [entry for entry in found if entry[0] == lowest]
+        self.likeliest = sorted(found, key=lambda entry: -entry[1])[:NUM_SHOWN]  # stable: by step, group, completion
+
+
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
-    """Judges a run's stored training groups with `reward.functions` (the task's own where empty)."""
+    """Judges a run's stored training groups with `reward.functions` (the task's own where empty), a step at a time:
+    what is kept of a step are its rewards. `groups` has each group in full where `config.step` names one."""
     require_given(config, "run")
     with console or Console() as console:
         run = find_run(config.run)
-        own = read_config(run)
-        steps = [config.step] if config.step else list(require_groups(run))
+        own, parts, files = read_config(run), read_parts(run), require_groups(run)
+        if config.step and config.step not in files:
+            read_stored(run, config.step)  # says which there are
+        steps = [config.step] if config.step else list(files)
         functions = reward_functions(config, own)
-        tally = Tally(skips=config.reward.on_error == "skip")
+        tally, groups = Tally(skips=config.reward.on_error == "skip"), []
         with closing(Judge(functions, config.reward, own.steps)) as judge:
-            judged = [entry for step in steps for entry in _judge(run, step, judge, own.algorithm, tally)]
-        total = sum(entry.group.size for entry in judged)
+            for step in steps:
+                judged = _judge(read_file(files[step]), step, judge, at_version(parts, step - 1).algorithm, tally)
+                tally.add(step, judged)
+                groups += map(group_record, judged) if config.step else []
         result = json_ready({
-            "run": str(run), "finished": is_finished(run), "steps": steps, "num_groups": len(judged),
-            "num_completions": total,
-            "functions": {one.name: one.weight for one in functions}, "comparison": compare(judged),
-            "lint": lint(judged, tally),
-            "hacks": hacks(judged), "groups": [_group(entry) for entry in judged],
+            "run": str(run), "finished": is_finished(run), "steps": steps, "num_groups": tally.num_groups,
+            "num_completions": tally.num_completions,
+            "functions": {one.name: one.weight for one in functions}, "comparison": compare(tally),
+            "lint": lint(tally), "hacks": hacks(tally), "flips": [group_record(entry) for entry in tally.flips],
+            "by_step": tally.by_step, "other_settings": tally.other_settings,
+            "advantages_not_stored": tally.not_stored, "groups": groups if config.step else None,
         })
         _show(result, console)
     return result
@@ -98,9 +194,10 @@ def reward_functions(config: RescoreConfig, run: Config) -> tuple[RewardFunction
     return load_task(run.task, config.reward).rewards
 
 
-def _judge(run: Path, step: int, judge: Judge, algorithm: AlgorithmSection, tally: Tally) -> Iterator[Judged]:
+def _judge(stored: Sequence[StoredGroup], step: int, judge: Judge, algorithm: AlgorithmSection,
+           tally: Tally) -> list[Judged]:
     """The groups of a step in order; functions are called a group at a time or a step at a time, as in a run."""
-    groups = [stored.group for stored in read_stored(run, step)]
+    groups = [entry.group for entry in stored]
     parts = [groups] if judge.by_step else [[group] for group in groups]
     started = time.perf_counter()
     for ticket, part in enumerate(parts):
@@ -111,12 +208,16 @@ def _judge(run: Path, step: int, judge: Judge, algorithm: AlgorithmSection, tall
         scores |= judge.collect(wait=True)
     tally.seconds += time.perf_counter() - started
     for ticket in range(len(parts)):
-        tally.failures.extend(scores[ticket].failures)
-    for number, group in enumerate(groups):
+        tally.fail(scores[ticket].failures)
+    judged = []
+    for number, entry in enumerate(stored):
         found, place = (scores[0], number) if judge.by_step else (scores[number], 0)
-        rewards, valid = found.rewards[place], found.valid[place]
-        yield Judged(step, number, group, rewards, {name: v[place] for name, v in found.components.items()}, valid,
-                     _advantages(group.rewards, group.valid, algorithm), _advantages(rewards, valid, algorithm))
+        rewards, valid, group = found.rewards[place], found.valid[place], entry.group
+        by_settings = _advantages(group.rewards, group.valid, algorithm)
+        judged.append(Judged(
+            step, number, group, rewards, {name: values[place] for name, values in found.components.items()}, valid,
+            entry.advantages, by_settings, _advantages(rewards, valid, algorithm)))
+    return judged
 
 
 def _advantages(rewards: np.ndarray, valid: np.ndarray, a: AlgorithmSection) -> np.ndarray:
@@ -127,43 +228,33 @@ def _advantages(rewards: np.ndarray, valid: np.ndarray, a: AlgorithmSection) -> 
 # ---- figures
 
 
-def compare(judged: Sequence[Judged]) -> dict[str, Any]:
+def compare(tally: Tally) -> dict[str, Any]:
     """Old and new side by side: flips, rank correlation (over all completions, and the mean of groups), variance."""
-    old, new = _both(judged)
-    informs = [(bool(informative(e.group.rewards[None], e.group.valid[None])[0]),
-                bool(informative(e.rewards[None], e.valid[None])[0])) for e in judged]
-    within = [rank_correlation(e.group.rewards[e.both], e.rewards[e.both]) for e in judged]
-    known = [value for value in within if value is not None]
-    flipped = sum(int(e.flipped.sum()) for e in judged)
+    old, new, informs = _joined(tally.old), _joined(tally.new), tally.informs
+    flipped = sum(step["advantages_flipped"] for step in tally.by_step)
     return {
         "reward_mean": [_mean(old), _mean(new)], "completions_compared": len(old),
         "advantages_flipped": flipped, "share_flipped": flipped / len(old) if len(old) else None,
-        "groups_with_flips": sum(bool(e.flipped.any()) for e in judged),
+        "groups_with_flips": sum(step["groups_with_flips"] for step in tally.by_step),
         "rank_correlation": rank_correlation(old, new),
-        "rank_correlation_within_groups": sum(known) / len(known) if known else None,
-        "groups_that_gain_variance": sum(after and not before for before, after in informs),
-        "groups_that_lose_variance": sum(before and not after for before, after in informs),
-        "informative_groups": [sum(before for before, _ in informs), sum(after for _, after in informs)],
+        "rank_correlation_within_groups": sum(tally.within) / len(tally.within) if tally.within else None,
+        "groups_that_gain_variance": informs[False, True], "groups_that_lose_variance": informs[True, False],
+        "informative_groups": [informs[True, False] + informs[True, True], informs[False, True] + informs[True, True]],
     }
 
 
-def lint(judged: Sequence[Judged], tally: Tally) -> dict[str, Any]:
+def lint(tally: Tally) -> dict[str, Any]:
     """What the new reward is like, and `warnings` in words."""
-    rewards = np.concatenate([e.rewards[e.valid] for e in judged])
-    lengths = np.concatenate([np.array([len(c) for c in e.group.completions])[e.valid] for e in judged])
-    constant = sum(not informative(e.rewards[None], e.valid[None])[0] for e in judged) / len(judged)
-    failed = Counter(f"{failure.function}: {failure.kind}" for failure in tally.failures)
-    skipped = Counter(one.function for one in tally.failures if tally.skips and one.completion is not None)
-    names = dict.fromkeys(name for e in judged for name in e.components)
-    nothing = {name: sum(int(np.isnan(e.components[name]).sum()) for e in judged) - skipped[name] for name in names}
+    rewards = _joined(tally.rewards)
+    constant = (tally.informs[False, False] + tally.informs[True, False]) / tally.num_groups
     found = {
         "mean": _mean(rewards), "std": float(rewards.std()) if len(rewards) else None,
         "min": float(rewards.min()) if len(rewards) else None, "max": float(rewards.max()) if len(rewards) else None,
         "num_distinct": len(np.unique(rewards)), "share_of_constant_groups": constant,
-        "seconds_per_completion": tally.seconds / sum(e.group.size for e in judged),
-        "correlation_with_length": rank_correlation(lengths, rewards),
-        "none": nothing, "failed": dict(failed), "first_failure": tally.failures[0].text if tally.failures else None,
-        "unscorable": sum(int((~e.valid).sum()) for e in judged),
+        "seconds_per_completion": tally.seconds / tally.num_completions,
+        "correlation_with_length": rank_correlation(_joined(tally.lengths), rewards),
+        "none": {name: count - tally.skipped[name] for name, count in tally.nothing.items()},
+        "failed": dict(tally.failed), "first_failure": tally.first_failure, "unscorable": tally.unscorable,
     }
     return found | {"warnings": list(_warnings(found))}
 
@@ -188,16 +279,14 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
         yield f"it failed ({kinds}): {found['first_failure']}"
 
 
-def hacks(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+def hacks(tally: Tally) -> list[dict[str, Any]]:
     """The completions that the new reward likes best among those that the stored one scored lowest."""
-    old, new = _both(judged)
+    old, new = _joined(tally.old), _joined(tally.new)
     if not len(old) or old.min() == old.max():
         return []
-    entries = [(e.rewards[i], e, i) for e in judged for i in np.flatnonzero(e.both)
-               if e.group.rewards[i] == old.min() and e.rewards[i] > np.median(new)]
-    entries.sort(key=lambda entry: -entry[0])  # stable: by step, group and completion
-    return [{"step": e.step, "group": e.number, "completion": int(i), "old_reward": float(old.min()),
-             "reward": float(reward), "text": e.group.texts[i]} for reward, e, i in entries[:NUM_SHOWN]]
+    median = np.median(new)
+    return [{**place, "old_reward": before, "reward": after} for before, after, place in tally.likeliest
+            if after > median]
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
@@ -212,23 +301,20 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
-def _both(judged: Sequence[Judged]) -> tuple[np.ndarray, np.ndarray]:
-    """Old and new rewards of the completions that both could score."""
-    return (np.concatenate([e.group.rewards[e.both] for e in judged]),
-            np.concatenate([e.rewards[e.both] for e in judged]))
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def _group(e: Judged) -> dict[str, Any]:
+def group_record(e: Judged) -> dict[str, Any]:
     return {
         "step": e.step, "group": e.number, "row": e.group.example.row,
         "old_rewards": e.group.rewards, "rewards": e.rewards, "components": e.components,
         "old_advantages": e.old_advantages, "advantages": e.advantages, "flipped": np.flatnonzero(e.flipped),
-        "old_informative": bool(informative(e.group.rewards[None], e.group.valid[None])[0]),
-        "informative": bool(informative(e.rewards[None], e.valid[None])[0]),
+        "old_informative": e.informative[0], "informative": e.informative[1],
     }
 
 
@@ -239,38 +325,37 @@ def _show(result: dict[str, Any], console: Console) -> None:
     c, found = result["comparison"], result["lint"]
     console.heading(f"{', '.join(result['functions'])} on {result['num_groups']} groups of {len(result['steps'])} steps"
                     + ("" if result["finished"] else " (the run has not ended)"))
-    flipped = [g for g in result["groups"] if g["flipped"]]
-    if flipped:
-        shown = sorted(flipped, key=lambda g: -len(g["flipped"]))[:NUM_SHOWN]
-        console.text(f"groups whose advantages flip, {len(shown)} of {len(flipped)}:")
+    if shown := result["flips"]:
+        console.text(f"groups whose advantages flip, {len(shown)} of {c['groups_with_flips']}:")
         console.table(("step, group", "old rewards", "new rewards", "old advantages", "new advantages", "flipped"), [
             (f"{g['step']}, {g['group']}", *(_figures(g[name]) for name in
              ("old_rewards", "rewards", "old_advantages", "advantages")), _figures(g["flipped"])) for g in shown])
     console.table(("", "stored", "new"), [
-        ("mean reward", *map(_figure, c["reward_mean"])),
+        ("mean reward", *(figure(value, 3) for value in c["reward_mean"])),
         ("groups that teach", *map(str, c["informative_groups"]))])
     share = c["share_flipped"] or 0
     console.table(("compared", ""), [
         ("advantages that flip", f"{c['advantages_flipped']} of {c['completions_compared']} ({share:.1%})"),
-        ("rank correlation", _figure(c["rank_correlation"])),
-        ("rank correlation within groups", _figure(c["rank_correlation_within_groups"])),
+        ("rank correlation", figure(c["rank_correlation"], 3)),
+        ("rank correlation within groups", figure(c["rank_correlation_within_groups"], 3)),
         ("groups that gain variance", str(c["groups_that_gain_variance"])),
         ("groups that lose variance", str(c["groups_that_lose_variance"]))])
     console.table(("the new reward", ""), [
-        *((name.replace("_", " "), _figure(found[name])) for name in (
+        *((name.replace("_", " "), figure(found[name], 3)) for name in (
             "min", "max", "std", "num_distinct", "share_of_constant_groups", "seconds_per_completion",
             "correlation_with_length", "unscorable"))])
     for warning in found["warnings"]:
         console.warning(warning)
+    if others := result["other_settings"]:
+        console.warning(f"the settings on file (algorithm.*) give other advantages than those that were learnt from, "
+                        f"at step {ranges(others)}: old advantages are the stored, new ones are by the settings")
+    if count := result["advantages_not_stored"]:
+        console.note(f"{count} groups were stored without advantages: their old ones are by the settings")
     for hack in result["hacks"]:
-        console.text(f"scored {_figure(hack['reward'])}, where the stored reward gave its lowest "
-                     f"({_figure(hack['old_reward'])}): step {hack['step']}, group {hack['group']}, completion "
+        console.text(f"scored {figure(hack['reward'], 3)}, where the stored reward gave its lowest "
+                     f"({figure(hack['old_reward'], 3)}): step {hack['step']}, group {hack['group']}, completion "
                      f"{hack['completion']}: {hack['text'][:200]!r}")
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
 def _figures(values: Sequence[float | None]) -> str:
-    return " ".join(map(_figure, values))
+    return " ".join(figure(value, 3) for value in values)

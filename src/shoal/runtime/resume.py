@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from shoal.report.folder import find_run, is_run, named_folder
 from shoal.report.lines import json_line
 from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
-from shoal.types import Address, ShoalError
+from shoal.types import Address, Params, ShoalError
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
         "reward.timeout_seconds", "reward.memory_gib", "reward.workers")
@@ -31,7 +32,8 @@ but `steps` where the learning rate falls to its last."""
 FIXED = ("model.path", "model.template", "seed", "task.name")
 """Keys that no part of a run can change."""
 
-NUM_ROWS_LOOKED_AT = 64
+MOST_ROWS = 50_000
+NUM_ROWS_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def settle(config: Config, resolved: Resolved | None, console: Console) -> Settl
                                  f"{get_value(config, key)!r}: start a new run, from these weights with model={run}")
             console.warning(f"{key} changes from {get_value(stored, key)} to {get_value(config, key)}: from here on "
                             "this is not the run that was started")
+        _say_steps(stored, config, console)
         return Settled(_as_stored(config, stored), run)
     if config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name)):
         stored = _stored(run)
@@ -64,8 +67,15 @@ def settle(config: Config, resolved: Resolved | None, console: Console) -> Settl
             here = ", ".join(str(get_value(config, key)) for key in keys)
             raise ShoalError(f"the run {run} was started with {shown}; now came {here}: choose another run_name, give "
                              f"what it was, or change it on purpose with resume={run}")
+        _say_steps(stored, config, console)
         return Settled(config, run)
     return Settled(config)
+
+
+def _say_steps(stored: Config, config: Config, console: Console) -> None:
+    if stored.steps != config.steps and config.optimizer.schedule != "constant":
+        console.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
+                        f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
 
 
 def _stored(run: Path) -> Config:
@@ -88,20 +98,34 @@ def _is_free(key: str) -> bool:
 # ---- what a checkpoint tells of machine and data
 
 
-def facts(task: Task, seed: int) -> dict[str, Any]:
-    """What decides a run's numbers beside its configuration, as JSON holds it."""
-    return {"machine": machine(), "data": data_digest(task, seed), "rewards": reward_digests(task.rewards)}
+def facts(task: Task, seed: int, reference: Params | None = None) -> dict[str, Any]:
+    """What decides a run's numbers beside its configuration, as JSON holds it. `reference`: the weights that a KL term
+    refers to."""
+    from shoal.model.transformer import checksum_of
+
+    found = {"machine": machine(), "data": data_digest(task, seed), "rewards": reward_digests(task.rewards)}
+    return found if reference is None else found | {"reference": f"{checksum_of(reference):#010x}"}
 
 
 def machine() -> dict[str, str]:
-    """Kind of device, number of devices and threads, versions: with these equal, numbers are equal bit for bit."""
+    """Kind and number of devices, threads, versions: with these equal, numbers on CPU are equal bit for bit."""
     import jax
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "tokenizers")
-    return {"platform": platform.machine(), "python": platform.python_version(), "device": jax.devices()[0].device_kind,
-            "devices": str(jax.device_count()), "threads": str(threads), "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers")
+    return {"platform": platform.machine(), "processor": _processor(), "python": platform.python_version(),
+            "device": jax.devices()[0].device_kind, "devices": str(jax.device_count()), "threads": str(threads),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             **{name: _version(name) for name in packages}}
+
+
+def _processor() -> str:
+    """The processor's model, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _version(package: str) -> str:
@@ -112,14 +136,15 @@ def _version(package: str) -> str:
 
 
 def data_digest(task: Task, seed: int) -> str:
-    """The number of rows and a hash over some of them, chosen by address."""
-    count = len(task.train)
-    rows = sorted({int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
-                   for number in range(NUM_ROWS_LOOKED_AT)}) if count else []
+    """The number of rows and a hash over them and the questions of evaluations; of more than MOST_ROWS, over some that
+    are chosen by address."""
+    count, rows = len(task.train), range(len(task.train))
+    if count > MOST_ROWS:
+        rows = sorted({int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
+                       for number in range(NUM_ROWS_LOOKED_AT)})
     hashed = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        example = task.train[row]
-        hashed.update(json_line([row, example.prompt, example.columns]).encode("utf-8", "backslashreplace"))
+    for example in itertools.chain((task.train[row] for row in rows), *task.evaluations.values()):
+        hashed.update(json_line([example.row, example.prompt, example.columns]).encode("utf-8", "backslashreplace"))
     return f"{count} rows, {hashed.hexdigest()}"
 
 
@@ -141,6 +166,10 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) 
     if saved["data"] != now["data"]:
         raise ShoalError(f"the training data is not what this run was started with (it had {saved['data']}, now "
                          f"{now['data']}): bring the old data back, or start a new run from its weights")
+    if now.get("reference") != saved.get("reference", now.get("reference")):
+        raise ShoalError(f"the reference weights (model.path) are not those that this run was started with (checksum "
+                         f"{saved['reference']}, now {now['reference']}): bring them back, name the very checkpoint "
+                         "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0")
     for name, value in now["machine"].items():
         if (before := saved["machine"].get(name, "unknown")) != value:
             console.warning(f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -11,6 +11,22 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _TAGGED = r"<{0}>(?:(?!</?(?:reasoning|answer)>).)+</{0}>"
 _WELL_FORMED = re.compile(_TAGGED.format("reasoning") + r"\s*" + _TAGGED.format("answer"), re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?")
+
+GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
+"""Data columns that hold what is right, in the order in which they count. A `solution` beside an `answer` is worked."""
+
+
+def ground_truth(columns: Mapping[str, Any]) -> Any:
+    """What a row says is right: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that is not empty;
+    None where there is none.
+
+    >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
+    '5'
+    """
+    model = columns.get("reward_model")
+    found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
+    found += [columns.get(name) for name in GOLD_COLUMNS]
+    return next((value for value in found if value is not None and value != ""), None)
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.task.answer import GOLD_COLUMNS, ground_truth
 from shoal.types import Example, Prompt
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -240,15 +241,14 @@ def _arguments(one: RewardFunction, batch: Batch, part: range, journal: _Journal
 
 
 def _verl_arguments(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    model = columns.get("reward_model")
-    found = [model["ground_truth"]] if isinstance(model, Mapping) and "ground_truth" in model else \
-        [columns[name] for name in ("ground_truth", "answer") if name in columns]
-    if not found:
+    gold = ground_truth(columns)
+    if gold is None and not {"reward_model", *GOLD_COLUMNS} & columns.keys():
         raise _Wrong("wants a ground truth: a column `reward_model` with `ground_truth` in it, or a column "
-                     f"`ground_truth` or `answer`; there are: {', '.join(columns) or 'none'}")
+                     f"`ground_truth`, `answer`, `solution`, `target` or `label`; there are: "
+                     f"{', '.join(columns) or 'none'}")
     info = columns.get("extra_info")
     turns = {"num_turns": 2, "rollout_reward_scores": {}}  # the prompt's and the completion's
-    return {"data_source": columns.get("data_source") or "", "solution_str": text, "ground_truth": found[0],
+    return {"data_source": columns.get("data_source") or "", "solution_str": text, "ground_truth": gold,
             "extra_info": {**(info if isinstance(info, Mapping) else {}), **turns}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 import weakref
@@ -17,12 +18,18 @@ from typing import Any
 from shoal.config.schema import RewardSection
 from shoal.task import pool
 from shoal.task.call import Batch, Loop, Outcome, RewardFunction
-from shoal.task.reward import Case, Scores, call_here, total, trainer_state
+from shoal.task.reward import Case, Policy, Scores, call_here, total, trainer_state
 from shoal.task.worker import Link
 from shoal.types import Example, ShoalError
 
 _END_SECONDS = 10.0
 """What the pool's process may take to end its workers and itself, before it is killed."""
+_SILENT_SECONDS = 120.0
+"""After how long without a word the pool counts as stuck: while it has work it gives one each second."""
+_TOLD_SECONDS = 60.0
+"""After how long a wait is told of; then each time that it has doubled."""
+_GENEROUS = 2.0
+"""By how much the calls of a batch may pass the time that they take at most, before the pool counts as stuck."""
 
 
 class Judge:
@@ -52,6 +59,7 @@ class Judge:
         self._asked: dict[int, _Asked] = {}
         self._next_job = 0
         self._link: Link | None = None
+        self._heard = self._moved = time.monotonic()  # the pool's last word, and the last batch that came back
         if self._remote:
             if not hasattr(os, "fork"):
                 raise ShoalError(f"reward.workers={section.workers}: this system cannot fork processes; "
@@ -67,34 +75,44 @@ class Judge:
         return self.section.call == "step"
 
     def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
-               completion_ids: Sequence[Sequence[Sequence[int]]], step: int) -> None:
-        """Queues P groups (texts[P][G]) under a ticket; returns at once.
+               completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
+               trial: bool = False) -> None:
+        """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
+        `trial` ends with the first completion that takes too long: the later ones are NaN.
 
-        Raises ShoalError for a column that cannot be sent to another process."""
+        Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
+        if self._remote and self._link is None:
+            raise ShoalError("the reward workers have ended, so nothing more can be judged: start or resume the run "
+                             "again")
+        policy = on_error or self.section.on_error
         prompts = [example.prompt for example in examples]
         batch = Batch.of(examples, prompts, texts, completion_ids, trainer_state(step, self.max_steps))
-        asked = _Asked(ticket, batch, call_here(self._here, batch, self._loop, self.section.on_error))
+        asked = _Asked(ticket, batch, call_here(self._here, batch, self._loop, policy), policy)
         if self._link is None:
             self._finish(asked)
             return
         body = _sendable(batch)
         job = self._next_job
         self._next_job += 1
+        if not self._asked:
+            self._moved = time.monotonic()
         self._asked[job] = asked
         try:
-            self._link.send({"job": job, "step": step, "size": len(batch)}, body)
-            self._link.drain()
+            self._link.send({"job": job, "step": step, "size": len(batch), "on_error": policy, "trial": trial}, body)
+            self._link.drain(_SILENT_SECONDS)
         except ConnectionError:
             raise self._lost() from None
+        except TimeoutError:
+            raise self._stuck(_SILENT_SECONDS) from None
 
     def collect(self, wait: bool = False) -> list[tuple[Hashable, Scores]]:
         """What is judged by now, each ticket once; with `wait`, not before one is, unless nothing is queued.
 
-        Raises ShoalError, naming function, step and example, where `reward.on_error` is `error` and one failed."""
+        A long wait is told of on stderr. Raises ShoalError, naming function, step and example, where `reward.on_error`
+        is `error` and one failed, and where the pool is stuck."""
         self._hear()
-        while wait and self._asked and not self._done and self._link is not None:
-            wait_for([self._link.end])
-            self._hear()
+        if wait:
+            self._wait()
         done, self._done = self._done, []
         for number, (_, scores) in enumerate(done):
             if isinstance(scores, ShoalError):
@@ -116,6 +134,34 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _wait(self) -> None:
+        """Until a batch is judged, if one is queued. The pool is stuck where it says nothing, or has taken much longer
+        than limits allow."""
+        begun = time.monotonic()
+        telling = begun + _TOLD_SECONDS
+        while self._asked and not self._done and self._link is not None:
+            silent, late = max(self._heard, begun) + _SILENT_SECONDS, max(self._moved, begun) + self._most_seconds()
+            wait_for([self._link.end], max(0.0, min(silent, late, telling) - time.monotonic()))
+            self._hear()
+            now = time.monotonic()
+            if self._done or not self._asked:
+                return
+            if now >= max(self._heard, begun) + _SILENT_SECONDS or now >= late:
+                raise self._stuck(now - begun)
+            if now >= telling:
+                print(f"waiting for rewards: {now - begun:.0f} s, {self._waiting()}; reward.timeout_seconds="
+                      f"{self.section.timeout_seconds:g} is the limit of a call", file=sys.stderr, flush=True)
+                telling = now + (now - begun)
+
+    def _most_seconds(self) -> float:
+        """What all that is queued may take, however its functions behave; see `pool.py`."""
+        calls = sum(1 + len(asked.batch) for asked in self._asked.values()) * len(self._remote)
+        return _GENEROUS * pool.most_seconds(self.section) * (1 + calls / self.section.workers)
+
+    def _waiting(self) -> str:
+        names = ", ".join(one.name for one in self._remote)
+        return f"completions with {names}: {sum(len(asked.batch) for asked in self._asked.values())}"
+
     def _hear(self) -> None:
         """Reads what has come from the pool."""
         if self._link is None:
@@ -124,7 +170,12 @@ class Judge:
             frames = self._link.receive()
         except EOFError:
             raise self._lost() from None
+        if frames:
+            self._heard = time.monotonic()
         for header, _ in frames:
+            if "alive" in header:
+                continue
+            self._moved = self._heard
             asked = self._asked.pop(header["job"])
             for number, case in header["cases"]:
                 asked.cases[self._remote[number].name] = _case(case)
@@ -134,7 +185,7 @@ class Judge:
         """Where a function ends the run, its calls are all that there is."""
         functions = [one for one in self.functions if one.name in asked.cases]
         try:
-            scores = total(functions, asked.batch, asked.cases, self.section.on_error, self.section.timeout_seconds)
+            scores = total(functions, asked.batch, asked.cases, asked.policy, self.section.timeout_seconds)
         except ShoalError as error:
             scores = error
         self._done.append((asked.ticket, scores))
@@ -144,6 +195,13 @@ class Judge:
         return ShoalError("the process that starts reward workers has ended, killed from outside or for want of "
                           "memory; free some, or take fewer reward.workers")
 
+    def _stuck(self, seconds: float) -> ShoalError:
+        waiting = self._waiting()
+        self.close()
+        return ShoalError(f"waited {seconds:.0f} s for rewards ({waiting}), but the process that starts reward workers "
+                          f"is stopped or stuck; see what holds it, such as storage that does not answer, and start or "
+                          f"resume the run again")
+
 
 @dataclass
 class _Asked:
@@ -152,6 +210,7 @@ class _Asked:
     ticket: Hashable
     batch: Batch
     cases: dict[str, Case]  # by function, as they come
+    policy: Policy
 
 
 def _case(plain: dict[str, Any]) -> Case:
@@ -175,17 +234,27 @@ def _sendable(batch: Batch) -> bytes:
 
 
 def _end(pid: int, link: Link, owner: int) -> None:
-    """Closes the link, at which the pool's process ends by itself, and waits for that."""
-    link.end.close()
+    """Shuts the link down, at which the pool's process ends by itself, and waits for that. Other processes, such as a
+    younger judge's pool, may hold a copy of the link: closing it alone would not be seen."""
     if os.getpid() != owner:  # a copy in a process that someone else forked
+        link.end.close()
         return
-    with contextlib.suppress(ChildProcessError):
-        deadline = time.monotonic() + _END_SECONDS
-        pause = 0.0005
-        while time.monotonic() < deadline:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                return
-            time.sleep(pause)
-            pause = min(0.05, 2 * pause)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        link.end.shutdown(socket.SHUT_RDWR)
+    link.end.close()
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)  # should it be stopped
+        if not _ends(pid, _END_SECONDS):
+            os.kill(pid, signal.SIGKILL)
+            _ends(pid, 1.0)  # one that waits for a device cannot end before that answers
+
+
+def _ends(pid: int, seconds: float) -> bool:
+    """Whether a child ends within some time."""
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(0.05, 2 * pause)
+    return True

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import select
 import signal
@@ -37,9 +36,16 @@ _START_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
 """What an event loop may take, beyond the limit, to end a call by itself."""
 _EXIT_SECONDS = 0.5
-"""What a worker that has closed its link may take to end, before it is killed."""
+"""What a worker that has closed its link may take to end, before it is killed, and then to be gone."""
 _LOOK_SECONDS = 1.0
 """How often to see whether the trainer is there, should its end of the link be held open by another process."""
+_ALIVE_SECONDS = 1.0
+"""How often the trainer is told that its calls are seen to."""
+
+
+def most_seconds(section: RewardSection) -> float:
+    """What one call may take at most, with the start and the end of its worker."""
+    return section.timeout_seconds + _START_SECONDS + _GRACE_SECONDS + 2 * _EXIT_SECONDS
 
 
 def start(functions: Sequence[RewardFunction], section: RewardSection) -> tuple[int, Link]:
@@ -102,6 +108,8 @@ class _Job:
     size: int
     body: bytes
     cases: list[_Case]
+    on_error: str
+    trial: bool  # ends a function's calls with the first completion that takes too long
 
 
 @dataclass(eq=False)
@@ -115,6 +123,7 @@ class _Task:
     high: int
     together: bool  # on the event loop that `async` functions share
     deadline: float = 0.0
+    begun: bool = False
 
     @property
     def case(self) -> _Case:
@@ -135,11 +144,10 @@ class _Worker:
     status: int | None = None  # as waitpid gives it, once it has ended
     killed: bool = False  # from here
 
-    def wait(self, options: int = 0) -> bool:
-        """Whether it has ended; its status is kept."""
+    def wait(self, seconds: float = 0.0) -> bool:
+        """Whether it has ended, or does within some time; its status is kept."""
         if self.status is None:
-            found, status = os.waitpid(self.pid, options)
-            self.status = status if found else None
+            self.status = _reap(self.pid, seconds)
         return self.status is not None
 
 
@@ -149,6 +157,8 @@ class Pool:
     def __init__(self, link: Link, functions: Sequence[RewardFunction], section: RewardSection, trainer: int) -> None:
         self.link, self.functions, self.section, self.trainer = link, functions, section, trainer
         self.workers: list[_Worker] = []
+        self.unreaped: set[int] = set()  # killed, but not gone: such as those that wait for a device
+        self.said = time.monotonic()
         self.queues: dict[bool, deque[_Task]] = {True: deque(), False: deque()}  # by `together`
         self.jobs: dict[int, _Job] = {}
         self.hung: set[tuple[int, int]] = set()  # (function, step): call it for one completion at a time
@@ -169,12 +179,16 @@ class Pool:
                     self._open(header, body)
                 if self.alarm in ready:
                     os.read(self.alarm, 4096)
-                ended = [worker for worker in self.workers if worker.wait(os.WNOHANG)]
+                ended = [worker for worker in self.workers if worker.wait()]
                 for worker in [worker for worker in self.workers if worker.link.fileno() in ready or worker in ended]:
                     self._hear(worker)
                 for worker in ended:
                     self._lose(worker)
                 self._watch()
+                self.unreaped = {pid for pid in self.unreaped if _reap(pid) is None}
+                if self.jobs and not self.link.outbox and time.monotonic() >= self.said + _ALIVE_SECONDS:
+                    self.said = time.monotonic()
+                    self.link.send({"alive": True})
                 self.link.flush()
         except (EOFError, ConnectionError):
             pass
@@ -198,7 +212,8 @@ class Pool:
 
     def _open(self, header: dict[str, Any], body: bytes) -> None:
         cases = [_Case() for _ in self.functions]
-        job = self.jobs[header["job"]] = _Job(header["job"], header["step"], header["size"], body, cases)
+        job = self.jobs[header["job"]] = _Job(header["job"], header["step"], header["size"], body, cases,
+                                             header["on_error"], header["trial"])
         self.hung = {(function, step) for function, step in self.hung if step >= job.step}
         for number, one in enumerate(self.functions):
             if one.singly:
@@ -234,8 +249,10 @@ class Pool:
         else:
             case.singles[task.low] = outcome
             case.left -= 1
+            if kind == "timed out" and task.job.trial:
+                case.left = 0
         case.done = case.left == 0
-        if kind == WRONG or (self.section.on_error == "error" and (kind or "bad" in outcome)):
+        if kind == WRONG or (task.job.on_error == "error" and (kind or "bad" in outcome)):
             self._close(task.job, [task.function])
         elif all(one.done for one in task.job.cases):
             self._close(task.job, range(len(self.functions)))
@@ -291,7 +308,7 @@ class Pool:
                     end.close()
                 work(there, self.functions, self.section.memory_gib, self.section.timeout_seconds, together, pool)
                 code = 0
-            except ConnectionError:
+            except (ConnectionError, TimeoutError):
                 pass
             except BaseException:
                 traceback.print_exc()
@@ -303,9 +320,8 @@ class Pool:
         return worker
 
     def _ask(self, worker: _Worker, task: _Task) -> None:
-        behind = worker.together and worker.tasks  # it may wait for those before it, which have limits
-        task.deadline = math.inf if behind else time.monotonic() + self.section.timeout_seconds + _START_SECONDS
         worker.tasks[task.id] = task
+        self._put_off(worker)
         known = task.job.id in worker.jobs
         worker.jobs.add(task.job.id)
         _send(worker.link, {"task": task.id, "job": task.job.id, "function": task.function, "low": task.low,
@@ -315,9 +331,7 @@ class Pool:
         try:
             frames = worker.link.receive()
         except (EOFError, ValueError):  # it is going, or its function wrote into the link
-            patience = time.monotonic() + _EXIT_SECONDS
-            while not worker.wait(os.WNOHANG) and time.monotonic() < patience:
-                time.sleep(0.002)
+            worker.wait(_EXIT_SECONDS)
             self._lose(worker)
             return
         for header, _ in frames:
@@ -328,12 +342,20 @@ class Pool:
             if "begun" in header:
                 grace = _GRACE_SECONDS if worker.together else 0.0
                 task.deadline = time.monotonic() + self.section.timeout_seconds + grace
+                task.begun = True
                 continue
             del worker.tasks[task.id]
+            self._put_off(worker)
             self._settle(task, header["outcome"])
             if header["spent"]:  # what it holds may leave too little for the next call
                 self._lose(worker)
                 return
+
+    def _put_off(self, worker: _Worker) -> None:
+        """Calls that have not begun: on an event loop each may have to wait for one before it, which has its limit."""
+        for task in worker.tasks.values():
+            if not task.begun:
+                task.deadline = time.monotonic() + self.section.timeout_seconds + _START_SECONDS
 
     def _watch(self) -> None:
         """Ends the workers whose calls are over the limit."""
@@ -364,12 +386,13 @@ class Pool:
             return
         self.workers.remove(worker)
         worker.link.end.close()
-        worker.wait(os.WNOHANG)
+        worker.wait()
         _kill(os.killpg, worker.pid)
         if worker.status is None:
             worker.killed = True
             _kill(os.kill, worker.pid)
-            worker.wait()
+            if not worker.wait(_EXIT_SECONDS):
+                self.unreaped.add(worker.pid)
         self._end_orphans()
 
     def _end_orphans(self) -> None:
@@ -377,11 +400,25 @@ class Pool:
         listed = Path(f"/proc/self/task/{os.getpid()}/children")
         while listed.exists():
             pids = {int(pid) for pid in listed.read_text().split()} - {worker.pid for worker in self.workers}
+            pids -= self.unreaped
             if not pids:
                 return
             for pid in pids:
                 _kill(os.kill, pid)
-                os.waitpid(pid, 0)
+                if _reap(pid, _EXIT_SECONDS) is None:
+                    self.unreaped.add(pid)
+
+
+def _reap(pid: int, seconds: float = 0.0) -> int | None:
+    """The status of a child that has ended, or does within some time; never waits longer, whatever holds it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.001)
 
 
 def _kill(how: Callable[[int, int], None], pid: int) -> None:

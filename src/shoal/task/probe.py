@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from shoal.report.findings import Finding
-from shoal.task.answer import extract_answer, parse_number
+from shoal.task.answer import extract_answer, ground_truth, parse_number
 from shoal.task.judge import Judge
-from shoal.task.reward import Scores
+from shoal.task.reward import Policy, Scores
 from shoal.types import Example
 
 KINDS = ("right", "wrong", "empty", "repeated", "tag-stuffed")
-GOLD_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 NUM_EXAMPLES = 3
 REPEATS = 8
 _KEY = "reward.functions"
@@ -46,6 +45,8 @@ class Probe:
     rows: Mapping[str, Mapping[str, float]]  # kind -> `total` (weighted) and each function's score; NaN: not judged
     texts: Mapping[str, str]  # kind -> the text for the first example
     failures: tuple[str, ...] = ()  # what functions failed at, where `reward.on_error` lets a run go on
+    useless: tuple[str, ...] = ()  # of them the first of each function that failed at all answers that were tried
+    stopped: bool = False  # a function took too long, so not all answers were tried
 
     def total(self, kind: str) -> float:
         return self.rows[kind]["total"]
@@ -59,18 +60,13 @@ class Probe:
 
 
 def gold_of(example: Example) -> str | None:
-    """The gold answer of an example: a column of GOLD_COLUMNS, or verl's reward_model.ground_truth; after `####` or
+    """The gold answer of an example as text, of the value that verl's functions are given: what is after `####` or
     within `<answer>` where it has such."""
-    columns = dict(example.columns)
-    model = columns.get("reward_model")
-    if isinstance(model, Mapping):
-        columns.setdefault("ground_truth", model.get("ground_truth"))
-    for name in GOLD_COLUMNS:
-        value = columns.get(name)
-        if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
-            text = str(value)
-            return (extract_answer(text) or text.rpartition("####")[2]).strip()
-    return None
+    value = ground_truth(example.columns)
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return None
+    text = str(value)
+    return (extract_answer(text) or text.rpartition("####")[2]).strip() or None
 
 
 def worked(example: Example) -> str:
@@ -138,15 +134,16 @@ def right_answer(example: Example, form: str = "") -> str | None:
     return known[form or next(iter(known))].whole(gold)
 
 
-def probe(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]]) -> Probe:
-    """Has the answers of the first examples judged. ShoalError where a function fails and `reward.on_error` is
-    `error`."""
+def probe(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
+          on_error: Policy | None = None) -> Probe:
+    """Has the answers of the first examples judged, no more once a function has taken too long. ShoalError where a
+    function breaks the convention, or fails and `reward.on_error`, or what stands in for it, is `error`."""
     examples = list(examples[:NUM_EXAMPLES])
     made = [answers(example) for example in examples]
     if not examples or not all(made):
-        return _probe_blindly(judge, examples[:1], encode)
+        return _probe_blindly(judge, examples[:1], encode, on_error)
     keys = list(made[0])
-    scores = _try(judge, examples, [[texts[key] for key in keys] for texts in made], encode)
+    scores = _try(judge, examples, [[texts[key] for key in keys] for texts in made], encode, on_error)
     means = {key: _means(scores, place) for place, key in enumerate(keys)}
     names = list(dict.fromkeys(form for form, _ in keys))
 
@@ -157,26 +154,44 @@ def probe(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Ite
 
     best = max(names, key=worth)
     return Probe(best, {kind: means[best, kind] for kind in KINDS}, {kind: made[0][best, kind] for kind in KINDS},
-                 tuple(failure.text for failure in scores.failures))
+                 *_failed(scores, [kind for _, kind in keys]))
 
 
-def _probe_blindly(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]]) -> Probe:
+def _probe_blindly(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
+                   on_error: Policy | None) -> Probe:
     """Without a gold answer: an empty one and some text."""
     texts = {"empty": "", "some text": "The answer is 42."}
-    scores = _try(judge, examples, [list(texts.values())], encode)
+    scores = _try(judge, examples, [list(texts.values())], encode, on_error)
     rows = {kind: _means(scores, place) for place, kind in enumerate(texts)}
-    return Probe("", rows, texts, tuple(failure.text for failure in scores.failures))
+    return Probe("", rows, texts, *_failed(scores, list(texts)))
 
 
 def _try(judge: Judge, examples: Sequence[Example], texts: Sequence[Sequence[str]],
-         encode: Callable[[str], Iterable[Any]]) -> Scores:
-    return judged(judge, examples, texts, [[[int(id) for id in encode(text)] for text in row] for row in texts])
+         encode: Callable[[str], Iterable[Any]], on_error: Policy | None) -> Scores:
+    ids = [[[int(id) for id in encode(text)] for text in row] for row in texts]
+    return judged(judge, examples, texts, ids, on_error, trial=True)
+
+
+def _failed(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """The last three fields of a Probe. Answers of a trial are told by their kind: they are no group of a run."""
+    texts, useless = [], {}
+    stopped = {failure.function for failure in scores.failures if failure.kind == "timed out"}
+    for failure in scores.failures:
+        place = failure.completion or 0
+        text = failure.text.replace(" at step 0 ", " ", 1)
+        texts.append(text.replace(f", completion {place} (", f", {kinds[place]} answer (", 1))
+        values = scores.components[failure.function]
+        mine = [one for one in scores.failures if one.function == failure.function and one.completion is not None]
+        if len(mine) == values.size or (mine and failure.function in stopped and np.isnan(values).all()):
+            useless.setdefault(failure.function, texts[-1])
+    return tuple(texts), tuple(useless.values()), bool(stopped)
 
 
 def judged(judge: Judge, examples: Sequence[Example], texts: Sequence[Sequence[str]],
-           completion_ids: Sequence[Sequence[Sequence[int]]]) -> Scores:
+           completion_ids: Sequence[Sequence[Sequence[int]]], on_error: Policy | None = None,
+           trial: bool = False) -> Scores:
     """Scores of texts[P][G], waited for; the judge must have nothing else to do."""
-    judge.submit("tried", examples, texts, completion_ids, 0)
+    judge.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
     (_, scores), = judge.collect(wait=True)
     return scores
 

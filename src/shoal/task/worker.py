@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
@@ -27,6 +28,8 @@ from shoal.task.call import Batch, Loop, Outcome, RewardFunction, call, call_asy
 _LENGTH = struct.Struct(">Q")
 _KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
 _GIB = 2**30
+PATIENCE_SECONDS = 600.0
+"""How long a worker waits for the pool to take its answer; then it ends."""
 
 
 class Link:
@@ -52,13 +55,19 @@ class Link:
             while self.outbox:
                 del self.outbox[:self.end.send(self.outbox)]
 
-    def drain(self) -> None:
-        """Waits until all is sent: the other end reads without waiting."""
-        while self.outbox:
-            poll = select.poll()
-            poll.register(self.end, select.POLLOUT)
-            poll.poll(1000)
+    def drain(self, seconds: float = PATIENCE_SECONDS) -> None:
+        """Waits until all is sent: the other end reads without waiting. TimeoutError where it takes nothing for some
+        seconds."""
+        poll = select.poll()
+        poll.register(self.end, select.POLLOUT)
+        deadline = time.monotonic() + seconds
+        while size := len(self.outbox):
+            poll.poll(max(1, min(1000, int(1000 * (deadline - time.monotonic())))))
             self.flush()
+            if len(self.outbox) < size:
+                deadline = time.monotonic() + seconds
+            elif time.monotonic() >= deadline:
+                raise TimeoutError(f"sent nothing for {seconds:g} s: the other end does not read")
 
     def receive(self) -> list[tuple[dict[str, Any], bytes]]:
         """The frames that are complete by now; EOFError once the other end is closed and all is read."""

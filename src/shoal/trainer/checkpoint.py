@@ -10,6 +10,7 @@ A checkpoint appears whole (Orbax renames it into place) and is checked bit for 
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role
-from shoal.model.transformer import Architecture, checksum, declare, is_declared, shardings
+from shoal.model.transformer import Architecture, checksum_of, declare, is_declared, shardings
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
 
@@ -49,37 +50,47 @@ class Checkpoints:
     """Checkpoints of one run, `<run>/checkpoints/<version>`: the newest `keep_last` and the `keep_best` of the highest
     score stay."""
 
-    def __init__(self, folder: Path, keep_last: int, keep_best: int = 0):
+    def __init__(self, folder: Path, keep_last: int, keep_best: int = 0, in_background: bool | None = None):
+        """`in_background`: writes while training goes on; None for where that is safe. On CPU it is not: what is
+        written would be the memory that the next step reuses."""
         ocp = _orbax()
         self.folder, self.keep_last, self.keep_best = folder.absolute(), keep_last, keep_best
-        in_background = jax.default_backend() != "cpu"  # on CPU the copy would be of the memory that steps reuse
-        options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=in_background,
+        self.in_background = jax.default_backend() != "cpu" if in_background is None else in_background
+        self._scores: Mapping[int, float] = {}
+        options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=self.in_background,
                                                cleanup_tmp_directories=True)
         with _saving(self.folder):
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._args = ocp.args
-        self._checksum = jax.jit(checksum)
 
     def save(self, version: int, state: TrainState, extra: Mapping[str, Any],
              published: Mapping[int, Params] | None = None, scores: Mapping[int, float] | None = None) -> None:
         """Parameters, optimizer state and update counter; `extra` is what JSON can hold; `published` older weights.
-        `scores` of evaluated versions decide which of the older checkpoints stay. ShoalError where it cannot be
-        written: the checkpoints before it stay."""
+        `scores` of evaluated versions decide which of the older checkpoints stay; none goes before a newer one is
+        whole. ShoalError where it cannot be written: the checkpoints before it stay."""
+        self.finish()
         items = {"state": _tree(state)}
         if published:
             items["published"] = {str(number): params for number, params in sorted(published.items())}
-        sums = {name: int(self._checksum(tree)) for name, tree in items.items()}
+        sums = {name: checksum_of(tree) for name, tree in items.items()}
         saves = {name: self._args.StandardSave(tree) for name, tree in items.items()}
-        whole = {**extra, "checksums": sums, "published": sorted(published or {})}
+        layouts = {name: layout(tree) for name, tree in items.items()}
+        whole = {**extra, "checksums": sums, "layouts": layouts, "published": sorted(published or {})}
+        self._scores = scores or {}
         with _saving(self.folder / str(version)):
             _check_room(self.folder, items)
-            if version in self._manager.all_steps():
-                self._manager.delete(version)
             self._manager.save(version, args=self._args.Composite(**saves, extra=self._args.JsonSave(whole)))
-            self._prune(scores or {})
+        if not self.in_background:
+            self.finish()
 
-    def _prune(self, scores: Mapping[int, float]) -> None:
-        there = sorted(self._manager.all_steps())
+    def finish(self) -> None:
+        """Returns when what was saved is whole, and lets go of what is not to stay."""
+        with _saving(self.folder):
+            self._manager.wait_until_finished()
+            self._prune()
+
+    def _prune(self) -> None:
+        there, scores = sorted(self._manager.all_steps()), self._scores
         scored = sorted((v for v in there if v in scores), key=lambda v: (scores[v], v))
         keep = {*there[-self.keep_last:], *(scored[-self.keep_best:] if self.keep_best else [])}
         for version in there:
@@ -87,7 +98,15 @@ class Checkpoints:
                 self._manager.delete(version)
 
     def close(self) -> None:
-        self._manager.close()
+        with _saving(self.folder):
+            self._manager.close()
+
+
+def layout(tree: Any) -> str:
+    """A digest of names, shapes and types, that tells another model or optimizer from damage."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    text = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
@@ -102,6 +121,9 @@ def _check_room(folder: Path, tree: Any) -> None:
                                     f"{free / 2**20:.1f} MiB are free")
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class _saving:
     """Turns whatever Orbax raises while it writes `path` into one line."""
 
@@ -112,8 +134,10 @@ class _saving:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            raise ShoalError(f"the checkpoint {self.path} cannot be written ({_cause(error)}): make room, then give "
-                             "the same command again; it goes on from the checkpoint before") from error
+            full = getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL)
+            cure = "make room" if full else "mend that"
+            raise ShoalError(f"the checkpoint {self.path} cannot be written ({_cause(error)}): {cure}, then give the "
+                             "same command again; it goes on from the checkpoint before") from error
 
 
 def versions(run: Path) -> list[int]:
@@ -137,19 +161,36 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     return folder, numbers[-1]
 
 
+class Damaged(ShoalError):
+    """A checkpoint that is not what was saved."""
+
+
 def restore(run: Path, version: int, learner: Learner, sampler: Params | None = None) -> Restored:
-    """A checkpoint, each array laid out for the trainer as it is read. ShoalError where anything of it is missing or
-    differs from what was saved by a single bit. `sampler`: shapes and layout of published weights; None leaves them."""
+    """A checkpoint, each array laid out for the trainer as it is read. `sampler`: shapes and layout of published
+    weights; None leaves them.
+
+    Raises `Damaged` where a part is missing or differs from what was saved by a single bit, ShoalError where it was
+    saved with another model or optimizer, or cannot be read for a reason of the machine's."""
     path = (run / FOLDER / str(version)).absolute()
     ocp = _orbax()
+    wanted = {"state": _tree(learner.shapes())}
     try:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
             extra = reader.restore(path / "extra")
-        tree = _read(path, "state", _tree(learner.shapes()), extra)
-        older = {str(number): sampler for number in extra["published"]} if sampler is not None else {}
-        published = _read(path, "published", older, extra) if older else {}
+        if sampler is not None and extra["published"]:
+            wanted["published"] = {str(number): sampler for number in extra["published"]}
+        others = [name for name, tree in wanted.items() if layout(tree) != extra["layouts"][name]]
+        found = {} if others else {name: _read(path, name, tree, extra) for name, tree in wanted.items()}
     except Exception as error:  # what Orbax finds wrong with a file, it raises as anything, bare Exception included
-        raise ShoalError(f"checkpoint {path} is damaged ({_cause(error)})") from error
+        if _is_of_the_machine(error):
+            raise ShoalError(f"checkpoint {path} cannot be read now ({_cause(error)}): nothing was changed; mend that "
+                             "and give the same command again") from error
+        raise Damaged(f"checkpoint {path} is damaged ({_cause(error)})") from error
+    if others:
+        raise ShoalError(f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has other "
+                         "names, shapes or types): give model.* and optimizer.* as they were, above all "
+                         "optimizer.clip_grad_norm and weight_decay, 0 or not")
+    tree, published = found["state"], found.get("published", {})
     nothing = jax.tree.map(lambda _: None, tree["trainable"])
     state = TrainState(tree["trainable"], nothing, tree["optimizer"], tree["updates"])
     return Restored(version, state, extra, {int(number): params for number, params in published.items()})
@@ -158,29 +199,49 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
 def _read(path: Path, name: str, wanted: Any, extra: Mapping[str, Any]) -> Any:
     with _orbax().StandardCheckpointer() as reader:
         tree = reader.restore(path / name, wanted)
-    found, saved = int(jax.jit(checksum)(tree)), extra["checksums"][name]
+    found, saved = checksum_of(tree), extra["checksums"][name]
     if found != saved:
         raise ValueError(f"{name} has checksum {found:#010x}, saved was {saved:#010x}")
     return tree
 
 
-def load_state(run: Path, version: int, learner: Learner) -> TrainState:
-    """The trainer's state at a version of which there is a checkpoint."""
-    return restore(run, version, learner).state
+def _is_of_the_machine(error: Exception) -> bool:
+    """Memory, permissions, a network disk: not the checkpoint's fault."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)) \
+        or any(word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory"))
 
 
 def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None]) -> Restored | None:
-    """The newest checkpoint that is whole. Damaged ones are named and moved aside; None where none is left."""
+    """The newest checkpoint that is whole; newer ones, damaged, are named and moved aside. None where there is none at
+    all; ShoalError, with nothing moved, where every one is damaged."""
+    damaged: dict[int, Damaged] = {}
     for version in reversed(versions(run)):
         try:
-            return restore(run, version, learner, sampler)
-        except ShoalError as error:
-            target = run / DAMAGED_FOLDER / str(version)
-            target.parent.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)
-            (run / FOLDER / str(version)).rename(target)
-            warn(f"{error}; it is moved to {target}, the one before it is used")
+            restored = restore(run, version, learner, sampler)
+        except Damaged as error:
+            damaged[version] = error
+            continue
+        for number, error in damaged.items():
+            warn(f"{error}; it is moved to {_move_aside(run, number)}, the one before it is used")
+        return restored
+    if damaged:
+        raise ShoalError(f"no checkpoint of {run} is whole ({'; '.join(map(str, damaged.values()))}): nothing was "
+                         "changed; bring one back, or start anew under another run_name")
     return None
+
+
+def _move_aside(run: Path, version: int) -> Path:
+    folder = run / DAMAGED_FOLDER
+    folder.mkdir(exist_ok=True)
+    names = (f"{version}" if attempt == 0 else f"{version}-{attempt}" for attempt in range(1000))
+    target = next(folder / name for name in names if not (folder / name).exists())
+    return (run / FOLDER / str(version)).rename(target)
+
+
+def load_state(run: Path, version: int, learner: Learner) -> TrainState:
+    """The trainer's state at a version of which there is a checkpoint."""
+    return restore(run, version, learner).state
 
 
 def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,

@@ -42,7 +42,9 @@ class Evaluator:
 
     def evaluate(self, source: RolloutSource, step: int, version: int,
                  sampled: bool) -> tuple[dict[str, dict[str, Any]], list[Group]]:
-        """Figures by data set, and the greedy groups."""
+        """Figures by data set, and the greedy groups; nothing where there is no data set."""
+        if not self.sets:
+            return {}, []
         self.request(source, step, version, sampled)
         taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked
         figures, answers = {}, []

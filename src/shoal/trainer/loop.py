@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.config.compose import to_dict
 from shoal.config.schema import Config, SamplingSection
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.prompts import Prepared, PromptStream
+from shoal.trainer.prompts import Learnt, Prepared, PromptStream
 from shoal.trainer.record import Recorder
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater
@@ -61,11 +62,15 @@ class Run:
     def train(self) -> dict[str, Any]:
         state, first = self.begin()
         self.recorder.begin_training(first)
+        last = self.config.steps
         for step in range(first, self.config.steps):
             self.stop_if_asked(step, state)
+            started = time.perf_counter()
+            self.ask(published=step)
+            if step not in self.pending:  # every prompt is learnt
+                last = step
+                break
             with self.around_step(step + 1):
-                started = time.perf_counter()
-                self.ask(published=step)
                 with self.saved_on_failure(step, state):
                     groups = self.source.take(Purpose.TRAIN, step)
                 state, outcome = self.updater.update(state, groups, step)
@@ -80,9 +85,13 @@ class Run:
                 self.save(step + 1, state)
             if self.after_step:
                 self.after_step(step, metrics)
-        self.stop_if_asked(self.config.steps, state)
-        self.evaluate(self.config.steps, ends=True)
-        return self.recorder.finish()
+        self.stop_if_asked(last, state)
+        if last < self.config.steps:
+            self.save(last, state)
+            self.source.publish(last, state.trainable)
+        self.evaluate(last, ends=True)
+        self.checkpoints.finish()
+        return self.recorder.finish(last)
 
     def begin(self) -> tuple[TrainState, int]:
         """The trainer's state and the first step: of a new run after its first evaluation, or of a checkpoint."""
@@ -102,7 +111,7 @@ class Run:
         if extra["version_is_published"] or version == self.config.steps:
             self.source.publish(version, state.trainable)
         self.source.restore(extra["source"])
-        self.recorder.restore(extra["recorder"], version)
+        self.recorder.restore(extra["recorder"], version, extra["evaluated"])
         self.restored = None
         if self.evaluation_due(version) and version not in self.recorder.evaluations:  # it had failed
             self.evaluate(version)
@@ -119,9 +128,14 @@ class Run:
             raise
 
     def ask(self, published: int) -> None:
-        """Asks for the groups of every step whose version exists by now."""
+        """Asks for the groups of every step whose version exists by now; of none any more where all is learnt."""
         while self.asked < self.config.steps and self.schedule.version(self.asked) <= published:
-            self.request(self.asked, self.prompts.next(self.config.batch.prompts_per_step))
+            try:
+                prompts = self.prompts.next(self.config.batch.prompts_per_step)
+            except Learnt as learnt:
+                self.recorder.learnt(str(learnt))
+                return
+            self.request(self.asked, prompts)
             self.asked += 1
 
     def request(self, step: int, prompts: Sequence[Prepared]) -> None:
@@ -169,19 +183,23 @@ class Run:
             "prompts": self.prompts.state(),
             "pending": sorted(self.pending.items()),
             "source": source,
+            "evaluated": version in self.recorder.evaluations,
             "recorder": self.recorder.state(),
+            "config": to_dict(self.config),
             "facts": dict(self.facts),
         }
         older = {number: params for number, params in published.items() if number != version}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
+        self.recorder.after_save()
         self.recorder.spent("checkpoint", time.perf_counter() - started)
 
     def stop_if_asked(self, version: int, state: TrainState) -> None:
         """Saves and raises KeyboardInterrupt, whose text says how to go on."""
         if self.stopping():
             self.save(version, state)
-            raise KeyboardInterrupt(self.recorder.stopped(version))
+            self.checkpoints.finish()
+            raise KeyboardInterrupt(self.recorder.stopped(version, self.config))
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:

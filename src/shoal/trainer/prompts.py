@@ -14,6 +14,10 @@ from shoal.types import Address, Example, Group, Prompt, ShoalError
 log = logging.getLogger(__name__)
 
 
+class Learnt(ShoalError):
+    """Too few prompts are left that are not retired."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """An example and its prompt as the model reads it, int32[Tp]."""
@@ -104,10 +108,11 @@ class PromptStream:
             row = self._next_row()
             looked += 1
             if looked > 4 * len(self.examples) + count:
-                retired = f" and {len(self.rates.retired())} are retired (train.retire_above)" * self.rates.active
-                raise ShoalError(f"fewer than {count} prompts of the data have at most {self.max_tokens} "
-                                 f"tokens{retired}: raise sampling.max_prompt_tokens, lower batch.prompts_per_step, "
-                                 "or bring more data")
+                if retired := len(self.rates.retired()):
+                    raise Learnt(f"{retired} prompts are retired (train.retire_above={self.rates.bound:g}), fewer than "
+                                 f"{count} are left: the data is learnt")
+                raise ShoalError(f"fewer than {count} prompts of the data have at most {self.max_tokens} tokens: "
+                                 "raise sampling.max_prompt_tokens")
             if row not in found and (prepared := self._prepare(row)) is not None:
                 found[row] = prepared
         return list(found.values())
@@ -156,8 +161,8 @@ class PromptStream:
                 again = order[times[order] > 1]
                 order = np.concatenate([order[times[order] > 0], random.permutation(again)])
             if not len(order):
-                raise ShoalError(f"every prompt has a pass rate above train.retire_above={self.rates.bound:g}: the "
-                                 "data is learnt; stop here, raise the bound or bring harder prompts")
+                raise Learnt(f"every prompt has a pass rate above train.retire_above={self.rates.bound:g}: the data is "
+                             "learnt")
             self._order = (epoch, order)
         return self._order[1]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.config.schema import Config
 from shoal.report.console import Console, SolvedProblem
 from shoal.report.folder import RunFolder
 from shoal.report.metrics import MetricSet, logged_name
@@ -54,20 +55,31 @@ class Recorder:
             self.console.heading(f"training, {self.steps} steps" + (f", from step {first + 1} on" if first else ""))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON; the pass rates of its moment are filed beside it."""
-        self.folder.write_pass_rates(self.prompts.rates.record())
+        """What a checkpoint must hold, as JSON."""
         failures = [[*key, count] for key, count in self.failures.items()]
         return {"dropped": self._dropped, "failures": failures, "seconds": dict(self.seconds),
                 "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
 
-    def restore(self, state: Mapping[str, Any], version: int) -> None:
-        """Goes on after `version`: what the folder holds of later steps is taken back, evaluations are read again."""
+    def after_save(self) -> None:
+        """Files what goes with a checkpoint: the pass rates of its moment."""
+        self.folder.sync()
+        self.folder.write_pass_rates(self.prompts.rates.record())
+
+    def learnt(self, text: str) -> None:
+        self.console.note(f"{text}; training ends here")
+
+    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
+        """Goes on after `version`: what the folder holds of later steps is taken back, evaluations are read again, that
+        of `version` where it was whole."""
         self._dropped = state["dropped"]
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
         self.started -= state["seconds_total"]
-        self.folder.rewind(version, final=version == self.steps)
+        self.folder.rewind(version, evaluated)
+        if missing := self.folder.missing_steps(version):
+            self.console.warning(f"metrics.jsonl lacks {len(missing)} steps up to {version}, the first is "
+                                 f"{missing[0]}: they were lost, as in a power cut; the weights are as they were")
         self.evaluations.update(self.folder.read_evaluations())
         self._first_answers = self.folder.read_first_answers()
 
@@ -76,10 +88,12 @@ class Recorder:
         mains = {version: next(iter(figures.values()), {}) for version, figures in self.evaluations.items()}
         return {version: main["accuracy"] for version, main in mains.items() if main.get("accuracy") is not None}
 
-    def stopped(self, version: int) -> str:
+    def stopped(self, version: int, config: Config) -> str:
         """The line that says how to go on."""
-        return (f"stopped after step {version} of {self.steps}, which is saved; to go on: "
-                f"shoal train resume={self.folder.path}")
+        from_python = config.task.name == "rows" or any(name.startswith("python:") for name in config.reward.functions)
+        how = f'shoal.train(resume="{self.folder.path}", ...), with its task and reward' if from_python else \
+            f"shoal train resume={self.folder.path}"
+        return f"stopped after step {version} of {self.steps}, which is saved; to go on: {how}"
 
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
@@ -144,7 +158,6 @@ class Recorder:
     def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], seconds: float) -> None:
         self.spent("evaluate", seconds)
         self._show(self.read_clock().failures)  # an evaluation's tokens are not the next step's
-        self.evaluations[version] = figures
         if version == 0:
             self._first_answers = first_answers(groups)
             self.folder.write_first_answers(self._first_answers)
@@ -157,10 +170,11 @@ class Recorder:
                 sink.write(version, evaluation_scalars(subset, values))
             if self.keep_groups:
                 self.folder.write_groups(version, [group for group in groups if group.subset == subset])
+        self.evaluations[version] = figures
 
-    def finish(self) -> dict[str, Any]:
-        """The summary, written and shown."""
-        before, after = self.evaluations[0], self.evaluations[self.steps]
+    def finish(self, last: int) -> dict[str, Any]:
+        """The summary of a run that ended after step `last`, written and shown."""
+        before, after = self.evaluations.get(0, {}), self.evaluations.get(last, {})
         main = next(iter(after), None)
         phases = dict(self.seconds)
         training = phases.pop("training", 0.0)
@@ -170,6 +184,7 @@ class Recorder:
             "num_questions": after[main]["num_questions"] if main else 0,
             "protocol": after[main]["protocol"] if main else None,
             "steps": self.steps,
+            "steps_made": last,
             "before": before,
             "after": after,
             "seconds_total": time.perf_counter() - self.started,

@@ -197,15 +197,15 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
     sets = prepare_sets(task, tokenizer, config.sampling, console)
     every = config.sampling.long_prompts == "error"  # a prompt too long ends the run: before it begins
     first = prompts.peek(config.batch.prompts_per_step, config.steps if every else 1)
+    console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
+    if not settled.run:
+        for finding in brief(config, task, tokenizer, first, judge):
+            (console.note if finding.level == "ok" else console.warning)(finding.text)
     has_reference = config.algorithm.kl_coef > 0
     weights = opened.load() if has_reference or not settled.run else None
 
     folder = open_folder(settled, console, stack)
     console.note(f"run folder {folder.path}")
-    console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
-    if not settled.run:
-        for finding in brief(config, task, tokenizer, first, judge):
-            (console.note if finding.level == "ok" else console.warning)(finding.text)
     model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
     source = make_source(config, model.on(roles.sampler), tokenizer, task, judge, roles)
     stack.enter_context(closing(source))

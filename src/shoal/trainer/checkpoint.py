@@ -15,6 +15,8 @@ import logging
 import os
 import re
 import shutil
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,4 +277,19 @@ def _orbax() -> Any:
 
     for name in ("absl", "asyncio"):  # what it logs of a failed save is raised too, and told in one line
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning)
+    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
     return ocp
+
+
+class _WithoutClosedLoops:
+    """Where one array of many cannot be read or written, Orbax ends its event loop, and each of the others' callbacks
+    then prints a traceback that says no more than that; the error itself is raised."""
+
+    def __init__(self, before: Callable[[Any], Any]):
+        self.before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
+            self.before(unraisable)

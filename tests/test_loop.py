@@ -96,6 +96,7 @@ class Diary:
         return {"evaluated": self.evaluated, "last": last}
 
     def after_save(self) -> None: ...
+    def begin_evaluation(self, version) -> None: ...
 
     def save(self, version, state, extra, published, scores) -> None:
         assert state.trainable == ("weights", version) and scores == {}

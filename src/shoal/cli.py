@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
+BROKEN_PIPE_EXIT_CODE = 141
 
 HELP = ("-h", "--help")
 DRY_RUN = ("--dry-run", "--dry_run")
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_EXIT_CODE
+    except BrokenPipeError:  # the reader has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE_EXIT_CODE
     except KeyboardInterrupt as interrupt:
         print(f"{interrupt}" or "interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE

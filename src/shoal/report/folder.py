@@ -42,10 +42,14 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
     """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... where taken).
 
     Raises ShoalError where a named folder holds something that is no run, or the place cannot be written."""
+    base = Path(base).expanduser()
+    if "[" in str((base / run_name).absolute()):
+        raise ShoalError(f"the run folder {base / run_name} has a [ in its path, which checkpoints cannot be read from: "
+                         "choose another run_name or base_output_directory")
     if run_name:
-        return _make_named(Path(base), run_name)
+        return _make_named(base, run_name)
     now = now or datetime.now()
-    day, second = Path(base) / now.strftime("%Y-%m-%d"), now.strftime("%H-%M-%S")
+    day, second = base / now.strftime("%Y-%m-%d"), now.strftime("%H-%M-%S")
     with writing(day / second):
         day.mkdir(parents=True, exist_ok=True)
         for attempt in range(10_000):
@@ -62,7 +66,7 @@ def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or a "
                          "leading '/'")
-    return Path(base) / name
+    return Path(base).expanduser() / name
 
 
 def _make_named(base: Path, run_name: str) -> Path:
@@ -124,11 +128,12 @@ LAST = "last"
 def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
     """The run folder that `name` means: a path, or `last` for the run started last under `base`; else ShoalError."""
     if name == LAST and not Path(name).is_dir():
-        pointer = Path(base) / LAST
+        base = Path(base).expanduser()
+        pointer = base / LAST
         if not pointer.is_file():
             raise ShoalError(f"last: no run was started under {base} yet; name a run folder, or set "
                              "base_output_directory")
-        path = Path(base) / pointer.read_text(encoding="utf-8").strip()
+        path = base / pointer.read_text(encoding="utf-8").strip()
     else:
         path = Path(name).expanduser()
     if not is_run(path):
@@ -177,8 +182,9 @@ class RunFolder:
 
     def remember(self, base: str | os.PathLike[str]) -> None:
         """Makes this the run that `last` means under `base`."""
-        if self.path.resolve().is_relative_to(Path(base).resolve()):
-            write_atomically(Path(base) / LAST, [os.path.relpath(self.path, base)])
+        base = Path(base).expanduser()
+        if self.path.resolve().is_relative_to(base.resolve()):
+            write_atomically(base / LAST, [os.path.relpath(self.path, base)])
 
     # -- going on with a run
 
@@ -226,7 +232,10 @@ class RunFolder:
         """data set -> row -> the wrong answer; empty where the file is gone."""
         if not self.first_answers_path.is_file():
             return {}
-        found = json.loads(self.first_answers_path.read_text(encoding="utf-8"))
+        try:
+            found = json.loads(self.first_answers_path.read_text(encoding="utf-8"))
+        except ValueError:  # it serves the summary's example alone
+            return {}
         return {subset: {int(row): text for row, text in rows.items()} for subset, rows in found.items()}
 
     def write_config(self, config: str, difference: str, version: int = 0) -> None:

@@ -293,7 +293,7 @@ def take_up(folder: RunFolder, learner: Learner, source: LocalSource, now: Mappi
     """The newest whole checkpoint of a run to go on with; None where it starts again from its beginning."""
     restored = restore_newest(folder.path, learner, source.shapes(), console.warning)
     if restored is None:
-        console.note("the run had saved nothing yet: it starts from its beginning")
+        console.note("no checkpoint of the run is there: it starts from its beginning, what it wrote is made anew")
         folder.rewind(-1)
         return None
     compare(restored.extra["facts"], now, console)

@@ -163,6 +163,7 @@ class Run:
     def evaluate(self, version: int, ends: bool = False) -> None:
         """Files the figures of one version by data set, and its greedy answers; pass@k only at the run's ends."""
         started = time.perf_counter()
+        self.recorder.begin_evaluation(version)
         figures, groups = self.evaluator.evaluate(self.source, version, version, sampled=ends)
         self.recorder.evaluation(version, figures, groups, time.perf_counter() - started)
 

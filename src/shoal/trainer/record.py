@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,7 @@ class Recorder:
         """The line that says how to go on."""
         from_python = config.task.name == "rows" or any(name.startswith("python:") for name in config.reward.functions)
         how = f'shoal.train(resume="{self.folder.path}", ...), with its task and reward' if from_python else \
-            f"shoal train resume={self.folder.path}"
+            f"shoal train {shlex.quote(f'resume={self.folder.path}')}"
         return f"stopped after step {version} of {self.steps}, which is saved; to go on: {how}"
 
     def spent(self, phase: str, seconds: float) -> None:
@@ -155,6 +156,9 @@ class Recorder:
             if self.failures[failure.function, failure.kind] == 1:
                 self.console.warning(failure.text)
 
+    def begin_evaluation(self, version: int) -> None:
+        self.console.heading(f"evaluation of version {version}")
+
     def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], seconds: float) -> None:
         self.spent("evaluate", seconds)
         self._show(self.read_clock().failures)  # an evaluation's tokens are not the next step's
@@ -162,7 +166,6 @@ class Recorder:
             self._first_answers = first_answers(groups)
             self.folder.write_first_answers(self._first_answers)
         self.solved = solved_problem(self._first_answers, groups)
-        self.console.heading(f"evaluation of version {version}")
         for subset, values in figures.items():
             self.console.evaluation(subset, values)
             self.folder.write_evaluation(version, subset, values)

@@ -355,7 +355,7 @@ def failed(capsys, words: list[str]) -> str:
 
 @pytest.fixture
 def stopped(workshop, monkeypatch, request) -> Path:
-    name = f"stopped_{request.node.name}"
+    name = "stopped_" + "".join(c if c.isalnum() else "_" for c in request.node.name)
     return cut(workshop, name, monkeypatch, Updater, "update", 4, *WORDS)
 
 

@@ -44,8 +44,8 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
     Raises ShoalError where a named folder holds something that is no run, or the place cannot be written."""
     base = Path(base).expanduser()
     if "[" in str((base / run_name).absolute()):
-        raise ShoalError(f"the run folder {base / run_name} has a [ in its path, which checkpoints cannot be read from: "
-                         "choose another run_name or base_output_directory")
+        raise ShoalError(f"the run folder {base / run_name} has a [ in its path, which checkpoints cannot be read "
+                         "from: choose another run_name or base_output_directory")
     if run_name:
         return _make_named(base, run_name)
     now = now or datetime.now()

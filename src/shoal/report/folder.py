@@ -141,6 +141,12 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
     return path
 
 
+def parts_of(run: Path) -> dict[int, Path]:
+    """The files config_40.yaml by their number: the settings of each part of a run that went on with others."""
+    found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
+    return {int(number): file for number, file in found.items() if number.isdigit()}
+
+
 def read_summary(run: Path) -> dict[str, Any] | None:
     """The summary of a run that has ended, else None."""
     try:
@@ -204,7 +210,7 @@ class RunFolder:
                 if file.name.startswith(".") or (number.isdigit() and int(number) > last):
                     file.unlink()
             self.summary_path.unlink(missing_ok=True)
-            for number, file in self._parts().items():
+            for number, file in parts_of(self.path).items():
                 if number > max(version, 0):
                     file.unlink()
 
@@ -212,10 +218,6 @@ class RunFolder:
         """Steps up to `version` of which metrics.jsonl has no line."""
         there = {line["step"] for line in read_lines(self.metrics.path)}
         return [step for step in range(1, version + 1) if step not in there]
-
-    def _parts(self) -> dict[int, Path]:
-        found = {file.stem.removeprefix("config_"): file for file in self.path.glob("config_*.yaml")}
-        return {int(number): file for number, file in found.items() if number.isdigit()}
 
     def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
         """version -> data set -> figures."""
@@ -242,7 +244,7 @@ class RunFolder:
         """The resolved settings and what differs from the defaults, both as YAML text. Where they are not those that
         are there, as a run went on at `version` with others, each part keeps its own: config_0.yaml, config_40.yaml."""
         if self.config_path.is_file() and (before := self.config_path.read_text(encoding="utf-8")) != config:
-            if not self._parts():
+            if not parts_of(self.path):
                 write_atomically(self.path / "config_0.yaml", [before.rstrip("\n")])
             write_atomically(self.path / f"config_{version}.yaml", [config.rstrip("\n")])
         write_atomically(self.config_path, [config.rstrip("\n")])

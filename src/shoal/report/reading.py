@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.report.folder import CONFIG, SUMMARY
+from shoal.report.folder import CONFIG, SUMMARY, parts_of
 from shoal.report.groups import StoredGroup, read_record
 from shoal.report.lines import read_lines
 from shoal.types import Group, ShoalError
@@ -30,8 +30,7 @@ def read_parts(run: Path) -> dict[int, Config]:
     kept none for its parts. `at_version` finds the part of a version."""
     from shoal.config.compose import compose
 
-    found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
-    kept = {int(number): compose(Config, [str(file)])[0] for number, file in found.items() if number.isdigit()}
+    kept = {number: compose(Config, [str(file)])[0] for number, file in parts_of(run).items()}
     first = {} if 0 in kept else {0: read_config(run)}
     return dict(sorted((first | kept).items()))
 

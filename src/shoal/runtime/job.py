@@ -36,7 +36,7 @@ from shoal.report.console import Console
 from shoal.report.folder import RunFolder, is_run, read_summary
 from shoal.report.lines import json_ready
 from shoal.report.sink import Sink, check_sinks, make_sinks
-from shoal.runtime.brief import brief
+from shoal.runtime.brief import brief, num_updates
 from shoal.runtime.compilation import CompilationCounter
 from shoal.runtime.interrupt import StopRequest
 from shoal.runtime.local import LocalSource, drive, publish_to
@@ -76,10 +76,6 @@ class Opened:
     architecture: Architecture
     tokenizer: Tokenizer
     load: Callable[[], Params]  # reads the weights
-
-    @property
-    def parameters(self) -> Params:
-        return self.load()
 
 
 def open_model(section: ModelSection, role: Role, console: Console, dtype: Any = jnp.float32) -> Opened:
@@ -209,8 +205,7 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
     model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
     source = make_source(config, model.on(roles.sampler), tokenizer, task, judge, roles)
     stack.enter_context(closing(source))
-    num_updates = config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
-    learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates)
+    learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates(config))
     reference = ParameterScorer(learner, weights) if has_reference else None
     now = facts(task, config.seed, weights if has_reference else None)
     restored = take_up(folder, learner, source, now, config, console) if settled.run else None

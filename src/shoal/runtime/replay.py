@@ -29,6 +29,7 @@ from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, figure, group_files, ranges, read_file, read_parts, read_stored
 from shoal.rollout import sample_request
+from shoal.runtime.brief import num_updates
 from shoal.runtime.job import Opened, engine_maker, make_model, open_model
 from shoal.runtime.local import drive, publish_to
 from shoal.runtime.resume import machine
@@ -147,9 +148,7 @@ class Replayed:
         return open_model(self.config.model, self.roles.trainer, self.console).load()
 
     def _learner(self, config: Config) -> Learner:
-        a = config.algorithm
-        return Learner(self.model(config), Objective.of(a), config.optimizer,
-                       config.steps * a.num_epochs * a.num_minibatches)
+        return Learner(self.model(config), Objective.of(config.algorithm), config.optimizer, num_updates(config))
 
     def _updater(self, version: int, first: Params | None) -> Updater:
         """Of the step from `version` to the next; compiled anew where a part of the run begins."""

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.arguments import Arguments
-from shoal.config.compose import Resolved, compose, get_value, recompose
+from shoal.config.compose import Resolved, get_value, recompose
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.report.console import Console
+from shoal.report.difference import is_under
 from shoal.report.folder import find_run, is_run, named_folder
 from shoal.report.lines import json_line
+from shoal.report.reading import read_config
 from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
 from shoal.types import Address, Params, ShoalError
@@ -51,7 +53,7 @@ def settle(config: Config, resolved: Resolved | None, console: Console) -> Settl
         run = find_run(config.resume, config.base_output_directory)
         arguments = resolved.arguments if resolved else Arguments("", {}, ())
         config, _ = recompose(Config, run / "config.yaml", arguments)
-        stored = _stored(run)
+        stored = read_config(run)
         for key in changed(stored, config):
             if key in FIXED:
                 raise ShoalError(f"resume={run}: {key} was {get_value(stored, key)!r} and cannot become "
@@ -61,7 +63,7 @@ def settle(config: Config, resolved: Resolved | None, console: Console) -> Settl
         _say_steps(stored, config, console)
         return Settled(_as_stored(config, stored), run)
     if config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name)):
-        stored = _stored(run)
+        stored = read_config(run)
         if keys := changed(stored, config):
             shown = ", ".join(f"{key}={get_value(stored, key)}" for key in keys)
             here = ", ".join(str(get_value(config, key)) for key in keys)
@@ -78,21 +80,14 @@ def _say_steps(stored: Config, config: Config, console: Console) -> None:
                         f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
 
 
-def _stored(run: Path) -> Config:
-    return compose("train", [str(run / "config.yaml")])[0]
-
-
 def _as_stored(config: Config, stored: Config) -> Config:
     return replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory, resume="")
 
 
 def changed(stored: Config, config: Config) -> list[str]:
     """Keys that differ, those of FREE apart."""
-    return [key for key in keys_of(Config) if get_value(stored, key) != get_value(config, key) and not _is_free(key)]
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
+    return [key for key in keys_of(Config)
+            if get_value(stored, key) != get_value(config, key) and not is_under(key, FREE)]
 
 
 # ---- what a checkpoint tells of machine and data

@@ -241,11 +241,6 @@ def _move_aside(run: Path, version: int) -> Path:
     return (run / FOLDER / str(version)).rename(target)
 
 
-def load_state(run: Path, version: int, learner: Learner) -> TrainState:
-    """The trainer's state at a version of which there is a checkpoint."""
-    return restore(run, version, learner).state
-
-
 def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,
                     dtype: Any = jnp.float32) -> Params:
     """The parameters of one checkpoint, each laid out for this role as it is read, in `dtype`."""

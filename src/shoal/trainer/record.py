@@ -16,6 +16,7 @@ from shoal.report.console import Console, SolvedProblem
 from shoal.report.folder import RunFolder
 from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Sink, evaluation_scalars
+from shoal.task.task import FROM_PYTHON, ROWS
 from shoal.trainer.prompts import PromptStream
 from shoal.trainer.update import Outcome
 from shoal.trainer.utilisation import Utilisation
@@ -91,7 +92,7 @@ class Recorder:
 
     def stopped(self, version: int, config: Config) -> str:
         """The line that says how to go on."""
-        from_python = config.task.name == "rows" or any(name.startswith("python:") for name in config.reward.functions)
+        from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
         how = f'shoal.train(resume="{self.folder.path}", ...), with its task and reward' if from_python else \
             f"shoal train {shlex.quote(f'resume={self.folder.path}')}"
         return f"stopped after step {version} of {self.steps}, which is saved; to go on: {how}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from shoal.algorithm.policy_loss import Bounds
 from shoal.config.schema import MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
 from shoal.model.transformer import Architecture, Declared, Model, Parameters, RopeScaling, declare, is_declared
@@ -21,7 +22,7 @@ LLAMA2 = replace(LLAMA3, rope_scaling=None, num_key_heads=4)
 QWEN2 = replace(LLAMA3, rope_scaling=None, qkv_bias=True, tie_embeddings=True)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
 FAMILIES = {"llama2": LLAMA2, "llama3": LLAMA3, "qwen2": QWEN2, "qwen3": QWEN3}
-ON_POLICY = Objective("grpo", 0.2, 0.2, "k3", 0.0, use_old=False)
+ON_POLICY = Objective("grpo", Bounds(0.2, 0.2))
 
 
 def roles(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Roles:

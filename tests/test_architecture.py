@@ -30,6 +30,7 @@ WITHIN_LAYER = {  # who may import whom inside one layer
 ONLY_IN = {  # a foreign package -> the files that may import it
     "ray": {"runtime/cluster.py"},
     "orbax": {"trainer/checkpoint.py"},
+    "math_verify": {"task/math_child.py"},
     "tensorboard": {"report/tensorboard.py"},
     "wandb": {"report/wandb.py"},
     "torch": set(), "transformers": set(), "vllm": set(),

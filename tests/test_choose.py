@@ -130,7 +130,7 @@ def test_inverse_follows_the_distribution(size):
 def test_drawing_by_address_follows_the_distribution():
     p = np.array([0.02, 0.3, 0.08, 0.25, 0.05, 0.2, 0.1])
     u = uniforms([Address(0, "train", 0, row).key(0) for row in range(80)], range(50)).ravel()
-    tokens, _ = _choose(np.tile(np.log(p).astype(np.float32), (len(u), 1)), how(len(u)), u, False)
+    tokens, *_ = _choose(np.tile(np.log(p).astype(np.float32), (len(u), 1)), how(len(u)), u, False)
     counts = np.bincount(np.asarray(tokens), minlength=len(p))
     assert ((counts - len(u) * p) ** 2 / (len(u) * p)).sum() < 25  # chi-square, 6 degrees of freedom
 
@@ -174,7 +174,7 @@ def test_extreme_logits_draw_the_only_token_left():
     logits[:, 550] = 0
     u = grid(ROWS)
     u[[0, -1]] = 2**-24, 1 - 2**-24
-    token, logprob = _choose(logits, how(ROWS), u, False)
+    token, logprob, _ = _choose(logits, how(ROWS), u, False)
     assert token.tolist() == [550] * ROWS and logprob.tolist() == [0.0] * ROWS
 
 
@@ -184,7 +184,7 @@ def test_extreme_logits_draw_the_only_token_left():
 def test_log_probs_are_those_of_the_temperature():
     logits = np.random.default_rng(1).normal(0, 3, (ROWS, 600)).astype(np.float32)
     for temperature in (1.0, 0.7, 1.6):
-        token, logprob = _choose(logits, how(ROWS, temperature), grid(ROWS), False)
+        token, logprob, _ = _choose(logits, how(ROWS, temperature), grid(ROWS), False)
         expected = [np.log(truncated_probabilities(x, temperature)[t]) for x, t in zip(logits, np.asarray(token),
                                                                                        strict=True)]
         assert np.abs(np.asarray(logprob) - expected).max() < 1e-5
@@ -194,7 +194,7 @@ def test_log_probs_are_those_of_the_temperature():
 def test_greedy_is_the_likeliest_at_temperature_1_untruncated(truncated):
     logits = np.random.default_rng(2).normal(0, 2, (ROWS, 600)).astype(np.float32)
     cut = how(ROWS, 0.0, 3, 0.2, 0.5) if truncated else how(ROWS, 0.0)
-    token, logprob = _choose(logits, cut, grid(ROWS), truncated)
+    token, logprob, _ = _choose(logits, cut, grid(ROWS), truncated)
     assert (np.asarray(token) == logits.argmax(-1)).all()
     expected = [np.log(truncated_probabilities(x, 1.0).max()) for x in logits]
     assert np.abs(np.asarray(logprob) - expected).max() < 1e-5
@@ -203,8 +203,8 @@ def test_greedy_is_the_likeliest_at_temperature_1_untruncated(truncated):
 def test_greedy_and_sampled_slots_stand_side_by_side():
     logits = np.random.default_rng(3).normal(0, 1, (ROWS, 600)).astype(np.float32)
     mixed = how(ROWS)._replace(temperature=np.array([0, 1] * (ROWS // 2), np.float32))
-    token, logprob = (np.asarray(x) for x in _choose(logits, mixed, grid(ROWS), False))
-    alone = [np.asarray(x) for x in _choose(logits, how(ROWS), grid(ROWS), False)]
+    token, logprob = (np.asarray(x) for x in _choose(logits, mixed, grid(ROWS), False)[:2])
+    alone = [np.asarray(x) for x in _choose(logits, how(ROWS), grid(ROWS), False)[:2]]
     assert (token[::2] == logits.argmax(-1)[::2]).all()
     assert (token[1::2] == alone[0][1::2]).all() and (logprob[1::2] == alone[1][1::2]).all()
 
@@ -219,7 +219,7 @@ def test_truncation_equals_an_independent_one(cut, temperature):
     logits = np.random.default_rng(4).normal(0, 2, (rows, 90)).astype(np.float32)
     repeated = np.repeat(logits, points, 0)
     token, logprob = (np.asarray(x).reshape(rows, points) for x in _choose(
-        repeated, how(rows * points, temperature, **cut), np.tile(grid(points), rows), True))
+        repeated, how(rows * points, temperature, **cut), np.tile(grid(points), rows), True)[:2])
     for row in range(rows):
         p = truncated_probabilities(logits[row], temperature, **cut)
         assert np.abs(logprob[row] - np.log(p[token[row]])).max() < 1e-5  # -inf where a token should not be drawn
@@ -260,7 +260,7 @@ def test_the_likeliest_always_stays(seed, top_k, top_p, min_p):
 def test_truncation_that_is_off_changes_no_bit():
     logits = np.random.default_rng(5).normal(0, 9, (ROWS, 600)).astype(np.float32)  # most masses are below any rounding
     plain, open_ = (_choose(logits, how(ROWS), grid(ROWS), truncated) for truncated in (False, True))
-    for x, y in zip(plain, open_, strict=True):
+    for x, y in zip(plain[:2], open_[:2], strict=True):
         assert (np.asarray(x) == np.asarray(y)).all()
     masses = np.exp(logits - logits.max(-1, keepdims=True))
     assert np.asarray(_kept(masses, how(ROWS))).all()

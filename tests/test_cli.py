@@ -47,7 +47,8 @@ def own_environment(monkeypatch):
 
 
 JOBS = {
-    "job": ("train", "evaluate", "generate", "export"), "pretrain": ("pretrain",), "doctor": ("doctor",),
+    "job": ("train", "generate", "export"), "evaluate": ("evaluate",), "convert": ("convert",),
+    "pretrain": ("pretrain",), "doctor": ("doctor",),
     "replay": ("replay",), "rescore": ("rescore",), "difference": ("diff",), "export_rollouts": ("export_rollouts",),
 }
 """Module of runtime/ -> the functions that commands call there."""
@@ -334,8 +335,8 @@ def test_every_topic_is_described():
     (["train", "report.groups="], ["report.groups=true", "report.groups=false"]),
     (["train", "model="], []),
     (["train", "nix=a"], []),
-    (["train", "--config-name", ""], ["gsm8k"]),
-    (["train", "--config-name=g"], ["--config-name=gsm8k"]),
+    (["train", "--config-name", "gs"], ["gsm8k"]),
+    (["train", "--config-name=gs"], ["--config-name=gsm8k"]),
     (["doctor", "gs"], ["gsm8k.yml"]),
     (["train", "--m"], ["--multirun", "--model.", "--mesh.", "--model="]),
     (["eval", "--mu"], []),
@@ -376,7 +377,7 @@ def test_an_unknown_shell_is_named(capsys):
     ("shoal train optimizer.schedule=co", "<constant ><cosine >"),  # bash puts these in place of what follows the =
     ("shoal train steps=3 optimizer.beta", "<optimizer.beta1=><optimizer.beta2=>"),
     ("shoal train optimi", "<optimizer.>"),
-    ("shoal train --config-name ", "<gsm8k >"),
+    ("shoal train --config-name gs", "<gsm8k >"),
     ("shoal train model=", ""),
 ])
 def test_bash_completes(line, found):

@@ -13,7 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from shoal.config.schema import TaskSection
-from shoal.task.gsm8k import SYSTEM_PROMPT, gold
+from shoal.task.data import evaluating
+from shoal.task.gsm8k import gold
+from shoal.task.gsm8k_rewards import SYSTEM_PROMPT
 from shoal.task.reward import score
 from shoal.task.task import Task, load_task
 from shoal.types import ShoalError
@@ -101,6 +103,15 @@ def test_a_folder_without_the_split_to_evaluate_on_holds_out_rows_too(tmp_path: 
         assert "its last 2 of 20 rows are held out" in task.notes[0]
 
 
+def test_where_nothing_is_trained_all_rows_are_evaluated_on(tmp_path: Path) -> None:
+    for number in (1, 20):
+        path = write(tmp_path / f"data{number}.jsonl", [row(i) for i in range(number)])
+        with evaluating():
+            task = load(path, num_questions=0)
+        assert questions(task.evaluations["held_out"]) == names("q", range(number)) and not task.train
+        assert f"all its {number} rows are evaluated on" in task.notes[0]
+
+
 def test_a_question_that_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [row(0), row(1), row(2)])
     write(tmp_path / "test.jsonl", [row(1), row(5)])
@@ -125,8 +136,8 @@ def test_the_hub_is_asked_where_there_is_no_path(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert questions(load("").train) == names("q", range(3))
     assert questions(load("some/copy").evaluations["held_out"]) == ["t9?"]
-    assert asked == [("openai/gsm8k", "dataset", ["main/*.parquet"]),
-                     ("some/copy", "dataset", ["*.jsonl", "*.parquet"])]
+    assert {(repo, kind) for repo, kind, _ in asked} == {("openai/gsm8k", "dataset"), ("some/copy", "dataset")}
+    assert asked[0][2] == ["README.md"] and "main/*train*.parquet" in asked[1][2]
 
 
 def test_a_hub_that_cannot_be_reached_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +165,8 @@ def test_prompts_and_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("answer", "number"), [
     ("a\n#### 72", "72"), ("#### 1,234,567", "1234567"), ("#### -5", "-5"), ("#### 1.5\n", "1.5"), ("####7", "7"),
-    ("#### 3\n#### 4", "4"), ("72", None), ("####", None), ("#### none", None), ("", None),
+    ("#### 3\n#### 4", "4"), ("72", "72"), ("$1,200.50", "1200.50"), ("6 * 3\nA: 18", "18"), ("####", None),
+    ("#### none", None), ("", None), ("6 * 3 = 18", None), ("A: six", None), ("A: 5\nso", None),
 ])
 def test_gold(answer: str, number: str | None) -> None:
     assert gold(answer) == number
@@ -175,7 +187,7 @@ def test_rewards_and_correctness(tmp_path: Path) -> None:
 
 
 def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
-    rows = [row(0), {"question": "x?", "answer": "5"}, {"question": "y?", "answer": "#### five"}, row(3)]
+    rows = [row(0), {"question": "x?", "answer": "5!"}, {"question": "y?", "answer": "#### five"}, row(3)]
     write(tmp_path / "train.jsonl", rows)
     write(tmp_path / "test.jsonl", [row(8, "t"), {"question": "z?", "answer": ""}])
     task = load(tmp_path)
@@ -185,7 +197,7 @@ def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
     assert task.notes == ("gsm8k: 2 of 4 training rows have no `#### <number>` and were dropped",
                           "gsm8k: 1 of 2 held-out rows have no `#### <number>` and were dropped")
     write(tmp_path / "train.jsonl", rows[1:3])
-    with pytest.raises(ShoalError, match="none of the 2 training rows has an answer that ends in `#### <number>`"):
+    with pytest.raises(ShoalError, match="none of the 2 training rows has an answer that is a number or ends in"):
         load(tmp_path)
 
 

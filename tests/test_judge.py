@@ -135,7 +135,7 @@ def test_one_completion_fails_and_the_others_keep_their_rewards(
     assert time.monotonic() - started < 20  # two limits and some
     [failure] = scores.failures
     assert (failure.function, failure.row, failure.completion, failure.kind) == ("checker", 4, 0, kind)
-    assert re.fullmatch(f"reward function 'checker' at step 3 {told.replace('BAD', BAD)}.*", failure.text)
+    assert re.fullmatch(f"reward function 'checker' after 3 steps {told.replace('BAD', BAD)}.*", failure.text)
     skip = on_error == "skip"
     np.testing.assert_array_equal(scores.components["checker"], [[1, 1], [np.nan if skip else 0, 1]])
     np.testing.assert_array_equal(scores.rewards, [[11, 11], [np.nan if skip else 10, 11]])
@@ -144,7 +144,7 @@ def test_one_completion_fails_and_the_others_keep_their_rewards(
 
 @pytest.mark.parametrize(("act", "kind", "told"), FAULTS)
 def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], kind: str, told: str) -> None:
-    with pytest.raises(ShoalError, match=f"'checker' at step 3 {told.replace('BAD', BAD)}.*reward.on_error=zero or s"):
+    with pytest.raises(ShoalError, match=f"'checker' after 3 steps {told.replace('BAD', BAD)}.*reward.on_error=zero"):
         judged(at_bad(act), timeout_seconds=0.6 if kind == "timed out" else 20.0, memory_gib=0.1)
 
 
@@ -156,7 +156,7 @@ def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], 
 ])
 def test_what_is_no_list_of_as_many_is_an_error_under_every_policy(result: Any, told: str, on_error: str,
                                                                    workers: int) -> None:
-    with pytest.raises(ShoalError, match=rf"'<lambda>' at step 3 {told}"):
+    with pytest.raises(ShoalError, match=rf"'<lambda>' after 3 steps {told}"):
         judged(lambda **kwargs: result, on_error=on_error, workers=workers)
 
 
@@ -164,7 +164,7 @@ def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
     def checker(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'checker' at step 3 wants 'answr'.*did you mean 'answer'\?"):
+    with pytest.raises(ShoalError, match=r"'checker' after 3 steps wants 'answr'.*did you mean 'answer'\?"):
         judged(checker, on_error="skip")
 
 
@@ -479,7 +479,7 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
-    with pytest.raises(ShoalError, match="'compute_score' at step 3 wants a ground truth: a column `reward_model`"):
+    with pytest.raises(ShoalError, match="'compute_score' after 3 steps wants a ground truth: a column `reward_model`"):
         judged(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)
 
     def without(solution_str: str, ground_truth: str) -> Any:

@@ -67,7 +67,7 @@ class Diary:
         return [SimpleNamespace(step=step, example=request.example, rewards=np.zeros(3), valid=np.ones(3, bool),
                                 correct=None) for request in self.pending[step]]
 
-    def publish(self, version, params, subset=None) -> None:
+    def publish(self, version, params, subset=None, keep_from=None) -> None:
         assert params == ("weights", version)
         self.published.append(version)
         self.events.append(("publish", version))
@@ -88,7 +88,7 @@ class Diary:
         self.events.append(("evaluate", version, sampled))
         return {"held_out": {"accuracy": version / 10}}, [f"answer {version}"]
 
-    def step(self, step, groups, outcome, seconds):
+    def step(self, step, groups, outcome, seconds, discarded):
         assert outcome == "outcome" and seconds >= 0
         return {"reward/mean": float(step)}
 
@@ -205,7 +205,7 @@ def unmoved(workshop):
 
 def test_a_lag_of_one_trains_on_older_samples(workshop, unmoved):
     run, held = train_with(workshop, "lagging", Schedule(lag=1))
-    assert held == [[0, 1], [1, 2], [2, 3], [4]]  # each as long as a request needs it
+    assert held == [[0, 1], [1, 2], [2, 3], [3, 4]]  # each as long as a step may ask for it, were there more
     rows = metrics(run)
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
     for step, row in enumerate(rows, 1):
@@ -219,7 +219,7 @@ def test_a_lag_of_one_trains_on_older_samples(workshop, unmoved):
 
 def test_publication_every_second_update(workshop, unmoved):
     run, held = train_with(workshop, "sparse", Schedule(publish_every=2), "steps=5", "train.evaluate_every=3")
-    assert held == [[0], [2], [2, 3], [4], [5]]  # the evaluated 3 does not drive out 2, which step 3 needs
+    assert held == [[0], [2], [2, 3], [4], [4, 5]]  # the evaluated 3 does not drive out 2, which step 3 needs
     assert [row["staleness"] for row in metrics(run)] == [0, 1, 0, 1, 0]
     assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
 

@@ -15,7 +15,8 @@ from shoal.model.flops import forward_flops, model_flops
 from shoal.model.transformer import Architecture, declare, is_declared
 from shoal.report.metrics import METRICS, RESERVED_FUNCTIONS, MetricSet, Reduction, is_clock, logged_name, metric
 from shoal.report.metrics_document import ELSEWHERE, EVALUATION, document
-from shoal.trainer.evaluation import Evaluator, score_greedy
+from shoal.task.task import Task
+from shoal.trainer.evaluation import score_greedy, score_sampled
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import Completion, Example, Group, Purpose, SamplingParams, StopReason
 
@@ -51,10 +52,9 @@ def make_group(prompt: int, lengths: list[int], correct: bool = True) -> Group:
 
 def test_every_figure_of_an_evaluation_stands_on_the_page():
     group = make_group(2, [3, 3])
-    figures = score_greedy([group], lambda text: True)
-    figures |= Evaluator({}, SamplingParams(), 2)._score_sampled([group])
-    plain = {name.replace("exact", "{function}").replace("pass@2", "pass@{k}") for name in figures}
-    assert plain == set(EVALUATION)
+    task = Task("own", (), {}, (), well_formed=lambda text: True, extract=lambda text: text)
+    figures = score_greedy([group], task) | score_sampled([group], SamplingParams(), task)
+    assert {name.replace("exact", "{function}").replace("@2", "@{k}") for name in figures} == set(EVALUATION)
 
 
 # ---- names

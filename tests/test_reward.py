@@ -81,13 +81,13 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     def judge(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'judge' at step 3 wants 'answr'.*did you mean 'answer'\?"):
+    with pytest.raises(ShoalError, match=r"'judge' after 3 steps wants 'answr'.*did you mean 'answer'\?"):
         run(judge)
 
     def by_position(completions: Any, /) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match="'by_position' at step 3 takes 'completions' by position only"):
+    with pytest.raises(ShoalError, match="'by_position' after 3 steps takes 'completions' by position only"):
         run(by_position)
 
 
@@ -128,7 +128,7 @@ def test_a_logged_column_of_another_length_is_an_error() -> None:
         log_extra("seen", ["one"])
         return [0.0] * 6
 
-    with pytest.raises(ShoalError, match=r"'judge' at step 3 raised .*log_extra\('seen'\): expected 6 values, got 1"):
+    with pytest.raises(ShoalError, match=r"'judge' after 3 steps raised .*log_extra\('seen'\): expected 6 values, got"):
         run(judge)
 
 
@@ -175,20 +175,20 @@ def test_what_is_no_finite_number_names_function_step_and_example(bad: Any, told
     def judge(**kwargs: Any) -> list[Any]:
         return [0.0, 0.0, 0.0, 0.0, bad, 0.0]
 
-    with pytest.raises(ShoalError, match=rf"'judge' at step 3 returned .*{told}.* for example row 4, completion 1 "
+    with pytest.raises(ShoalError, match=rf"'judge' after 3 steps returned .*{told}.* for example row 4, completion 1 "
                                          r"\(prompt '2 \* 4\?', completion '7'\).*None"):
         run(judge)
 
 
 @pytest.mark.parametrize("result", [[0.0] * 5, [0.0] * 7, []])
 def test_a_wrong_count_is_an_error(result: list[float]) -> None:
-    with pytest.raises(ShoalError, match=rf"step 3 returned {len(result)} values for 6 completions.*row 17"):
+    with pytest.raises(ShoalError, match=rf"after 3 steps returned {len(result)} values for 6 completions.*row 17"):
         run(lambda **kwargs: result)
 
 
 @pytest.mark.parametrize("result", [None, 1.0, "111111", {1: 2}, (x for x in range(6))])
 def test_what_is_no_list_is_an_error(result: Any) -> None:
-    with pytest.raises(ShoalError, match=r"step 3 returned .*row 17.*expected a list of 6 numbers"):
+    with pytest.raises(ShoalError, match=r"after 3 steps returned .*row 17.*expected a list of 6 numbers"):
         run(lambda **kwargs: result)
 
 
@@ -196,8 +196,8 @@ def test_an_exception_names_the_completion_at_which_it_is_raised() -> None:
     def judge(completions: Any, **kwargs: Any) -> list[float]:
         return [float(int(c[0]["content"] or "0")) for c in completions]
 
-    with pytest.raises(ShoalError, match=r"'judge' at step 3 raised ValueError: invalid literal.*row 17, completion 2 "
-                                         r"\(prompt '2 \+ 3\?', completion 'five'\)") as caught:
+    with pytest.raises(ShoalError, match=r"'judge' after 3 steps raised ValueError: invalid literal.*row 17, "
+                                         r"completion 2 \(prompt '2 \+ 3\?', completion 'five'\)") as caught:
         run(judge)
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -32,7 +32,7 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages), whose other columns
     go to the reward; columns; a table of pandas, polars, arrow or datasets; a `shoal.Task`. `held_out`: rows to
     evaluate on; without, the last of the data are. `correct(text, example)`: whether a completion solves its example;
-    without, the mean reward stands in for accuracy.
+    without, there is no accuracy, only the mean reward.
     `reward`: a function or several, `f(prompts, completions, completion_ids, **columns) -> list of numbers`.
     All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
     (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
@@ -52,16 +52,21 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
 
 
 def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
-             **overrides: Any) -> dict[str, dict[str, Any]]:
+             **overrides: Any) -> dict[str, Any]:
     """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
+    With `responses=FILE`, the figures of answers made elsewhere.
 
     Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
     from shoal.config.compose import from_overrides
     from shoal.config.schema import EvalConfig
     from shoal.runtime.cache import cache_by_configuration
-    from shoal.runtime.job import evaluate as run
-
     config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
+    if config.responses:
+        from shoal.runtime.responses import judge_responses
+
+        return judge_responses(config, functions, _console(resolved))
+    from shoal.runtime.evaluate import evaluate as run
+
     own = _own_task(task, held_out, correct, config, functions)
     cache_by_configuration()
     return run(config, functions, _console(resolved), own)

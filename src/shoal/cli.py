@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.arguments import WORDS, words_text
+from shoal.config.arguments import CONFIG_NAMES, WORDS, words_text
 from shoal.config.completion import ASK, candidates, script
+from shoal.config.foreign import blank_token
 from shoal.config.help import command_help, dry_run, options_of, overview
 from shoal.config.keys import COMMANDS, keys_of, nearest
 from shoal.runtime.cache import cache_by_environment
@@ -37,9 +38,46 @@ GREEDY_OF_MEMORY = ("train", "eval", "generate")
 
 def program() -> int:
     """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
+    _hide_token()
     if sys.argv[1:] and sys.argv[1] in COMMANDS and not {*HELP, *DRY_RUN, *MULTIRUN} & set(sys.argv):
         use_huge_pages()
     return main()
+
+
+def _hide_token() -> None:
+    """A token for the hub that was typed goes into the environment, and out of what a process tells of itself."""
+    with contextlib.suppress(ShoalError):
+        sys.argv[:] = blank_token(sys.argv)
+        sys.orig_argv[:] = blank_token(sys.orig_argv)
+
+
+DOORS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "grpo_demo": ("train", "grpo", ()),
+    "train_rl": ("train", "rl", ()),
+    "grpo": ("train", "grpo_gsm8k", ()),
+    "grpo-async": ("train", "grpo_gsm8k", ("train.max_staleness=1",)),
+    "to_maxtext": ("convert", "base", ()),
+}
+"""Entry point that users of other systems type -> the command, its preset unless another is named, its first words."""
+
+
+def door(name: str) -> int:
+    """An entry point of another system, with the words that were typed after it."""
+    sys.argv[1:] = door_words(name, sys.argv[1:])
+    return program()
+
+
+def door_words(name: str, words: Sequence[str]) -> list[str]:
+    """The words of `shoal` that stand for those of an entry point: the user's lie over its own.
+
+    >>> door_words("grpo-async", ["env.repeats=4"])
+    ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
+    """
+    command, preset, first = DOORS[name]
+    begins = int(bool(words) and words[0].endswith((".yml", ".yaml")) and "=" not in words[0])
+    named = begins or any(word.partition("=")[0] in (*CONFIG_NAMES, "config_file") for word in words)
+    chosen = [] if named else ["--config-name", preset]
+    return [command, *words[:begins], *chosen, *first, *words[begins:]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Such a mistake is one line on stderr; any other exception is a bug and keeps its traceback.
     """
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return _run(blank_token(sys.argv[1:] if argv is None else argv))
     except ShoalError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -197,7 +235,11 @@ def _doctor(config: Any, resolved: Resolved, console: Console) -> Any:
 
 
 def _evaluate(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.job import evaluate
+    if config.responses:
+        from shoal.runtime.responses import judge_responses
+
+        return judge_responses(config, console=console)
+    from shoal.runtime.evaluate import evaluate
 
     return evaluate(config, console=console)
 
@@ -244,8 +286,15 @@ def _pretrain(config: Any, resolved: Resolved, console: Console) -> Any:
     return pretrain(config, console=console)
 
 
+def _convert(config: Any, resolved: Resolved, console: Console) -> Any:
+    from shoal.runtime.convert import convert
+
+    return convert(config, console)
+
+
 _HANDLERS: Mapping[str, Callable[[Any, Resolved, Console], Any]] = {
     "train": _train, "doctor": _doctor, "eval": _evaluate, "generate": _generate, "export": _export,
+    "convert": _convert,
     "replay": _replay, "rescore": _rescore, "diff": _diff, "export-rollouts": _export_rollouts,
     "pretrain": _pretrain,
 }

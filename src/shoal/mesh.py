@@ -106,14 +106,80 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
 
 
 def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
-    """All three roles on one mesh over the same devices."""
-    mesh = make_mesh(section, devices if devices is not None else jax.devices())
+    """All three roles on one mesh over the same devices: those that mesh.trainer names, or all."""
+    devices = devices if devices is not None else jax.devices()
+    mesh = make_mesh(section, [devices[number] for number in shared_devices(section, len(devices))])
     trainer, sampler = tuple(TRAINER_RULES.items()), tuple(SAMPLER_RULES.items())
     return Roles(
         trainer=Role("trainer", mesh, trainer),
         sampler=Role("sampler", mesh, sampler),
         reference=Role("reference", mesh, trainer),
     )
+
+
+def shared_devices(section: MeshSection, there: int) -> list[int]:
+    """Numbers of the devices that all roles are on; ShoalError where they are to have devices of their own, or are to
+    have more than there are."""
+    asked = {f"mesh.{name}": text for name in ("trainer", "sampler", "reference") if (text := getattr(section, name))}
+    if not asked:
+        return list(range(there))
+    sizes = {key: devices_asked(key, text, there) for key, text in asked.items()}
+    shown = ", ".join(f"{key}={text}" for key, text in asked.items())
+    numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
+    if beyond := [number for number in numbered if number >= there]:
+        raise ShoalError(f"{shown}: device {max(beyond)} is wanted, but {there} device(s) are here, numbered from 0")
+    counts = {key.removeprefix("mesh."): size for key, size in sizes.items() if isinstance(size, int)}
+    if sum(counts.values()) > there and set(counts.values()) != {there}:
+        raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
+                         f"wanted, but {there} device(s) are here. Lower them, or leave them out: all roles then share "
+                         "all devices")
+    trainer = sizes.get("mesh.trainer", there)
+    numbers = trainer if isinstance(trainer, list) else list(range(trainer))
+    if any(_own_devices(key, size, numbers, there) for key, size in sizes.items() if key != "mesh.trainer"):
+        replicas = f" (replicas of {section.sampler_tensor})" if section.sampler_tensor else ""
+        raise ShoalError(f"{shown}{replicas}: devices of their own for sampler or reference are not there yet; leave "
+                         "mesh.sampler and mesh.reference out, all roles then share the trainer's devices")
+    if section.sampler_tensor not in (0, section.tensor):
+        raise ShoalError(f"mesh.sampler_tensor={section.sampler_tensor}: a sampler on the trainer's devices is split "
+                         f"as the trainer is, over mesh.tensor={section.tensor}; give one value for both, or leave it "
+                         "out")
+    return numbers
+
+
+def devices_asked(key: str, text: str, there: int) -> int | list[int]:
+    """What a role's text asks for: a number of devices, or a list of theirs.
+
+    >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
+    (4, [0, 2])
+    """
+    wrong = ShoalError(f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their numbers "
+                       "as [0,1]")
+    try:
+        if text.startswith("["):
+            numbers = [int(item) for item in text.strip("[]").split(",")]
+            if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+                raise wrong
+            return numbers
+        if "." in text or "e" in text:
+            share = float(text)
+            if not 0 < share <= 1:
+                raise wrong
+            return max(1, int(share * there))
+        if int(text) < 1:
+            raise wrong
+        return int(text)
+    except ValueError:
+        raise wrong from None
+
+
+def _own_devices(key: str, size: int | list[int], trainer: Sequence[int], there: int) -> bool:
+    """Whether a role's devices are others than the trainer's: the last ones for a number, those after the trainer's
+    for the reference."""
+    if isinstance(size, list):
+        return set(size) != set(trainer)
+    if key == "mesh.reference":
+        return size != len(trainer) or len(trainer) < there
+    return set(range(there - size, there)) != set(trainer)
 
 
 _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (

@@ -40,6 +40,7 @@ def make_group(task: Task, request: GroupRequest, siblings: Sequence[Completion]
         correct=correct,
         subset=request.subset,
         extra={name: column[number] for name, column in scores.extra.items()},
+        reward_weights={one.name: one.weight for one in task.rewards},
     )
 
 

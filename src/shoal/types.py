@@ -164,6 +164,7 @@ class Group:
     correct: np.ndarray | None = None  # bool[G], where the task defines it
     subset: str = "train"  # the name of the data it was drawn from ("held_out", ...)
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns that rewards logged
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by function
 
     @property
     def size(self) -> int:
@@ -232,8 +233,15 @@ class RolloutSource(Protocol):
         """The groups that this step asked for, in the order asked; waits for them."""
         ...
 
-    def publish(self, version: int, params: Params, subset: Sequence[str] | None = None) -> None:
-        """Makes weights available under a number; `subset` names the parameters that changed (LoRA), None for all."""
+    def withdraw(self, purpose: Purpose, step: int) -> None:
+        """Takes back what this step asked for and was not handed over."""
+        ...
+
+    def publish(self, version: int, params: Params, subset: Sequence[str] | None = None,
+                keep_from: int | None = None) -> None:
+        """Makes weights available under a number; `subset` names the parameters that changed (LoRA), None for all.
+        Versions from `keep_from` on (None: this one) may yet be asked for; older ones only where something pending
+        names them."""
         ...
 
     def state(self) -> dict[str, Any]:

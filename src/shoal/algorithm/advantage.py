@@ -1,25 +1,38 @@
 """Rewards of a group to advantages: float64 on the host, before anything is packed.
 
-Each function has the signature of `Advantage` and stands in `ADVANTAGES` under the name that a user sets.
+Each function has the signature of `Advantage` and stands in `ADVANTAGES` under the name that a user sets. `valid[P, G]`
+is False where a sibling is missing or unscorable: whatever its reward holds, NaN included, it has no part in any mean
+or deviation, and advantage 0. A NaN at a valid place is not hidden: it spreads over its group (in `gdpo`, a function's
+own NaN says that it could not judge).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from shoal.config.sections import AlgorithmSection
+
+Rewards = Float[np.ndarray, "P G"]
+Valid = Bool[np.ndarray, "P G"]
+
 
 class Advantage(Protocol):
-    """rewards[P, G], valid[P, G] -> float64[P, G]; settings that a form does not need are taken and left unread."""
+    """rewards[P, G], valid[P, G] -> float64[P, G]; settings that a form does not need are taken and left unread.
+
+    `components[F, P, G]` are the reward functions' own values, NaN where one could not judge, and `weights[F]` theirs.
+    """
 
     def __call__(
-        self, rewards: Float[np.ndarray, "P G"], valid: Bool[np.ndarray, "P G"], *, std_ddof: int, std_eps: float
+        self, rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+        components: Float[np.ndarray, "F P G"] | None = None, weights: Float[np.ndarray, "F"] | None = None,
     ) -> Float[np.ndarray, "P G"]: ...
 
 
-def informative(rewards: Float[np.ndarray, "P G"], valid: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
+def informative(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
     """Whether a group has anything to compare: two valid siblings or more, whose rewards are not all the same.
 
     Exact comparison of the largest and the smallest: a standard deviation of equal rewards need not round to 0.
@@ -29,25 +42,134 @@ def informative(rewards: Float[np.ndarray, "P G"], valid: Bool[np.ndarray, "P G"
     return (valid.sum(axis=1) >= 2) & ~(top == bottom)
 
 
-def grpo(
-    rewards: Float[np.ndarray, "P G"], valid: Bool[np.ndarray, "P G"], *, std_ddof: int, std_eps: float
-) -> Float[np.ndarray, "P G"]:
-    """(r - mean) / (std + std_eps), mean and std over the valid siblings of each group.
+def grpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+         **unread: object) -> Rewards:
+    """(r - mean) / (std + std_eps) within each group; `std_eps_as="least"`: / max(std, std_eps).
 
-    `valid[P, G]` is False where a sibling is missing or unscorable: whatever its reward holds, NaN included, it has
-    no part in mean and std, and advantage 0. A group that is not `informative` has advantage exactly 0. A NaN at a
-    valid place is not hidden: it spreads over its group. `std_ddof` is taken off the number of valid siblings.
-
-    DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision).
+    `std_ddof` is taken off the number of valid siblings. DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome
+    supervision).
     """
-    useful = informative(rewards, valid)[:, None]
-    number = np.where(useful, valid.sum(axis=1, keepdims=True), 2)  # any number above ddof where nothing is useful
-    kept = np.where(valid & useful, rewards, 0.0).astype(np.float64)
-    mean = kept.sum(axis=1, keepdims=True) / number
-    centred = np.where(valid & useful, kept - mean, 0.0)
-    std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / (number - std_ddof))
-    return np.divide(centred, std + std_eps, out=np.zeros_like(centred), where=valid & useful)
+    centred = _centred(rewards, valid)
+    return centred / _apart(_std(centred, valid, std_ddof, axis=1), std_eps, std_eps_as)
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo}
+def dr_grpo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
+    """r - mean: no deviation, which would weigh easy and hard prompts up. Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    return _centred(rewards, valid)
+
+
+def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
+    """r - mean of the other valid siblings. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for
+    Free!" (2019); for language models RLOO, arXiv 2402.14740."""
+    number = valid.sum(axis=1, keepdims=True)
+    return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
+
+
+def batch_std(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+              **unread: object) -> Rewards:
+    """(r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks or Traps", arXiv 2508.08221;
+    TRL's scale_rewards="batch"."""
+    spread = _std(_centred_over(rewards, valid, axis=None), valid, std_ddof, axis=None)
+    return _centred(rewards, valid) / _apart(spread, std_eps, std_eps_as)
+
+
+def reinforce_pp(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+                 **unread: object) -> Rewards:
+    """(r - mean) / (std + std_eps) over all valid rewards of the step: groups have no part. REINFORCE++, arXiv
+    2501.03262."""
+    return _whitened(rewards, valid, std_ddof, std_eps, std_eps_as)
+
+
+def reinforce_pp_baseline(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+                          **unread: object) -> Rewards:
+    """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv 2501.03262."""
+    return _scaled(_centred(rewards, valid), valid, std_ddof, std_eps, std_eps_as)
+
+
+def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
+    """(r - mean) / mean of the group: with rewards 0 and 1 the gradient's mean is one of a truncated log-likelihood of
+    success. Groups whose mean is not above 0 have advantage 0. MaxRL, arXiv 2602.02710."""
+    number = np.maximum(valid.sum(axis=1, keepdims=True), 1)
+    mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / number
+    centred = _centred(rewards, valid)
+    return np.divide(centred, mean, out=np.zeros_like(centred), where=~(mean <= 0))
+
+
+def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+         components: Float[np.ndarray, "F P G"] | None = None,
+         weights: Float[np.ndarray, "F"] | None = None) -> Rewards:
+    """Each reward function's values normalised within their groups as by `grpo`, summed by weight, whitened over the
+    step: rewards of other spread do not drown each other. GDPO, arXiv 2601.05242."""
+    parts = rewards[None] if components is None else components
+    scale = np.ones(len(parts)) if weights is None else weights
+    total = np.zeros(rewards.shape)
+    for part, weight in zip(parts, scale, strict=True):
+        judged = valid & ~np.isnan(part)
+        total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_as=std_eps_as)
+    return _scaled(total, valid, std_ddof, std_eps, std_eps_as)
+
+
+def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
+    """0 everywhere: the rewards have no part, a teacher alone teaches."""
+    return np.zeros(rewards.shape)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "batch_std": batch_std,
+    "reinforce++": reinforce_pp,
+    "reinforce++-baseline": reinforce_pp_baseline,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+    "none": none,
+}
 """By the names of `algorithm.advantage`."""
+
+
+def step_advantages(a: AlgorithmSection, rewards: np.ndarray, valid: np.ndarray,
+                    components: Sequence[Mapping[str, np.ndarray]] = (),
+                    weights: Mapping[str, float] | None = None) -> np.ndarray:
+    """Advantages float64[P, G] of one step's rewards[P, G]. `components`: each group's rewards by function, and their
+    `weights`, for the form that takes the functions apart."""
+    names = list(weights or {})
+    stacked = np.array([[group[name] for group in components] for name in names]) if names and components else None
+    scale = np.array([weights[name] for name in names]) if stacked is not None and weights else None
+    return ADVANTAGES[a.advantage](rewards, valid, std_ddof=a.std_ddof, std_eps=a.std_eps, std_eps_as=a.std_eps_as,
+                                   components=stacked, weights=scale)
+
+
+def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """r - mean of the group; exactly 0 in a group that is not `informative`."""
+    return _centred_over(rewards, valid & informative(rewards, valid)[:, None], axis=1)
+
+
+def _centred_over(rewards: np.ndarray, members: np.ndarray, axis: int | None) -> np.ndarray:
+    kept = np.where(members, rewards, 0.0).astype(np.float64)
+    mean = kept.sum(axis=axis, keepdims=True) / np.maximum(members.sum(axis=axis, keepdims=True), 1)
+    return np.where(members, kept - mean, 0.0)
+
+
+def _std(centred: np.ndarray, members: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
+    number = members.sum(axis=axis, keepdims=True)
+    return np.sqrt((centred**2).sum(axis=axis, keepdims=True) / np.maximum(number - ddof, 1))
+
+
+def _apart(std: np.ndarray, eps: float, eps_as: str) -> np.ndarray:
+    """What to divide by; 1 where it would be 0 (only zeros stand above it)."""
+    size = np.maximum(std, eps) if eps_as == "least" else std + eps
+    return np.where(size == 0, 1.0, size)
+
+
+def _scaled(values: np.ndarray, valid: np.ndarray, ddof: int, eps: float, eps_as: str) -> np.ndarray:
+    """Values whose mean is 0 within each group, over their deviation in the step: what is exactly 0 stays so."""
+    return values / _apart(_std(_centred_over(values, valid, axis=None), valid, ddof, axis=None), eps, eps_as)
+
+
+def _whitened(values: np.ndarray, valid: np.ndarray, ddof: int, eps: float, eps_as: str) -> np.ndarray:
+    """(x - mean) / (std + eps) over all valid ones of the step; exactly 0 where they are all the same."""
+    if not informative(values.reshape(1, -1), valid.reshape(1, -1))[0]:
+        return np.zeros(values.shape)
+    centred = _centred_over(values, valid, axis=None)
+    return centred / _apart(_std(centred, valid, ddof, axis=None), eps, eps_as)

@@ -12,44 +12,61 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+Lengths = Int[np.ndarray, "P G"]
+Counted = Bool[np.ndarray, "P G"]
+Weights = Float[np.ndarray, "P G"]
 
-def token_mean(lengths: Int[np.ndarray, "P G"], counted: Bool[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+
+def token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     """1 / (tokens of all completions): every token weighs the same. DAPO, arXiv 2503.14476, eq. 8."""
     return np.full(lengths.shape, 1.0 / max(lengths[counted].sum(), 1))
 
 
-def seq_mean_token_mean(lengths: Int[np.ndarray, "P G"], counted: Bool[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+def seq_mean_token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     """1 / (completions x tokens of this one): every completion weighs the same. GRPO: DeepSeekMath,
     arXiv 2402.03300, eq. 3."""
     return 1.0 / (max(counted.sum(), 1) * np.maximum(lengths, 1.0))
 
 
-def seq_mean_token_sum(lengths: Int[np.ndarray, "P G"], counted: Bool[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-    """1 / completions: the sum over tokens, as in Dr. GRPO, arXiv 2503.20783, section 3.2, which has no length in
-    the denominator."""
+def seq_mean_token_sum(lengths: Lengths, counted: Counted, constant: int) -> Weights:
+    """1 / completions: the sum over tokens, with no length in the denominator, as the policy gradient has it."""
     return np.full(lengths.shape, 1.0 / max(counted.sum(), 1))
 
 
-AGGREGATIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+def seq_mean_token_sum_norm(lengths: Lengths, counted: Counted, constant: int) -> Weights:
+    """1 / (completions x a constant length, the longest that can be). Dr. GRPO, arXiv 2503.20783, section 3.2 and its
+    listing 1."""
+    return seq_mean_token_sum(lengths, counted, constant) / constant
+
+
+def prompt_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
+    """1 / (prompts x tokens of this prompt's completions): every prompt weighs the same, and within it every token.
+    ScaleRL, arXiv 2510.13786."""
+    tokens = np.where(counted, lengths, 0).sum(axis=1, keepdims=True)
+    prompts = max(counted.any(axis=1).sum(), 1)
+    return np.broadcast_to(1.0 / (prompts * np.maximum(tokens, 1)), lengths.shape)
+
+
+AGGREGATIONS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
     "token-mean": token_mean,
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "prompt-mean": prompt_mean,
 }
 """By the names of `algorithm.aggregation`."""
 
 
-def token_weights(
-    mode: str,
-    lengths: Int[np.ndarray, "P G"],
-    valid: Bool[np.ndarray, "P G"],
-    counts: Bool[np.ndarray, "P G"],
-) -> Float[np.ndarray, "P G"]:
+def token_weights(mode: str, lengths: Lengths, valid: Bool[np.ndarray, "P G"], counts: Bool[np.ndarray, "P G"],
+                  constant: int = 0) -> Weights:
     """The weight of each token of each completion of one update, float64[P, G].
 
-    `lengths` are numbers of drawn tokens in the whole update, not in a micro-batch. `counts` is False for completions
-    that leave the loss and its denominator (`degenerate="renormalise"`: those of groups without variance). A
-    completion that does not count, is not `valid`, or has no drawn token has weight 0; one that counts, is valid and
-    has no drawn token is still one of the completions that the seq-means divide by. Nothing counts: all weights 0.
+    `lengths` are numbers of drawn tokens in the whole update, not in a micro-batch; 0 for a completion that is masked
+    out of the loss. `counts` is False for completions that leave the loss and its denominator
+    (`degenerate="renormalise"`: those of groups without variance). A completion that does not count, is not `valid`,
+    or has no drawn token has weight 0; one that counts, is valid and has no drawn token is still one of the
+    completions that the seq-means divide by. Nothing counts: all weights 0. `constant`: the length that
+    seq-mean-token-sum-norm divides by, 1 or more.
     """
     counted = valid & counts
-    return np.where(counted & (lengths > 0), AGGREGATIONS[mode](lengths, counted), 0.0)
+    return np.where(counted & (lengths > 0), AGGREGATIONS[mode](lengths, counted, constant), 0.0)

@@ -1,6 +1,7 @@
 """Estimators of the divergence KL(policy || reference) from the tokens that the policy drew, in nats.
 
-Each is a pure function of two log-probs and stands in `KL_ESTIMATORS` under the name that a user sets.
+Each is a pure function of the difference of two log-probs and stands in `KL_ESTIMATORS` under the name that a user
+sets: J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -11,22 +12,43 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-def k3(lp: Float[Array, "*tokens"], ref: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+def k1(apart: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """lp - ref: unbiased, of either sign. Taken off the reward it regularises; as a term of the loss its on-policy
+    gradient is zero in expectation. `apart` is ref - lp, here and below."""
+    return -apart
+
+
+def k2(apart: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the divergence."""
+    return apart**2 / 2
+
+
+def k3(apart: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     """exp(ref - lp) - (ref - lp) - 1: unbiased, never negative, 0 with gradient 0 where both agree.
 
-    J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html; DeepSeekMath,
-    arXiv 2402.03300, eq. 4. Written with expm1: near 0, in float32, exp(x) - 1 would leave only rounding.
+    DeepSeekMath, arXiv 2402.03300, eq. 4. Written with expm1: near 0, in float32, exp(x) - 1 would leave only
+    rounding.
     """
-    return jnp.expm1(ref - lp) - (ref - lp)
+    return jnp.expm1(apart) - apart
 
 
-KL_ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = {"k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k1": k1, "k2": k2, "k3": k3}
 """By the names of `algorithm.kl`."""
 
 
 def token_kl(
-    name: str, lp: Float[Array, "*tokens"], ref: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]
+    name: str, lp: Float[Array, "*tokens"], ref: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"],
+    clamp_input: float = 0.0, clamp_value: float = 0.0,
 ) -> Float[Array, "*tokens"]:
-    """The named estimator at masked-in tokens; elsewhere value and gradient are exactly 0, whatever is there."""
-    value = KL_ESTIMATORS[name](jnp.where(mask, lp, 0), jnp.where(mask, ref, 0))
+    """The named estimator at masked-in tokens; elsewhere value and gradient are exactly 0, whatever is there.
+
+    Above 0, `clamp_input` limits the size of ref - lp, `clamp_value` that of the estimate; beyond them the gradient
+    is 0.
+    """
+    apart = jnp.where(mask, ref, 0) - jnp.where(mask, lp, 0)
+    if clamp_input:
+        apart = jnp.clip(apart, -clamp_input, clamp_input)
+    value = KL_ESTIMATORS[name](apart)
+    if clamp_value:
+        value = jnp.clip(value, -clamp_value, clamp_value)
     return jnp.where(mask, value, 0)

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from shoal.config.aliases import FOREIGN, foreign_of
+from shoal.config.foreign import TOKEN, Became, Foreign, became, blank_token, take_token, text_of
 from shoal.config.keys import Key, command_of, dataclass_of, keys_of, sections_of, unknown_key
+from shoal.config.schema import Config
 from shoal.types import ShoalError
 
 
@@ -33,6 +37,7 @@ ALIASES: Mapping[str, Alias] = {
     "model": Alias("model.path"),
     "task": Alias("task.name", note="brings the preset of that name, under your own keys"),
     "reward": Alias("reward.functions", note="file.py:function, several with commas"),
+    "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
     "checkpoint_period": Alias("checkpoint.checkpoint_period"),
     "temperature": Alias("sampling.temperature", _ASKING),
     "max_new_tokens": Alias("sampling.max_completion_tokens", _ASKING),
@@ -41,9 +46,12 @@ ALIASES: Mapping[str, Alias] = {
     "top_p": Alias("sampling.top_p", _ASKING),
     "min_p": Alias("sampling.min_p", _ASKING),
     "stop": Alias("sampling.stop", _ASKING, note="several as [a,b]"),
-    "from": Alias("source", ("export",)),
+    "from": Alias("source", ("export", "convert")),
 }
 """Short form -> what it stands for: the one table of names that are not the schema's own."""
+
+CONFIG_NAMES = ("--config-name", "--config_name", "-cn", "--config-file", "--config_file")
+"""Options that name a preset or a file; also `config_file=X`."""
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
@@ -65,6 +73,9 @@ class Arguments:
     config_name: str  # a preset or a file; empty for none
     values: Mapping[str, str | list[str]]  # by dotted key, the last of several
     overrides: tuple[str, ...]  # in Hydra's grammar
+    derived: Mapping[str, str] = field(default_factory=dict)  # other systems' flags that need other settings, too
+    became: tuple[Became, ...] = ()  # what all other flags of theirs became
+    notes: tuple[str, ...] = ()  # keys that were set twice, under two names
 
 
 def aliases_of(config_type: type) -> dict[str, Alias]:
@@ -87,21 +98,105 @@ def find_key(config_type: type, name: str) -> Key:
         if name in sections_of(config_type):
             inside = next(key for key in names if key.startswith(f"{name}."))
             raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
-        raise unknown_key(name, config_type, names)
+        if name in FOREIGN and FOREIGN[name].fits(Config):
+            raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it "
+                             "out here")
+        theirs = {row.name: ", ".join(row.keys) for row in FOREIGN.values() if row.keys and row.fits(config_type)}
+        raise unknown_key(name, config_type, {**names, **{one: theirs[one] for one in theirs if one not in names}})
     return keys_of(config_type)[names[name]]
+
+
+EITHER = ("batch.prompts_per_step", "batch.prompts_per_device")
+"""Two keys for one thing: who sets one sets the other back."""
+
+
+_LATER = object()
+"""Stands for a value that is made of other settings in the end."""
+
+
+class Gathered:
+    """What is set, one name after the other; of two for one key the later stands, and is said where the names differ.
+
+    `strict`: two names in one file have no order, so different values are an error."""
+
+    def __init__(self, config_type: type, place: str = ""):
+        self.config_type, self.place = config_type, place
+        self.values: dict[str, Any] = {}
+        self.derived: dict[str, str] = {}
+        self.became: dict[str, Became] = {}
+        self.notes: list[str] = []
+        self._names: dict[str, str] = {}  # key -> the name that set it
+        self._yielding: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """One name with its value: text, or what YAML or Python gave."""
+        row = foreign_of(self.config_type, name, text_of(value))
+        if row is None or (name in names_of(self.config_type) and row.only is None):
+            self._set(find_key(self.config_type, name).name, value, name)
+        elif row.name == TOKEN:
+            take_token(text_of(value))
+            self.became[name] = Became(name, "...", {}, row.meaning, said=True)
+        elif row.kind == "derived":
+            for key in row.keys:
+                self._set(key, _LATER, name)
+                del self.values[key]
+            self.derived.pop(name, None)
+            self.derived[name] = text_of(value)
+        else:
+            self._turn(row, value)
+
+    def _turn(self, row: Foreign, value: Any) -> None:
+        found = row.becomes(value, self.config_type)
+        if row.kind == "missing":
+            return
+        for key, text in found.items():
+            if row.kind == "same" or key in row.keys or not row.keys:
+                self._set(key, text, row.name)
+            else:
+                self._yielding[key] = text
+        self.became.pop(row.name, None)
+        self.became[row.name] = became(row, value, found)
+
+    def _set(self, key: str, value: Any, name: str) -> None:
+        for other in EITHER if key in EITHER and not self.place and text_of(value) != "0" else ():
+            if other != key:
+                self.values.pop(other, None)
+        before, old = self._names.get(key, name), self.values.pop(key, _LATER)
+        self._names[key] = name
+        if {before, name} & set(FOREIGN) and text_of(old) != text_of(value) and not _together(before, name):
+            if self.place:
+                raise ShoalError(f"{self.place}: {before} and {name} both set {key}; write one of them")
+            self.notes.append(f"{before} and {name} both set {key}: the later one stands, {name}")
+        self.values[key] = value
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """Every value, by dotted key."""
+        return {**{key: text for key, text in self._yielding.items() if key not in self.values}, **self.values}
+
+    def arguments(self, config_name: str = "") -> Arguments:
+        """Of a line, whose values are texts."""
+        overrides = tuple(f"++{key}={quote(value)}" for key, value in self.settled.items())
+        return Arguments(config_name, self.settled, overrides, self.derived, tuple(self.became.values()),
+                         tuple(self.notes))
+
+
+def _together(one: str, other: str) -> bool:
+    """Whether two flags are one, or parts of one derivation."""
+    return one == other or (one in FOREIGN and other in FOREIGN and FOREIGN[one].group == FOREIGN[other].group != "")
 
 
 def rewrite(command: str | type, argv: Sequence[str]) -> Arguments:
     """Reads `key=value`, `--key=value`, `--flag`, a command's WORDS, `--config-name X` and a leading `X.yml`; raises
     ShoalError."""
     config_type = dataclass_of(command)
-    config_name, words = _take_config_name(argv)
-    values = {}
+    config_name, words = _take_config_name(blank_token(argv))
+    gathered = Gathered(config_type)
     for word in _named(config_type, words):
-        key, value = read_word(config_type, word)
-        values.pop(key.name, None)
-        values[key.name] = split_list(key, value) if key.is_list else value
-    return Arguments(config_name, values, tuple(f"++{key}={quote(value)}" for key, value in values.items()))
+        name, value = read_word(config_type, word)
+        key = keys_of(config_type).get(names_of(config_type).get(name, ""))
+        gathered.add(name, split_list(key, value) if key and key.is_list else value)
+    return gathered.arguments(config_name)
 
 
 def _take_config_name(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -113,7 +208,7 @@ def _take_config_name(argv: Sequence[str]) -> tuple[str, list[str]]:
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if name not in ("--config-name", "--config_name", "-cn"):
+        if name not in CONFIG_NAMES and not (equals and name == "config_file"):
             rest.append(word)
             continue
         if not equals:
@@ -155,20 +250,25 @@ def words_text(command: str) -> str:
     return " ".join(key.upper() for key in WORDS.get(command, ()))
 
 
-def read_word(config_type: type, word: str) -> tuple[Key, str]:
-    """One argument as its key and the text of its value."""
+def read_word(config_type: type, word: str) -> tuple[str, str]:
+    """One argument as a name that the command takes, ours (dotted) or another system's, and the text of its value."""
     name, equals, value = word.partition("=")
     if name.startswith("-"):
         name = name.lstrip("-").replace("-", "_")
     name = name.lstrip("+")
     if not name:
         raise ShoalError(f"{word!r}: expected key=value")
+    row = foreign_of(config_type, name, value)
+    if row and (name not in names_of(config_type) or row.only):
+        if not equals and not row.flag:
+            raise ShoalError(f"{word}: expected a value: write {name}=VALUE")
+        return name, value if equals else "true"
     key = find_key(config_type, name)
     if equals:
-        return key, value
+        return key.name, value
     if key.type is not bool:
         raise ShoalError(f"{word}: expected a value ({key.type_text}): write {name}=VALUE")
-    return key, "true"
+    return key.name, "true"
 
 
 def split_list(key: Key, text: str) -> list[str]:

@@ -10,26 +10,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
+from shoal.config.aliases import FOREIGN, foreign_of
 from shoal.config.arguments import (
     ALIASES,
+    EITHER,
     Arguments,
+    Gathered,
     aliases_of,
     escape_interpolation,
-    find_key,
     names_of,
     quote,
     rewrite,
 )
-from shoal.config.keys import Key, command_of, dataclass_of, keys_of, nearest, sections_of
+from shoal.config.convert import build, convert_value, leaves_of
+from shoal.config.convert import convert as convert
+from shoal.config.derivations import DERIVATIONS
+from shoal.config.foreign import Became, text_of
+from shoal.config.help import shown
+from shoal.config.keys import command_of, dataclass_of, keys_of, nearest, sections_of
 from shoal.config.schema import Config
 from shoal.types import ShoalError
 
@@ -50,6 +56,7 @@ class Resolved:
     text: str  # every key, as YAML that composes to the same configuration
     difference: str  # the keys that differ from the defaults, likewise
     arguments: Arguments  # what the user gave
+    became: tuple[str, ...] = ()  # a line for each flag of another system that was given
 
 
 def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolved]:
@@ -79,14 +86,13 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
     Keys may be nested dicts, joined by `__` or by dots, or aliases; `config_name` names a preset or a file.
     """
     config_name = overrides.pop("config_name", "")
-    values, functions = {}, ()
-    for key, value in _flatten(config_type, _nested_names(overrides)):
-        if key.name == "reward.functions":
+    gathered, functions = Gathered(config_type), ()
+    for name, value in leaves_of(config_type, _nested_names(overrides)):
+        key = keys_of(config_type).get(names_of(config_type).get(name, ""))
+        if key and key.name == "reward.functions":
             value, functions = _take_callables(value)
-        values.pop(key.name, None)
-        values[key.name] = _texts(value) if key.is_list else _text(value)
-    words = tuple(f"++{key}={quote(value)}" for key, value in values.items())
-    return *_compose(config_type, Arguments(str(config_name), values, words)), functions
+        gathered.add(name, _texts(value) if key and key.is_list else _text(value))
+    return *_compose(config_type, gathered.arguments(str(config_name))), functions
 
 
 def _nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,18 +119,106 @@ def _texts(value: Any) -> list[str]:
 
 
 def _compose(config_type: type, arguments: Arguments, file: Path | None = None) -> tuple[Any, Resolved]:
-    command, name, task_preset = command_of(config_type), arguments.config_name, None
+    """Defaults < a task's preset < recipe < algorithm < file < own keys; a recipe or algorithm that is named among the
+    own keys lies over the file. Then what other systems' flags become of all that."""
+    command, name, task_preset, own = command_of(config_type), arguments.config_name, None, arguments.values
     if not name and not file:
-        task_preset = _preset(command, str(arguments.values.get("task.name", "")))
+        task_preset = _preset(command, str(own.get("task.name", "")))
     file = file or task_preset or (find_preset(command, name) if name else None)
     values, passed = _pass_over(config_type, compose_values(command, file, arguments.overrides))
-    config = convert(config_type, values, arguments.values)
-    notes = _passed_notes(file, passed)
+    layer = _layer(config_type, values, own, file)
+    named = {key: str(source.get(key) or "") for key in PACKAGED if key in keys_of(config_type)
+             for source in ([own] if key in own else [layer.settled])}
+    packaged = {key: _packaged(config_type, key, chosen) for key, chosen in named.items() if chosen}
+    under = [packaged[key] for key in packaged if key not in own and not task_preset]
+    over = [packaged[key] for key in packaged if key in own or task_preset]
+    flat = _merge([*under, layer.settled, *over, own])
+    above = _merge([*over, own])
+    derived = _derive(config_type, flat, layer.derived, arguments.derived, above, own)
+    config = build(config_type, {key: convert_value(keys_of(config_type)[key], value) for key, value in flat.items()})
+    notes = list(_passed_notes(file, passed))
     if task_preset:
-        preset = convert(config_type, compose_values(command, task_preset))
-        notes += _preset_notes(task_preset.stem, preset, arguments.values)
-    return config, Resolved(str(file.stem if file else ""), arguments.overrides, notes, to_yaml(config),
-                            to_yaml(_nest(difference_from_defaults(config))), arguments)
+        notes += _preset_notes(task_preset.stem, convert(config_type, _nest(layer.settled)), above)
+    for key, values in packaged.items():
+        later = over[over.index(values) + 1:] if values in over else [layer.settled, *over]
+        higher = _merge([*later, own])
+        notes += _packaged_notes(key, named[key], config, values, higher)
+    mine = [*(() if file and file.is_relative_to(PRESETS) else layer.became.values()), *arguments.became, *derived]
+    notes += [*arguments.notes, *(one.line for one in mine if one.said)]
+    return config, Resolved(str(file.stem if file else ""), arguments.overrides, tuple(notes), to_yaml(config),
+                            to_yaml(_nest(difference_from_defaults(config))), arguments,
+                            tuple(one.line for one in mine))
+
+
+def _layer(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any], file: Path | None) -> Gathered:
+    """A file's keys (those of `own` apart, which Hydra has put over them) and its flags of other systems."""
+    gathered, names = Gathered(config_type, str(file or "")), names_of(config_type)
+    leaves = [(name, value) for name, value in leaves_of(config_type, values) if names.get(name) not in own]
+    for name, value in sorted(leaves, key=lambda leaf: leaf[0] in names):
+        gathered.add(name, value)
+    return gathered
+
+
+def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Later layers over earlier ones; one that sets prompts a step ends prompts a device."""
+    flat: dict[str, Any] = {}
+    for layer in layers:
+        flat |= layer
+        if EITHER[0] in layer and EITHER[1] not in layer and EITHER[1] in flat:
+            flat[EITHER[1]] = "0"
+    return flat
+
+
+def _derive(config_type: type, flat: dict[str, Any], files: Mapping[str, str], line: Mapping[str, str],
+            above: Mapping[str, Any], own: Mapping[str, Any]) -> list[Became]:
+    """Adds to `flat` what other systems' flags become that need other settings, of a file and of the line; keys that
+    stand above them stay. Returns what those of the line became."""
+    keys, told = keys_of(config_type), []
+
+    def get(key: str) -> Any:
+        return convert_value(keys[key], flat[key]) if key in flat else keys[key].default
+
+    for group, derivation in DERIVATIONS.items():
+        given = {name: text for name, text in {**files, **line}.items() if FOREIGN[name].group == group}
+        fixed = own if set(given) & set(line) else above
+        wanted = [key for name in given for key in FOREIGN[name].keys]
+        if not given or (wanted and all(key in fixed for key in wanted)):
+            continue
+        found, said = derivation(given, get)
+        values = {key: value for key, value in found.items() if key in keys and key not in fixed}
+        flat |= values
+        if set(given) & set(line):
+            *first, (name, text) = given.items()
+            joined = "".join(f"{one}={value}, " for one, value in first)
+            told.append(Became(joined + name, text, values, said, said=True))
+    return told
+
+
+PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"}
+"""Key that names a packaged set of settings -> the folder of presets that holds them, a file each."""
+
+
+def _packaged(config_type: type, key: str, name: str) -> dict[str, Any]:
+    """The values of a recipe or an algorithm, by dotted key."""
+    folder = PRESETS / PACKAGED[key]
+    known = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in known:
+        near = f", did you mean {nearest(name, known)}?" if known else ";"
+        raise ShoalError(f"{PACKAGED[key]}={name}: there is no such {PACKAGED[key]}{near} There are: "
+                         f"{', '.join(known) or 'none'}")
+    file = folder / f"{name}.yaml"
+    return dict(_layer(config_type, compose_values("", file), {}, file).settled)
+
+
+def _packaged_notes(key: str, name: str, config: Any, values: Mapping[str, Any],
+                    higher: Mapping[str, Any]) -> list[str]:
+    """One line on what a recipe or an algorithm sets that differs from the defaults and stands."""
+    keys = keys_of(type(config))
+    stands = {one: get_value(config, one) for one, value in values.items()
+              if one not in higher and get_value(config, one) == convert_value(keys[one], value)}
+    changed = [f"{one}={shown(value)} (ours: {shown(keys[one].default) or 'empty'})" for one, value in stands.items()
+               if value != keys[one].default]
+    return [f"{PACKAGED[key]}={name} differs from Shoal's defaults in: {', '.join(changed)}"] if changed else []
 
 
 def _pass_over(config_type: type, values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -135,12 +229,14 @@ def _pass_over(config_type: type, values: Mapping[str, Any], prefix: str = "") -
     kept, passed = {}, []
     for part, value in values.items():
         name = f"{prefix}{part}"
-        if name in sections_of(Config) and (isinstance(value, Mapping) or (value is None and name not in sections)):
+        section = name in sections_of(Config) or any(known.startswith(f"{name}.") for known in FOREIGN)
+        if section and (isinstance(value, Mapping) or (value is None and name not in sections)):
             inside, below = _pass_over(config_type, value or {}, f"{name}.")
             passed += below
             if inside or name in sections:
                 kept[part] = inside
-        elif name in names_of(Config) and name not in names:
+        elif name not in names and (name in names_of(Config) or name in FOREIGN) and not foreign_of(
+                config_type, name, text_of(value)):
             passed.append(name)
         else:
             kept[part] = value
@@ -155,12 +251,8 @@ def _passed_notes(file: Path | None, passed: Sequence[str]) -> tuple[str, ...]:
 
 def _preset_notes(name: str, preset: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
     """One line naming what a task's preset changes from the defaults, the user's own keys apart."""
-    changed = [f"{key}={_shown(value)}" for key, value in difference_from_defaults(preset).items() if key not in own]
+    changed = [f"{key}={shown(value)}" for key, value in difference_from_defaults(preset).items() if key not in own]
     return (f"task={name} brings its preset: {', '.join(changed)}",) if changed else ()
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # ---- presets
@@ -239,7 +331,7 @@ def _reason(error: Exception) -> str:
 def _search_path(command: str, file: Path | None) -> Iterator[tuple[Path, list[str]]]:
     """The folder of a file and Hydra's options, so that files may build on presets; Hydra wants the name `.yaml`."""
     if file is None or file.is_relative_to(PRESETS):
-        yield (file.parent if file else PRESETS), []
+        yield (file.parent if file else PRESETS / "train"), []  # a folder beside a key of its name would be a group
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -261,107 +353,6 @@ def _hydra(folder: Path) -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = outer
-
-
-# ---- conversion
-
-
-def convert(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
-    """Plain nested values, with `own` by dotted key over them, as the frozen dataclass.
-
-    Raises ShoalError naming the key, what came and what is allowed.
-    """
-    flat = {key.name: value for key, value in _flatten(config_type, values)} | dict(own or {})
-    keys = keys_of(config_type)
-    return _build(config_type, {name: convert_value(keys[name], value) for name, value in flat.items()})
-
-
-def _flatten(config_type: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[Key, Any]]:
-    """Every value with its key; sections are entered, aliases replaced by what they stand for."""
-    keys, sections = keys_of(config_type), sections_of(config_type)
-    for part, value in values.items():
-        name = f"{prefix}{part}"
-        if isinstance(value, Mapping) and name not in keys and (value or name in sections):
-            yield from _flatten(config_type, value, f"{name}.")
-        elif value is not None or name not in sections:
-            yield find_key(config_type, name), value
-
-
-def _build(config_type: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass from values by dotted key; what is not given takes its default."""
-    arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(config_type):
-        if field.name in values:
-            arguments[field.name] = values[field.name]
-        elif dataclasses.is_dataclass(field.default_factory):
-            head = f"{field.name}."
-            inside = {name.removeprefix(head): value for name, value in values.items() if name.startswith(head)}
-            arguments[field.name] = _build(field.default_factory, inside)  # type: ignore[arg-type]
-    return config_type(**arguments)
-
-
-def convert_value(key: Key, value: Any) -> Any:
-    """A value as the type of its key."""
-    if not key.is_list:
-        return _convert_scalar(key, key.type, value)
-    items = value if isinstance(value, list | tuple) else [value]
-    return tuple(_convert_scalar(key, get_args(key.type)[0], item) for item in items)
-
-
-def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
-    if get_origin(wanted) is Literal:
-        allowed = get_args(wanted)
-        if value in allowed and isinstance(value, str):
-            return value
-        raise _wrong_type(key, value, f"one of {', '.join(allowed)}")
-    try:
-        return _CONVERTERS[wanted](value)
-    except (ValueError, OverflowError):
-        raise _wrong_type(key, value, _WANTED[wanted]) from None
-
-
-def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return ShoalError(f"{key.name}={shown}: expected {wanted}")
-
-
-def _to_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _BOOLS:
-        return _BOOLS[value.lower()]
-    raise ValueError
-
-
-def _to_int(value: Any) -> int:
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return int(value)
-    number = _to_float(value)
-    if not number.is_integer():
-        raise ValueError
-    return value if isinstance(value, int) else int(number)
-
-
-def _to_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
-
-
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {str: _to_text, bool: _to_bool, int: _to_int, float: _to_float}
-_WANTED: Mapping[Any, str] = {str: "text (in YAML, put it in quotes)", bool: "true or false", int: "a whole number",
-                              float: "a finite number"}
 
 
 # ---- back to text

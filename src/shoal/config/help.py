@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.aliases import FOREIGN
 from shoal.config.arguments import aliases_of, find_key, names_of, words_text
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, nearest, sections_of
 from shoal.config.schema import Config
@@ -15,6 +16,7 @@ from shoal.types import ShoalError
 
 if TYPE_CHECKING:
     from shoal.config.compose import Resolved
+    from shoal.config.foreign import Foreign
 
 EXAMPLES = """\
 shoal train                                        a tiny model, word problems, about two minutes on a CPU
@@ -39,6 +41,7 @@ TOPICS: Mapping[str, str] = {
     "reward": "what judges a completion",
     "sampling": "how completions are drawn",
     "algorithm": "from rewards to a loss",
+    "teacher": "a second model whose log-probs teach, token by token",
     "optimizer": "AdamW and its learning rate",
     "batch": "sizes: of a step, of a group, of what a device computes at once",
     "train": "evaluation, and which prompts are drawn",
@@ -83,6 +86,9 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
         lines += ["", "short forms"]
         lines += [f"  {name}= is {alias.key}=" + (f"  ({alias.note})" if alias.note else "")
                   for name, alias in aliases.items()]
+    taken = [row for row in FOREIGN.values() if row.fits(config_type)]
+    if systems := sorted({system for row in taken for system in row.systems.split(", ")}):
+        lines += ["", f"flags of {', '.join(systems)} are taken, too; what one becomes: shoal {command} --help FLAG"]
     if topics := topics_of(config_type):
         lines += ["", f"one topic alone: shoal {command} --help TOPIC, of", *textwrap.wrap(
             ", ".join(topics), _width(), initial_indent="  ", subsequent_indent="  ")]
@@ -102,12 +108,36 @@ def topics_of(config_type: type) -> list[str]:
 def _topic_help(config_type: type, topic: str) -> str:
     """A section with those inside it, or one key."""
     if topic in sections_of(config_type):
-        return "\n".join(_listing(key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}.")))
+        lines = _listing(key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}."))
+        return "\n".join([*lines, *_packaged_lines(config_type, topic)])
     if topic in names_of(config_type):
-        return "\n".join(_key_lines(find_key(config_type, topic)))
+        return "\n".join([*_key_lines(find_key(config_type, topic)), *_packaged_lines(config_type, topic)])
+    if topic in FOREIGN and FOREIGN[topic].fits(config_type):
+        return "\n".join(_foreign_lines(config_type, FOREIGN[topic]))
     known = [*topics_of(config_type), *names_of(config_type)]
     raise ShoalError(f"{topic}: there is no such topic or key, did you mean {nearest(topic, known)}? "
                      f"`shoal {command_of(config_type)} --help` lists all")
+
+
+def _packaged_lines(config_type: type, topic: str) -> list[str]:
+    """The packaged settings that a topic's key names, each with the first line of its file."""
+    from shoal.config.compose import PACKAGED, PRESETS
+
+    key = next((key for key, folder in PACKAGED.items() if folder == topic and key in keys_of(config_type)), "")
+    files = sorted((PRESETS / topic).glob("*.yaml")) if key else []
+    heads = [file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").partition(". ")[0] for file in files]
+    width = max((len(file.stem) for file in files), default=0) + 2
+    lines = [f"  {file.stem:<{width}}{head.rstrip('.,;')}" for file, head in zip(files, heads, strict=True)]
+    return ["", f"settings by name: {topic}=", *lines] if files else []
+
+
+def _foreign_lines(config_type: type, row: Foreign) -> list[str]:
+    """What a flag of another system becomes, and the keys that it sets."""
+    keys = [keys_of(config_type)[key] for key in row.keys if key in keys_of(config_type)]
+    head = f"  {row.name} ({row.systems})"
+    text = row.meaning or "another name of this key"
+    lines = textwrap.wrap(text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return [head, *lines, *(line for key in keys for line in _key_lines(key))]
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
@@ -148,7 +178,9 @@ def dry_run(config: Any, resolved: Resolved) -> str:
     from shoal.config.compose import difference_from_defaults
 
     keys = keys_of(type(config))
-    lines = [*resolved.notes]
+    lines = [note for note in resolved.notes if note not in resolved.became]
+    if resolved.became:
+        lines += ["flags of other systems:", *(f"  {line}" for line in resolved.became)]
     if changed := difference_from_defaults(config):
         lines += ["differs from the defaults:",
                   *(f"  {name}={shown(value)} (default {shown(keys[name].default) or 'empty'})"
@@ -169,14 +201,17 @@ def step_text(config: Config) -> str:
     """
     batch, algorithm = config.batch, config.algorithm
     completions, updates = step_sizes(config)
+    if batch.prompts_per_device:
+        return (f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
+                f"{count(batch.group_size, 'completion')}, {count(updates, 'update')}; {count(config.steps, 'step')}")
     return (f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
             f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
             f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}")
 
 
 def step_sizes(config: Config) -> tuple[int, int]:
-    """Completions and updates of a step."""
-    return (config.batch.prompts_per_step * config.batch.group_size,
+    """Completions (of one device where P is given for one) and updates of a step."""
+    return ((config.batch.prompts_per_device or config.batch.prompts_per_step) * config.batch.group_size,
             config.algorithm.num_epochs * config.algorithm.num_minibatches)
 
 

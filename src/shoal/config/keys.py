@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from shoal.config.schema import (
     Config,
+    ConvertConfig,
     DiffConfig,
     DoctorConfig,
     EvalConfig,
@@ -29,6 +30,7 @@ from shoal.types import ShoalError
 
 COMMANDS: Mapping[str, type] = {
     "train": Config, "doctor": DoctorConfig, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig,
+    "convert": ConvertConfig,
     "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig, "export-rollouts": ExportRolloutsConfig,
     "pretrain": PretrainConfig,
 }
@@ -126,15 +128,15 @@ def _module_tree(module: str) -> ast.Module:
 
 
 def _help_texts(config_type: type) -> dict[str, str]:
-    """Field -> the string that stands under it in the source, in one line."""
-    tree, names = _module_tree(config_type.__module__), [kind.__name__ for kind in config_type.__mro__]
-    body = [line for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in names
-            for line in node.body]
+    """Field -> the string that stands under it in the source, in one line; of classes that it builds on, too."""
     texts = {}
-    for field, below in itertools.pairwise(body):
-        if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)):
-            texts[field.target.id] = " ".join(below.value.value.split())
+    for kind in reversed(config_type.__mro__[:-1]):
+        body = next(node.body for node in ast.walk(_module_tree(kind.__module__))
+                    if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+        for field, below in itertools.pairwise(body):
+            if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)
+                    and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)):
+                texts[field.target.id] = " ".join(below.value.value.split())
     return texts
 
 

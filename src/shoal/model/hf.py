@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -76,11 +76,11 @@ TOKENIZER_FILES = (
 # Where a model is
 
 
-def locate(path: str | Path, token: str | None = None) -> Path:
+def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
     """The folder of a model: a local one, the packaged one under the name `tiny`, or a hub id, downloaded.
 
-    `token` is the hub's access token; None for the one in HF_TOKEN. A local folder called `tiny` is `./tiny`.
-    ShoalError where there is none.
+    `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
+    downloaded. A local folder called `tiny` is `./tiny`. ShoalError where there is none.
     """
     if str(path) == "tiny":
         return _packaged("tiny")
@@ -90,7 +90,7 @@ def locate(path: str | Path, token: str | None = None) -> Path:
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
-        return _download(str(path), token or os.environ.get("HF_TOKEN"))
+        return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {folder}. Give a folder, a hub id (org/name), or `tiny`.")
 
 
@@ -101,16 +101,17 @@ def _packaged(name: str) -> Path:
     return folder
 
 
-def _download(repository: str, token: str | None) -> Path:
+def _download(repository: str, token: str | None, weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     wanted = f"{repository} is no local folder, and as a hub id"
     try:
         return Path(
             snapshot_download(
                 repository,
                 token=token,
-                allow_patterns=["*.json", "*.jinja", "*.safetensors", "merges.txt", "tokenizer.model"],
+                allow_patterns=patterns,
                 ignore_patterns=["*/*"],
             )
         )
@@ -142,27 +143,42 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
     Each is built stacked, shard by shard, from the slices that the shard needs. ShoalError names every tensor that is
     missing, left over or misshapen, and a file that is cut short.
     """
-    folder, dtype = Path(folder), np.dtype(dtype)
-    stored: dict[str, Stored] = {}
-    for file in _weight_files(folder):
-        stored.update(read_header(file))
-    tensors = _match(stored, architecture, folder)
+    dtype, tensors = np.dtype(dtype), open_tensors(folder, architecture)
 
     def make(path: Any, declared: Declared) -> jax.Array:
-        name = NAMES[dotted(path)]
         sharding = role.sharding(declared.axes, declared.shape)
         parts: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
 
         def read(index: Any) -> np.ndarray:
             key = str(index)
             if key not in parts:
-                parts[key] = _read(tensors[dotted(path)], name, index, dtype)
+                parts[key] = tensors.read(dotted(path), index, dtype)
             return parts[key]
 
         array = jax.make_array_from_callback(declared.shape, sharding, read)
         return array.block_until_ready()  # else the host's copies of several wait for their transfer at once
 
     return jax.tree_util.tree_map_with_path(make, declare(architecture), is_leaf=is_declared)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a folder by parameter: matched to an architecture, not read."""
+
+    stored: Mapping[str, Sequence[Stored]]
+
+    def read(self, path: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+        """A part of the parameter at a dotted path, `index` in its own dimensions; stacked ones have L in front."""
+        return _read(self.stored[path], NAMES[path], index, np.dtype(dtype))
+
+
+def open_tensors(folder: str | Path, architecture: Architecture) -> Tensors:
+    """The tensors in a folder's safetensors; ShoalError unless they are those of the architecture, whole."""
+    folder = Path(folder)
+    stored: dict[str, Stored] = {}
+    for file in _weight_files(folder):
+        stored.update(read_header(file))
+    return Tensors(_match(stored, architecture, folder))
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -238,12 +254,26 @@ def _named(a: Architecture) -> Iterator[tuple[str, Name, tuple[int, ...], Sequen
         yield dotted(path), name, shape[::-1] if name.transposed else shape, range(a.num_layers if name.stacked else 1)
 
 
+def names_of(a: Architecture) -> Iterator[str]:
+    """What the tensors of an architecture are called in the files."""
+    for _, name, _, numbers in _named(a):
+        yield from (name.template.format(layer=layer) for layer in numbers)
+
+
 def _listed(names: Sequence[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 # Weights out
+
+
+@dataclass(frozen=True)
+class Later:
+    """A parameter to be written that is not in memory: read a layer at a time, None for one that has none."""
+
+    shape: tuple[int, ...]
+    read: Callable[[int | None], Any]
 
 
 @dataclass(frozen=True)
@@ -258,8 +288,10 @@ class Outgoing:
 
     def fetch(self, dtype: np.dtype) -> np.ndarray:
         """The tensor on the host, as it lies in the file."""
-        # A new array either way: an array keeps the host's copy that was once asked of it.
-        value = np.asarray(jnp.copy(self.leaf) if self.layer is None else _layer_of(self.leaf, self.layer))
+        if isinstance(self.leaf, Later):
+            value = np.asarray(self.leaf.read(self.layer))
+        else:  # a new array either way: an array keeps the host's copy that was once asked of it
+            value = np.asarray(jnp.copy(self.leaf) if self.layer is None else _layer_of(self.leaf, self.layer))
         return np.ascontiguousarray(value.T if self.transposed else value, dtype=dtype)
 
 
@@ -275,10 +307,12 @@ def save(
     source_folder: str | Path | None = None,
     dtype: Any = "float32",
     shard_bytes: int = 4_000_000_000,
+    config: dict[str, Any] | None = None,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer files.
 
-    The config is the source's own, but for the type of the weights; without one it is made from the architecture.
+    The config is the one given, or the source's own, but for the type of the weights; without one it is made from the
+    architecture. Parameters may be `Later`: each is then read when its turn comes.
     Everything is written beside the folder and moved into its place at the end. ShoalError where it holds files.
     """
     folder, source = Path(folder), None if source_folder is None else Path(source_folder)
@@ -287,7 +321,7 @@ def save(
     dtype = np.dtype(jnp.dtype(dtype))
     if dtype not in DTYPES.values():
         raise ShoalError(f"dtype={dtype.name!r}: expected float32, bfloat16 or float16.")
-    config = _config_to_write(architecture, source, dtype)
+    config = _config_to_write(architecture, source, dtype) if config is None else typed_config(config, dtype)
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)
     try:
@@ -338,14 +372,35 @@ def _write_shards(folder: Path, tensors: Iterator[Outgoing], dtype: np.dtype, sh
 
 def _config_to_write(a: Architecture, source: Path | None, dtype: np.dtype) -> dict[str, Any]:
     if source is None or not (source / "config.json").is_file():
-        config = config_of(a)
-        generation = source / "generation_config.json" if source else None
-        if generation and generation.is_file():
-            ids = read_json(generation)
-            config.update({key: ids[key] for key in config if key.endswith("_token_id") and key in ids})
+        config = made_config(a, source)
     else:
         if architecture_of(source) != a:
             raise ShoalError(f"{source}/config.json describes another architecture than these parameters have.")
         config = read_config(source)
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype.name
-    return config
+    return typed_config(config, dtype)
+
+
+def typed_config(config: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """A config that names the type of the weights beside it."""
+    return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype.name}
+
+
+def made_config(a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A config made from an architecture (or the one given), with the ids of special tokens of a tokenizer's folder."""
+    made = dict(config or config_of(a))
+    for name in ("config.json", "generation_config.json"):
+        if tokenizer and (tokenizer / name).is_file():
+            ids = read_json(tokenizer / name)
+            made.update({key: value for key, value in ids.items() if key in _TOKEN_IDS})
+    return made
+
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def own_config(a: Architecture, folder: Path) -> bool:
+    """Whether the config.json in a folder describes this architecture."""
+    try:
+        return architecture_of(folder) == a
+    except ShoalError:  # none, or of a model that Shoal does not compute
+        return False

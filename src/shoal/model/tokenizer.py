@@ -138,6 +138,10 @@ class Tokenizer:
             return f"<{int(id)}>"
         return token.replace("▁", " ") if "▁" in token else self.decode([id], skip_special_tokens=False)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def check_vocabulary(self, architecture: Architecture) -> None:
         """ShoalError where a token would lie outside the model's embedding."""
         largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)

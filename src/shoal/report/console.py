@@ -16,6 +16,7 @@ from shoal.types import Prompt
 
 PLAIN_SECONDS = 5.0
 PLAIN_FIRST_STEPS = 3
+ANSWERS_SECONDS = 10.0
 _LONGEST_TEXT = 2000
 
 
@@ -47,6 +48,7 @@ class Console:
         self._pace = Pace(clock())
         self._said: Counter[tuple[str, str]] = Counter()
         self._last_line = (-math.inf, 0)  # when, and at which tenth of the run
+        self._answers = (0.0, 0.0)  # of an evaluation's part: when the first came, when it was last told of
 
     def heading(self, text: str) -> None:
         """Begins a part: evaluation, training."""
@@ -84,6 +86,19 @@ class Console:
             self._write("  ".join([f"step {step}/{steps}", self._times(step, steps, now), *figures]))
         if step >= steps:
             self._stop_progress()
+
+    def answered(self, part: str, done: int, total: int) -> None:
+        """`done` (told of one by one) of the `total` questions of an evaluation's part: a line every 10 s.
+
+        >>> console.answered("held_out, greedy", 120, 500)
+        held_out, greedy: 120 of 500, 0:48 left
+        """
+        now = self._clock()
+        first, told = self._answers if done > 1 else (now, now)
+        if due := now - told >= ANSWERS_SECONDS and done < total:
+            left = (now - first) / max(done - 1, 1) * (total - done)
+            self._write(f"{one_line(part)}: {done} of {total}, {duration(left)} left")
+        self._answers = (first, now if due else told)
 
     def evaluation(self, name: str, figures: Mapping[str, Any]) -> None:
         """The figures of one set of questions, with their number and protocol.

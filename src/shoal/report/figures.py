@@ -59,8 +59,8 @@ _FORMS: dict[str, Callable[[float], str]] = {
 
 
 def _is_share(name: str) -> bool:
-    return name.startswith(("accuracy", "pass", "maj")) or name.endswith(
-        ("accuracy", "share", "fraction", "well_formed", "cut"))
+    return not name.startswith("rewards/") and (name.startswith(("accuracy", "pass", "maj")) or name.endswith(
+        ("accuracy", "share", "fraction", "well_formed", "cut", "_strict", "_loose")))
 
 
 def _is_number(value: Any) -> bool:
@@ -85,36 +85,55 @@ def figure_text(name: str, value: Any) -> str:
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
     """The figures in one line; the first carries protocol, number of questions and, an accuracy, its interval."""
-    names = [name for name in figures if name not in ("num_questions", "protocol", *_TOLD_BESIDE)]
-    parts = [_named_figure(name, figures) for name in names]
-    terms = [one_line(figures["protocol"])] if figures.get("protocol") else []
-    questions = figures.get("num_questions")
-    if questions is not None:
-        terms.append(f"{questions} questions")
-    about = "; ".join(part for part in (", ".join(terms), _interval_text(names, figures, questions)) if part)
+    names = [name for name in figures if not _told_beside(name, figures)]
+    sampled = next((name for name in names if name.startswith(("pass@", "sampled_"))), "")
+    parts = [_named_figure(name, figures, figures.get("sampled_protocol") if name == sampled else None)
+             for name in names]
+    terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
+    terms += [f"{figures[name]} {word}" for name, word in _NUMBERS.items() if figures.get(name) is not None]
+    answers = figures.get("num_responses", figures.get("num_questions"))
+    about = "; ".join(part for part in (", ".join(terms), _interval_text(names, figures, answers)) if part)
     if about:
         parts[:1] = [f"{parts[0]} ({about})" if parts else f"({about})"]
     return "  ".join(parts)
 
 
-_TOLD_BESIDE = ("accuracy_interval", "sampled_protocol")
+_NUMBERS = {"num_responses": "responses", "num_questions": "questions"}
 
 
-def _named_figure(name: str, figures: Mapping[str, Any]) -> str:
-    protocol = figures.get("sampled_protocol") if name.startswith("pass@") else None
-    return f"{name.replace('_', ' ')} {figure_text(name, figures[name])}" + (f" ({protocol})" if protocol else "")
+def _told_beside(name: str, figures: Mapping[str, Any]) -> bool:
+    """Protocols, numbers of answers, intervals and errors stand with other figures; pass@1 is the sampled accuracy, and
+    of several pass@k the largest is told."""
+    return (name in ("protocol", "data", "accuracy_interval", "sampled_protocol", *_NUMBERS)
+            or (name.endswith("_error") and name.removesuffix("_error") in figures)
+            or (name == "pass@1" and "sampled_accuracy" in figures)
+            or (name != "pass@1" and 0 < _drawn(name) < max(map(_drawn, figures))))
 
 
-def _interval_text(names: list[str], figures: Mapping[str, Any], questions: Any) -> str:
-    if not names or names[0] != "accuracy" or not questions or not _is_number(figures["accuracy"]):
+def _drawn(name: str) -> int:
+    """The k of a figure `pass@k`; 0 for another."""
+    k = name.removeprefix("pass@")
+    return int(k) if k != name and k.isdecimal() else 0
+
+
+def _named_figure(name: str, figures: Mapping[str, Any], protocol: str | None) -> str:
+    about = [one_line(protocol)] if protocol else []
+    if (error := figures.get(f"{name}_error")) is not None:
+        about.append(f"standard error {100 * float(error):.1f}")
+    text = f"{name.replace('_', ' ')} {figure_text(name, figures[name])}"
+    return text + (f" ({'; '.join(about)})" if about else "")
+
+
+def _interval_text(names: list[str], figures: Mapping[str, Any], answers: Any) -> str:
+    if not names or names[0] != "accuracy" or not answers or not _is_number(figures["accuracy"]):
         return ""
     if not 0 <= float(figures["accuracy"]) <= 1:
         return ""
-    low, high = wilson_interval(float(figures["accuracy"]) * int(questions), int(questions))
+    low, high = wilson_interval(float(figures["accuracy"]) * int(answers), int(answers))
     return f"95% interval {100 * low:.1f}-{100 * high:.1f}"
 
 
-_TOLD_WITH_EVALUATIONS = ("num_questions", "protocol", "mean_length", "cut")
+_TOLD_WITH_EVALUATIONS = ("mean_length", "cut", "sampled_mean_reward")
 
 
 def summary_rows(before: Mapping[str, Mapping[str, Any]],
@@ -130,10 +149,11 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
         terms = ", ".join(filter(None, [str(about.get("protocol", "")),
                                         f"{about['num_questions']} questions" if "num_questions" in about else ""]))
         for name in dict.fromkeys([*old, *new]):
-            told = name in _TOLD_WITH_EVALUATIONS or name.startswith("rewards/")
+            told = name in _TOLD_WITH_EVALUATIONS or name.startswith("rewards/") or _told_beside(name, about)
             if told or not _is_number(old.get(name, new.get(name))):
                 continue
-            title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == "accuracy" and terms else "")
+            main = "accuracy" if "accuracy" in about else "mean_reward"
+            title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == main and terms else "")
             rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))
     return rows
 

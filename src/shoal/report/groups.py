@@ -19,7 +19,7 @@ TokenArrays: TypeAlias = "Sequence[Sequence[Mapping[str, Any] | None] | None]"
 """By group, by completion: name -> one value a token, as the trainer returned it; None where it was not trained."""
 
 COMPLETION_FIELDS = ("text", "token_ids", "logprobs", "stop_reason", "reward", "components", "valid", "correct",
-                     "advantage", "drawn", "versions", "extra")
+                     "advantage", "drawn", "versions", "kept", "extra")
 """Of a completion's record; every other field is an array by token."""
 
 
@@ -49,7 +49,7 @@ def group_record(group: Group, advantages: Any = None,
     record = {
         "purpose": group.purpose, "step": group.step, "version": group.version, "subset": group.subset,
         "row": group.example.row, "prompt": group.example.prompt, "prompt_ids": group.prompt_ids,
-        "columns": group.example.columns,
+        "columns": group.example.columns, **({"reward_weights": group.reward_weights} if group.reward_weights else {}),
         "completions": [_completion_record(group, i, advantages, token_arrays) for i in range(group.size)],
     }
     return json_ready(record)
@@ -72,6 +72,8 @@ def _completion_record(group: Group, i: int, advantages: Any, token_arrays: Any)
         record["drawn"] = completion.drawn
     if np.any(np.asarray(completion.versions) != group.version):
         record["versions"] = completion.versions
+    if (kept := completion.extra.get("kept")) is not None:  # what each token was chosen from
+        record["kept"] = [row[row >= 0] for row in kept]
     if group.extra:
         record["extra"] = {name: values[i] for name, values in group.extra.items()}
     return record | _token_record(completion, None if token_arrays is None else token_arrays[i], record)
@@ -116,6 +118,7 @@ def read_record(record: Mapping[str, Any], number: int = 0) -> StoredGroup:
         correct=np.array([c["correct"] for c in completions], bool) if _all_have(completions, "correct") else None,
         subset=record["subset"],
         extra={name: [(c.get("extra") or {}).get(name) for c in completions] for name in extras},
+        reward_weights=record.get("reward_weights") or {},
     )
     advantages = _floats([c["advantage"] for c in completions]) if _all_have(completions, "advantage") else None
     arrays = tuple({name: _floats(values, np.float32) for name, values in c.items()
@@ -137,7 +140,14 @@ def _completion(record: Mapping[str, Any], number: int, index: int, version: int
         request_id=number, index=index, token_ids=tokens, logprobs=logprobs,
         drawn=np.ones(len(tokens), bool) if drawn is None else np.array(drawn, bool),
         versions=np.full(len(tokens), version, np.int32) if versions is None else np.array(versions, np.int32),
-        stop_reason=StopReason(record["stop_reason"]))
+        stop_reason=StopReason(record["stop_reason"]),
+        extra={} if record.get("kept") is None else {"kept": _ragged(record["kept"])})
+
+
+def _ragged(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32[T, K] with -1 after the end of each shorter row."""
+    width = max(map(len, rows), default=0)
+    return np.array([[*row, *[-1] * (width - len(row))] for row in rows], np.int32).reshape(len(rows), width)
 
 
 def _floats(values: Sequence[float | None], dtype: Any = np.float64) -> np.ndarray:

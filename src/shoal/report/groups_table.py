@@ -7,10 +7,10 @@ group share (prompt, step, data columns) stands in each of its rows; dictionarie
 
     step version row group completion purpose subset        numbers and names; `group` is the place in the file
     prompt prompt_ids                                       messages as JSON text
-    column/<name>                                           the data's columns
+    column/<name> weight/<name>                             the data's columns, the rewards' weights
     text token_ids logprobs stop_reason                     the completion, one entry a token in the lists
     reward component/<name> valid correct advantage         NaN is null
-    drawn versions extra/<name> trainer_logprobs            where they are told; further arrays by token likewise
+    drawn versions kept extra/<name> trainer_logprobs       where they are told; further arrays by token likewise
 
 `column/*` and `extra/*` are text, numbers or booleans where all values are of that kind, else JSON text.
 """
@@ -26,7 +26,7 @@ from shoal.report.groups import COMPLETION_FIELDS
 
 _SHARED = ("purpose", "step", "version", "subset", "row", "prompt", "prompt_ids")
 _OWN = ("group", "completion", *_SHARED)
-_SPREAD = {"components": "component/", "extra": "extra/", "columns": "column/"}
+_SPREAD = {"components": "component/", "extra": "extra/", "columns": "column/", "reward_weights": "weight/"}
 _NOTES = b"shoal"
 """The key of the file's own notes: which columns hold JSON text."""
 
@@ -69,13 +69,14 @@ def from_parquet(data: bytes) -> list[dict[str, Any]]:
     for i, number in enumerate(columns["group"]):
         row = {name: values[i] for name, values in columns.items()}
         record = records.setdefault(number, {name: row[name] for name in _SHARED} | {
-            "columns": _gathered(row, "columns"), "completions": []})
+            "columns": _gathered(row, "columns"), **_weights(row), "completions": []})
         record["completions"].append(_completion(row))
     return [records[number] for number in sorted(records)]
 
 
 def _rows(number: int, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    shared = {"group": number, **{name: record[name] for name in _SHARED}, **_spread("columns", record["columns"])}
+    shared = {"group": number, **{name: record[name] for name in _SHARED}, **_spread("columns", record["columns"]),
+              **_spread("reward_weights", record.get("reward_weights", {}))}
     rows = []
     for index, completion in enumerate(record["completions"]):
         row = {**shared, "completion": index}
@@ -97,6 +98,11 @@ def _gathered(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     return {name.removeprefix(head): value for name, value in row.items() if name.startswith(head)}
 
 
+def _weights(row: Mapping[str, Any]) -> dict[str, Any]:
+    own = _gathered(row, "reward_weights")
+    return {"reward_weights": own} if own else {}
+
+
 def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
     """A completion's record from its row; what is null was not told, but for rewards, which NaN makes null."""
     record = {name: value for name, value in row.items() if name not in _OWN and "/" not in name
@@ -111,6 +117,7 @@ def _fixed_types() -> dict[str, str]:
         "purpose": "string", "subset": "string", "prompt_ids": "int32s", "text": "string", "token_ids": "int32s",
         "logprobs": "float32s", "stop_reason": "string", "reward": "float64", "valid": "bool", "correct": "bool",
         "advantage": "float64", "drawn": "bools", "versions": "int32s", "trainer_logprobs": "float32s",
+        "kept": "int32ss",
     }
 
 

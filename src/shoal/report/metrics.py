@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import enum
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
@@ -46,6 +47,7 @@ rewards/failed | completions | sum | completions of which a reward function rais
 rewards/failed/{function} | completions | sum | the same of one function; absent where none failed
 rewards/logged/{name} | as logged | mean | what a reward function gave to log_metric
 groups/informative | share | mean | groups whose rewards differ: the ones that teach
+groups/discarded | groups | sum | groups that were drawn and not learnt from (algorithm.dynamic_sampling)
 groups/invalid | groups | sum | groups with fewer than two scorable completions
 advantage/abs_mean | 1 | mean | absolute advantage of valid completions
 completions/length_mean | tokens | mean | tokens of a completion, its end-of-sequence token included
@@ -61,6 +63,7 @@ prompts/dropped | prompts | sum | prompts left out for being over the limit
 prompts/retired | prompts | last | prompts that are no longer drawn, being solved
 loss | 1 | mean | the loss that was differentiated, over updates
 kl | nats | mean | divergence from the reference by the configured estimator, over drawn tokens
+teacher/kl | nats | mean | reverse divergence from the teacher: log-prob of the policy minus the teacher's
 entropy | nats | mean | entropy of the next token, over trained tokens (groups that left the update have none)
 clip/fraction | share | mean | drawn tokens whose clipped term is the active one
 clip/low | share | mean | drawn tokens clipped below 1 - clip_low (negative advantage)
@@ -69,6 +72,8 @@ ratio/mean | 1 | mean | exp(lp - old), over drawn tokens
 mismatch/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over trained tokens
 mismatch/logprob_max | nats | max | its largest value
 mismatch/ess | share | mean | effective sample size of exp(old - beh): (sum w)^2 / (N sum w^2), 1 on-policy
+correction/weight | 1 | mean | importance weight of trained tokens for what sampler and trainer disagree on
+correction/zero | share | mean | trained tokens whose weight is 0: left out of the policy term
 grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
 lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied
@@ -102,7 +107,7 @@ METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{function}")
 """Rows that stand for many names: whatever follows their prefix. The first that fits counts."""
 
-RESERVED_FUNCTIONS = ("failed", "logged")
+RESERVED_FUNCTIONS = ("failed", "logged", "kl")
 """Names that a reward function must not have: their metrics mean something else."""
 
 _CLOCKS = ("time/", "throughput/", "memory/")
@@ -207,6 +212,35 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     if num_wrong < k:
         return 1.0
     return 1.0 - math.prod((num_wrong - i) / (num_samples - i) for i in range(k))
+
+
+def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
+    """Whether the answer that most of a question's completions agree on is right: that of the first which gave it.
+
+    Of answers that occur equally often the one drawn first counts. A completion without an answer (None) does not
+    vote; where none has one, the question is not solved.
+
+    >>> majority_at_k(["5", "6", None, "6"], [True, False, False, False])
+    False
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    chosen = max(votes, key=votes.__getitem__)  # insertion order: the first of those with the most votes
+    return bool(correct[list(answers).index(chosen)])
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean of independent values: their deviation (n - 1) by the root of n. None for fewer than two.
+
+    >>> standard_error([0.0, 1.0, 1.0, 0.0])
+    0.288...
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from shoal.report.metrics import METRICS, is_clock
 EVALUATION: Mapping[str, tuple[str, str]] = {
     "num_questions": ("questions", "questions that were asked"),
     "protocol": ("text", "how the answers were drawn"),
-    "accuracy": ("share", "questions answered rightly; the mean reward where a task defines no right answer"),
+    "accuracy": ("share", "questions answered rightly; absent where a task defines no right answer"),
     "accuracy_interval": ("shares", "its 95% interval (Wilson)"),
     "well_formed": ("share", "answers in the form that the task asks for, where it asks for one"),
     "mean_reward": ("reward", "weighted reward of the answers"),
@@ -17,7 +17,14 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
     "mean_length": ("tokens", "tokens of an answer"),
     "cut": ("share", "answers that reached the limit of tokens"),
     "pass@{k}": ("share", "chance that one of k sampled answers is right, unbiased; at the run's ends"),
-    "sampled_accuracy": ("share", "sampled answers that are right; at the run's ends"),
+    "pass@{k}_error": ("share", "its standard error, over questions"),
+    "pass@1": ("share", "chance that a sampled answer is right; at the run's ends"),
+    "pass@1_error": ("share", "its standard error, over questions"),
+    "maj@{k}": ("share", "questions whose most frequent sampled answer is right; where the task extracts answers"),
+    "maj@{k}_error": ("share", "its standard error, over questions"),
+    "sampled_accuracy": ("share", "sampled answers that are right, pass@1 by another name"),
+    "sampled_accuracy_error": ("share", "its standard error, over questions"),
+    "sampled_mean_reward": ("reward", "weighted reward of the sampled answers"),
     "sampled_protocol": ("text", "how the sampled answers were drawn"),
 }
 """Figure of an evaluation -> unit, meaning."""

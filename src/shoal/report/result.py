@@ -191,7 +191,8 @@ class Result(Mapping[str, Any]):
         return f"Run in {self.folder}: {steps} in {duration(float(self.summary['seconds_total']))}"
 
     def plot(self) -> Any:
-        """A matplotlib figure: reward, accuracy of the evaluations, entropy and KL, length. `.savefig(FILE)` keeps it.
+        """A matplotlib figure: reward, accuracy of the evaluations (where a task defines none, their mean reward),
+        entropy and KL, length. `.savefig(FILE)` keeps it.
 
         ShoalError where matplotlib is not installed, or no step was made."""
         try:
@@ -210,9 +211,11 @@ class Result(Mapping[str, Any]):
     def _draw(self, axis: Any, title: str, curves: Sequence[tuple[str, str]]) -> None:
         drawn = [(word, self.metrics["step"], self.metrics[name]) for name, word in curves if name in self.metrics]
         if not curves:
+            rewarded = bool(self.evaluations) and not any("accuracy" in row for row in self.evaluations)
+            figure, title = ("mean_reward", "mean reward of the answers") if rewarded else ("accuracy", title)
             for name in dict.fromkeys(row["name"] for row in self.evaluations):
-                own = [row for row in self.evaluations if row["name"] == name and row.get("accuracy") is not None]
-                drawn.append((name, [row["step"] for row in own], [row["accuracy"] for row in own]))
+                own = [row for row in self.evaluations if row["name"] == name and row.get(figure) is not None]
+                drawn.append((name, [row["step"] for row in own], [row[figure] for row in own]))
         for word, steps, values in drawn:
             marker = "o" if len(steps) < _FEW_POINTS else ""
             axis.plot(steps, [float("nan") if value is None else value for value in values], label=word, marker=marker,

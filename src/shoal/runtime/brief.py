@@ -37,6 +37,8 @@ def brief(config: Config, task: Task, tokenizer: Tokenizer, first: Prepared, jud
     A reward that fails at some of them is a warning. ShoalError for one that cannot work: it breaks the convention, or
     fails at all of them and `reward.on_error` is `error`."""
     found = [Finding("step", "ok", step_line(config))]
+    if config.algorithm.advantage == "none":  # the rewards have no part
+        return found
     tried = probe(judge, [first.example], tokenizer.encode_prompt, on_error="skip")
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(f"{tried.useless[0]}; it failed at every known answer that was tried before the run: mend it")

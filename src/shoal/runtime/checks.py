@@ -18,7 +18,8 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.report.folder import is_run
 from shoal.runtime.brief import num_updates, step_line
-from shoal.runtime.job import check_trainable, prepare_sets, warn_of_gspo_clipping
+from shoal.runtime.job import prepare_sets
+from shoal.runtime.learning import algorithm_warnings, check_trainable
 from shoal.task.probe import right_answer
 from shoal.task.task import Task
 from shoal.trainer.prompts import Prepared, PromptStream
@@ -70,12 +71,9 @@ def check_configuration(config: Config, findings: Findings) -> None:
     try:
         check_trainable(config)
     except ShoalError as error:
-        turned = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(s, name) != off]
-        findings.add("configuration", "wrong", str(error), f"sampling.{turned[0] if turned else 'temperature'}")
-    told = Told()
-    warn_of_gspo_clipping(config, told)  # type: ignore[arg-type]
-    for text in told.warnings:
-        findings.add("configuration", "warning", text, "algorithm.clip_high")
+        findings.add("configuration", "wrong", str(error), key_in(str(error), "sampling.temperature"))
+    for text in algorithm_warnings(config):
+        findings.add("configuration", "warning", text, key_in(text, "algorithm.loss"))
     _check_learning_rate(config, findings)
     if config.steps == 0:
         findings.add("configuration", "warning", "steps=0: the run would only evaluate; set it to 1 or more", "steps")

@@ -24,17 +24,25 @@ from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings, gib
 from shoal.runtime import checks
-from shoal.runtime.brief import num_updates
 from shoal.runtime.estimate import Advice, add_measured, advise, agreement_of, estimate, relieve
-from shoal.runtime.job import Opened, engine_maker, make_model, open_model
-from shoal.runtime.memory import Need, There, explain_out_of_memory, memory_there, parameter_count, static_need
+from shoal.runtime.job import Opened, find_teacher, make_model, open_model, training_engines, with_prompts
+from shoal.runtime.learning import make_learner
+from shoal.runtime.memory import (
+    Need,
+    There,
+    explain_out_of_memory,
+    memory_there,
+    parameter_count,
+    static_need,
+    weights_on_a_device,
+)
 from shoal.runtime.trial import Trial, learn, sample
 from shoal.sampler.engine import Engine
 from shoal.task.judge import Judge
+from shoal.task.overlong import with_overlong
 from shoal.task.probe import findings_of, probe
 from shoal.task.task import Task, load_task
 from shoal.trainer.prompts import Prepared, PromptStream
-from shoal.trainer.step import Learner, Objective
 from shoal.types import Params, ShoalError
 
 __all__ = ["doctor", "explain_out_of_memory"]
@@ -57,6 +65,7 @@ class Look:
     judge: Judge | None = None
     roles: Roles | None = None
     opened: Opened | None = None
+    teacher: Opened | None = None
     first: Prepared | None = None
     result: dict[str, Any] = field(default_factory=dict)
 
@@ -97,7 +106,8 @@ def look_at_task(look: Look) -> None:
     try:
         if replaced or look.task is not None:
             source = TaskSection(num_questions=1) if replaced else config.task
-            loaded = load_task(source, config.reward, look.reward_functions)
+            loaded = load_task(source, config.reward, look.reward_functions, config.algorithm.advantage != "none")
+            loaded = with_overlong(loaded, config.reward, config.sampling.max_completion_tokens)
     except ShoalError as error:
         look.findings.add("reward", "wrong", str(error), _reward_key(error))
     if loaded is not None:
@@ -111,6 +121,7 @@ def look_at_devices(look: Look) -> bool:
     mesh = look.config.mesh
     try:
         look.roles = make_roles(mesh)
+        look.config = with_prompts(look.config, look.roles)
     except ShoalError as error:
         key = max(("fsdp", "data", "tensor"), key=lambda name: getattr(mesh, name))
         look.findings.add("devices", "wrong", str(error), f"mesh.{key}")
@@ -130,6 +141,11 @@ def look_at_tokenizer(look: Look) -> None:
         look.findings.add("tokenizer", "wrong", told, "model.template" if template else "model.path")
         return
     checks.check_tokenizer(look.config, look.opened.tokenizer, look.findings)
+    if look.config.teacher.path:
+        try:
+            look.teacher = find_teacher(look.config, look.opened, look.roles.reference, checks.Told())  # type: ignore[arg-type]
+        except ShoalError as error:
+            look.findings.add("teacher", "wrong", str(error), "teacher.path")
 
 
 def look_at_data(look: Look, console: Console) -> None:
@@ -180,6 +196,8 @@ def look_at_model(look: Look, trial: bool) -> None:
     checks.check_size(config, count, findings)
     engines = make_engines(look, model)
     need = static_need(model, roles, config.algorithm.kl_coef > 0, engines)
+    if look.teacher is not None:
+        need.always["teacher"] = weights_on_a_device(look.teacher.architecture, roles.reference, model.dtype)
     there = memory_there(roles.trainer.mesh.devices.flat)
     if trial and there.free and need.total * there.shared > there.free:
         tell_memory(look, need, there)
@@ -210,9 +228,7 @@ def make_engines(look: Look, model: Model) -> dict[str, Engine]:
     """The engines of a run: of training's groups, of greedy answers, of pass@k's groups. Nothing is compiled."""
     assert look.opened is not None and look.roles is not None
     config, sampler = look.config, look.roles.sampler
-    slots = config.sampling.slots_per_device * sampler.mesh.size or \
-        config.batch.prompts_per_step * config.batch.group_size
-    make = engine_maker(model.on(sampler), look.opened.tokenizer, config.sampling, slots, False)
+    make = training_engines(config, model.on(sampler), look.opened.tokenizer)
     engines = {"training": make(config.batch.group_size), "evaluation": make(1)}
     return engines | ({"pass@k": make(config.train.pass_k)} if config.train.pass_k else {})
 
@@ -235,7 +251,7 @@ def try_a_step(look: Look, model: Model, engine: Engine, parameters: Params) -> 
     stream = PromptStream(look.task.train, tokenizer.encode_prompt, config.seed, config.sampling.max_prompt_tokens,
                           config.sampling.long_prompts)
     prompts = stream.next(config.batch.prompts_per_step)
-    learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates(config))
+    learner = make_learner(config, model)
     with ThreadPoolExecutor(1) as pool:
         try:
             trial = sample(config, look.task, tokenizer, look.judge, engine, parameters, prompts, pool)

@@ -66,8 +66,11 @@ def estimate(config: Config, trial: Trial, slot_groups: int, evaluated: int) -> 
     waves = math.ceil(b.prompts_per_step / slot_groups) / math.ceil(len(trial.groups) / slot_groups)
     sample = trial.sample_seconds * longer * waves
     batches = trial.num_batches * scale
-    trained = batches if a.kl_coef > 0 else max(a.num_minibatches, batches * trial.informative)
-    passes = (a.num_epochs * a.num_minibatches > 1) + (a.kl_coef > 0)
+    everyone = a.kl_coef > 0 or a.entropy_coef > 0 or bool(config.teacher.path)
+    trained = batches if everyone else max(a.num_minibatches, batches * trial.informative)
+    taught = bool(config.teacher.path)
+    scores_old = a.num_epochs * a.num_minibatches > 1 or taught or (a.kl_coef > 0 and a.kl_in == "reward")
+    passes = scores_old + (a.kl_coef > 0) + taught
     update = (trained * a.num_epochs + SCORING * passes * batches) * trial.accumulate_seconds \
         + a.num_epochs * a.num_minibatches * trial.apply_seconds
     tokens = float(trial.lengths.sum()) * longer

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from shoal.config.compose import Resolved, texts_of, to_dict
 from shoal.config.schema import (
     Config,
-    EvalConfig,
     ExportConfig,
     GenerateConfig,
     MeshSection,
@@ -34,33 +33,40 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, is_run, read_summary
-from shoal.report.lines import json_ready
 from shoal.report.sink import Sink, check_sinks, make_sinks
-from shoal.runtime.brief import brief, num_updates
+from shoal.runtime.brief import brief
 from shoal.runtime.compilation import CompilationCounter
 from shoal.runtime.interrupt import StopRequest
+from shoal.runtime.learning import (
+    algorithm_warnings,
+    check_trainable,
+    make_learner,
+    make_updater,
+    num_kept,
+    schedule_of,
+    truncates,
+)
 from shoal.runtime.local import LocalSource, drive, publish_to
 from shoal.runtime.output import check_new_folder, check_writable, write_text, writing
 from shoal.runtime.profile import Profiler
 from shoal.runtime.prompt_file import completion_rows, read_prompts
 from shoal.runtime.resume import Settled, compare, facts, settle
+from shoal.runtime.source import find_model
 from shoal.sampler.engine import Engine
 from shoal.task.judge import Judge
+from shoal.task.overlong import with_overlong
 from shoal.task.task import Task, load_task
 from shoal.trainer.checkpoint import (
     MODEL_FOLDER,
     Checkpoints,
     Restored,
-    find_checkpoint,
-    load_parameters,
     restore_newest,
 )
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
 from shoal.trainer.prompts import PassRates, Prepared, PromptStream, prepare
 from shoal.trainer.record import Recorder
-from shoal.trainer.step import Learner, Objective, ParameterScorer
-from shoal.trainer.update import Updater
+from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import Address, Params, Purpose, SampleRequest, ShoalError
 
@@ -72,24 +78,22 @@ REMAT_BYTES = 2 << 30
 class Opened:
     """A model as a job uses it."""
 
-    folder: Path  # holds config.json and the tokenizer
+    folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
     tokenizer: Tokenizer
     load: Callable[[], Params]  # reads the weights
+    config: dict[str, Any] | None = None  # in place of the folder's config.json
 
 
 def open_model(section: ModelSection, role: Role, console: Console, dtype: Any = jnp.float32) -> Opened:
-    """A folder or hub id in Hugging Face format, or a run of ours, or one of its checkpoints; weights in `dtype`."""
-    local = Path(section.path)
-    checkpoint = find_checkpoint(local) if local.is_dir() else None
-    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hf.locate(section.path)
-    architecture = hf.architecture_of(folder)
-    tokenizer = Tokenizer.load(folder, section.template)
-    tokenizer.check_vocabulary(architecture)
-    for note in tokenizer.notes:
+    """A folder or hub id in Hugging Face format, a run of ours or one of its checkpoints, a MaxText checkpoint; weights
+    in `dtype`."""
+    found = find_model(section)
+    tokenizer = Tokenizer.load(found.tokenizer, section.template)
+    tokenizer.check_vocabulary(found.architecture)
+    for note in (*found.notes, *tokenizer.notes):
         console.note(note)
-    load = partial(load_parameters, *checkpoint, architecture) if checkpoint else partial(hf.load, folder, architecture)
-    return Opened(folder, architecture, tokenizer, partial(load, role, dtype))
+    return Opened(found.tokenizer, found.architecture, tokenizer, partial(found.load, role, dtype), found.config)
 
 
 def compute_dtype(name: str) -> Any:
@@ -114,16 +118,26 @@ def make_model(section: ModelSection, opened: Opened, role: Role, micro_tokens: 
 
 
 def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
-                 truncated: bool) -> Callable[[int], Engine]:
+                 num_kept: int = 0) -> Callable[[int], Engine]:
     """Makes the engine for groups of a size; `slots` completions at once in all."""
 
     def make(group_size: int) -> Engine:
         return Engine(
             model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
             max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
-            decode=tokenizer.decode, truncated=truncated)
+            decode=tokenizer.decode, truncated=truncates(sampling), num_kept=num_kept)
 
     return make
+
+
+def training_engines(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[int], Engine]:
+    """Makes the engines of a training run; `model` is the sampler's. Only groups of training's size tell what was
+    kept, and are bounded by it."""
+    slots = config.sampling.slots_per_device * model.role.mesh.size
+    slots = slots or config.batch.prompts_per_step * config.batch.group_size
+    training = engine_maker(model, tokenizer, config.sampling, slots, num_kept(config))
+    others = engine_maker(model, tokenizer, config.sampling, slots)
+    return lambda group_size: (training if group_size == config.batch.group_size else others)(group_size)
 
 
 def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
@@ -153,21 +167,35 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def check_trainable(config: Config) -> None:
-    s = config.sampling
-    if s.top_k or s.top_p < 1 or s.min_p:
-        raise ShoalError(f"sampling.top_k={s.top_k}, top_p={s.top_p:g}, min_p={s.min_p:g}: training samples the whole "
-                         "distribution, truncated samples would bias the ratio; set them to 0, 1 and 0")
-    if s.temperature == 0:
-        raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
-                         "set it to 1.0")
+def with_prompts(config: Config, roles: Roles) -> Config:
+    """P counted for all of the trainer's devices, where it was given for one of them."""
+    if not config.batch.prompts_per_device:
+        return config
+    devices, parts = roles.trainer.mesh.size, config.algorithm.num_minibatches
+    count = config.batch.prompts_per_device * devices
+    if parts > count:
+        each = config.batch.prompts_per_device
+        raise ShoalError(f"batch.prompts_per_device={each} on {devices} devices gives {count} "
+                         f"prompts a step, fewer than algorithm.num_minibatches={parts}: raise it or lower that")
+    return replace(config, batch=replace(config.batch, prompts_per_step=count))
 
 
-def warn_of_gspo_clipping(config: Config, console: Console) -> None:
-    a = config.algorithm
-    if a.loss.startswith("gspo") and max(a.clip_low, a.clip_high) > 0.01:
-        console.warning(f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
-                        "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
+def open_teacher(config: Config, student: Opened, role: Role, console: Console) -> ModelScorer | None:
+    """The teacher with its weights, in the type of the computation."""
+    if not config.teacher.path:
+        return None
+    opened = find_teacher(config, student, role, console)
+    return ModelScorer(make_model(config.model, opened, role, config.batch.micro_tokens), opened.load())
+
+
+def find_teacher(config: Config, student: Opened, role: Role, console: Console) -> Opened:
+    """The teacher before its weights are read; ShoalError where it does not read the same tokens."""
+    section = replace(config.model, path=config.teacher.path, name="", tokenizer="", template="")
+    opened = open_model(section, role, console, compute_dtype(section.dtype))
+    if opened.tokenizer.vocabulary() != student.tokenizer.vocabulary():
+        raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
+                         f"{config.model.path}, its log-probs would be of other tokens; take one of the same family")
+    return opened
 
 
 def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console: Console, stack: ExitStack,
@@ -178,10 +206,15 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
     compilations = CompilationCounter()
     check_trainable(config)
     check_sinks(config.report)
-    warn_of_gspo_clipping(config, console)
-    task = task or load_task(config.task, config.reward, reward_functions)
+    for text in algorithm_warnings(config):
+        console.warning(text)
+    task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
+    task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
     judge = stack.enter_context(closing(Judge(task.rewards, config.reward, config.steps)))  # before JAX has threads
     roles = make_roles(config.mesh)
+    config = with_prompts(config, roles)
+    if settled.run and (before := settled.config.batch.prompts_per_step) != (now := config.batch.prompts_per_step):
+        console.warning(f"batch.prompts_per_step changes from {before} to {now}: the trainer has other devices")
     if roles.trainer.mesh.size < (there := jax.device_count()):
         console.warning(f"{roles.trainer.mesh.size} of {there} devices are used: mesh.fsdp=-1 takes them all")
     opened = open_settled(settled, roles.trainer, console)
@@ -199,25 +232,26 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
             (console.note if finding.level == "ok" else console.warning)(finding.text)
     has_reference = config.algorithm.kl_coef > 0
     weights = opened.load() if has_reference or not settled.run else None
+    teacher = open_teacher(config, opened, roles.reference, console)
 
     folder = open_folder(settled, console, stack)
     console.note(f"run folder {folder.path}")
     model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
-    source = make_source(config, model.on(roles.sampler), tokenizer, task, judge, roles)
+    source = make_source(config, model.on(roles.sampler), tokenizer, task, judge)
+    source.answered = console.answered
     stack.enter_context(closing(source))
-    learner = Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates(config))
-    reference = ParameterScorer(learner, weights) if has_reference else None
-    now = facts(task, config.seed, weights if has_reference else None)
+    updater = make_updater(config, make_learner(config, model), weights, teacher)
+    learner = updater.learner
+    now = facts(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
     restored = take_up(folder, learner, source, now, config, console) if settled.run else None
     resumed_at = (restored.version if restored else 0) if settled.run else None
     write_head(folder, opened, config, resumed_at or 0)
     sinks = open_sinks(folder, config, resumed_at, console, stack)
-    scorings = int(learner.objective.use_old) + int(reference is not None)
     recorder = Recorder(
         folder, console, prompts, config.steps, config.report.groups, source.read_clock, compilations.read, peak_bytes,
         sinks=sinks, started=started,
         utilisation=Utilisation.on(roles.trainer.mesh.devices.flat, opened.architecture, model.dtype,
-                                   config.algorithm.num_epochs, scorings))
+                                   config.algorithm.num_epochs, updater.num_scorings))
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:
@@ -226,12 +260,13 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
     return Run(
         config=config,
         parameters=None if restored else weights,
-        updater=Updater(learner, config.algorithm, config.batch, config.sampling.temperature, config.seed, reference),
+        updater=updater,
         source=source,
         prompts=prompts,
-        evaluator=Evaluator(sets, sampling_params(config.sampling), config.train.pass_k, task.well_formed),
+        evaluator=Evaluator(sets, sampling_params(config.sampling), config.train.pass_k, task),
         checkpoints=checkpoints,
         recorder=recorder,
+        schedule=schedule_of(config.train),
         restored=restored,
         facts=now,
         stopping=stack.enter_context(StopRequest()),
@@ -244,7 +279,8 @@ def open_settled(settled: Settled, role: Role, console: Console) -> Opened:
     section, kept = settled.config.model, settled.run / MODEL_FOLDER if settled.run else None
     if kept is None or not (kept / "config.json").is_file():
         return open_model(section, role, console)
-    opened = open_model(replace(section, path=str(kept), template=""), role, console)
+    own = replace(section, path=str(kept), name="", tokenizer="", template="")
+    opened = open_model(own, role, console)
     return replace(opened, load=lambda: open_model(section, role, console).load())
 
 
@@ -299,12 +335,8 @@ def take_up(folder: RunFolder, learner: Learner, source: LocalSource, now: Mappi
     return restored
 
 
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: Judge,
-                roles: Roles) -> LocalSource:
-    completions = config.batch.prompts_per_step * config.batch.group_size
-    slots = config.sampling.slots_per_device * roles.sampler.mesh.size or completions
-    make = engine_maker(model, tokenizer, config.sampling, slots, truncated=False)
-    return LocalSource(model, make, task, judge, tokenizer.decode, config.seed)
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: Judge) -> LocalSource:
+    return LocalSource(model, training_engines(config, model, tokenizer), task, judge, tokenizer.decode, config.seed)
 
 
 def copy_model_files(opened: Opened, target: Path) -> None:
@@ -312,9 +344,12 @@ def copy_model_files(opened: Opened, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     if opened.tokenizer.template:
         (target / "chat_template.jinja").write_text(opened.tokenizer.template, encoding="utf-8")
-    for name in (*(name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"), "config.json"):
+    own = () if opened.config else ("config.json",)
+    for name in (*(name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"), *own):
         if (opened.folder / name).is_file():
             shutil.copy2(opened.folder / name, target / name)
+    if opened.config:
+        write_text(target / "config.json", json.dumps(opened.config, indent=2) + "\n", "base_output_directory")
 
 
 def train(config: Config, resolved: Resolved | None = None, reward_functions: Sequence[Callable] = (),
@@ -337,35 +372,6 @@ def finished_summary(settled: Settled) -> dict[str, Any] | None:
     return summary if summary and summary["steps"] == settled.config.steps else None
 
 
-def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
-             console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
-    """`shoal eval`: figures by data set, with their protocol."""
-    if config.output:
-        check_writable(config.output, "output")
-    with console or Console() as console, ExitStack() as stack:
-        task = task or load_task(config.task, config.reward, reward_functions)
-        judge = stack.enter_context(closing(Judge(task.rewards, config.reward)))
-        roles = make_roles(config.mesh)
-        opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
-        for note in task.notes:
-            console.note(note)
-        model = make_model(config.model, opened, roles.sampler, 0)
-        params = sampling_params(config.sampling)
-        make = engine_maker(model, opened.tokenizer, config.sampling, config.batch * roles.sampler.mesh.size,
-                            params.truncated)
-        source = LocalSource(model, make, task, judge, opened.tokenizer.decode, config.seed)
-        source.publish(0, opened.load())
-        sets = prepare_sets(task, opened.tokenizer, config.sampling, console)
-        figures, _ = Evaluator(sets, params, config.pass_k, task.well_formed).evaluate(source, 0, 0, sampled=True)
-        for subset, values in figures.items():
-            console.evaluation(subset, values)
-        for failure in source.read_clock().failures:
-            console.warning(failure.text)
-    if config.output:
-        write_text(config.output, json.dumps(json_ready(figures), indent=2) + "\n")
-    return figures
-
-
 def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
     """`shoal generate`: a row a completion, in the order of the prompts. Everything that can be wrong with a prompt
     is met before the first token is drawn; the file appears whole or not at all."""
@@ -380,8 +386,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         model, tokenizer = make_model(config.model, opened, roles.sampler, 0), opened.tokenizer
         params, count = sampling_params(config.sampling), config.num_generations
         prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]
-        make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size,
-                            params.truncated)
+        make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
         engine = make(count)
         engine.load(0, publish_to(model, opened.load()))
         engine.submit([
@@ -403,6 +408,6 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         roles = make_roles(MeshSection())
         opened = open_model(ModelSection(path=config.source), roles.trainer, console)
         with writing(config.to, "to"):
-            hf.save(config.to, opened.load(), opened.architecture, opened.folder, config.dtype)
+            hf.save(config.to, opened.load(), opened.architecture, opened.folder, config.dtype, config=opened.config)
         console.note(f"wrote {config.to}")
     return {"to": config.to}

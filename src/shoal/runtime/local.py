@@ -55,19 +55,27 @@ class LocalSource:
     pending: list[GroupRequest] = field(default_factory=list)
     versions: dict[int, Params] = field(default_factory=dict)
     next_id: int = 0
+    keep_from: int = 0  # the oldest version that may yet be asked for
+    answered: Callable[[str, int, int], None] | None = None  # told of an evaluation's part: groups done, of how many
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         self.pending.extend(requests)
 
-    def publish(self, version: int, params: Params, subset: Sequence[str] | None = None) -> None:
+    def withdraw(self, purpose: Purpose, step: int) -> None:
+        self.pending = [request for request in self.pending if (request.purpose, request.step) != (purpose, step)]
+
+    def publish(self, version: int, params: Params, subset: Sequence[str] | None = None,
+                keep_from: int | None = None) -> None:
         """One device and one type: the very same arrays. Else a copy laid out for sampling, with an equal checksum."""
-        self._forget(version)
+        self.keep_from = version if keep_from is None else keep_from
+        self._forget()
         self.versions[version] = publish_to(self.model, params)
 
-    def _forget(self, newest: int) -> None:
-        """Lets go of weights that no pending request names; the newest stay, requests for them may come."""
-        needed = {request.version for request in self.pending} | {newest}
-        self.versions = {version: params for version, params in self.versions.items() if version in needed}
+    def _forget(self) -> None:
+        """Lets go of weights that no pending request names and none that may come."""
+        needed = {request.version for request in self.pending}
+        self.versions = {version: params for version, params in self.versions.items()
+                         if version in needed or version >= self.keep_from}
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         wanted = [request for request in self.pending if request.purpose == purpose and request.step == step]
@@ -82,7 +90,7 @@ class LocalSource:
             for request, group in zip(requests, self._play(requests, version, size), strict=True):
                 groups[order[id(request)]] = group
         self.pending = [request for request in self.pending if id(request) not in order]
-        self._forget(max(self.versions))
+        self._forget()
         return [groups[number] for number in range(len(wanted))]
 
     def _play(self, requests: Sequence[GroupRequest], version: int, size: int) -> list[Group]:
@@ -102,6 +110,9 @@ class LocalSource:
             if not self.judge.by_step:
                 self._submit(id, [asked[id]], [siblings], [texts[id]])
             scores |= self.judge.collect()
+            if self.answered and requests[0].purpose is Purpose.EVALUATE:
+                kind = "greedy" if requests[0].params.temperature == 0 else "sampled"
+                self.answered(f"{requests[0].subset}, {kind}", len(drawn), len(requests))
         engine.park()
         sampled = time.perf_counter()
         if self.judge.by_step:

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.config.compose import get_value
 from shoal.config.keys import keys_of
-from shoal.mesh import Roles
+from shoal.mesh import Role, Roles
 from shoal.model.transformer import Architecture, Model, declare, is_declared, shardings
 from shoal.report.findings import gib
 from shoal.sampler.engine import Engine
@@ -174,20 +174,21 @@ class Need:
         return ", ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size)
 
 
+def weights_on_a_device(a: Architecture, role: Role, dtype: Any) -> int:
+    """Bytes of a model's parameters on one of a role's devices."""
+    shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, dtype), declare(a), is_leaf=is_declared)
+    return bytes_on_a_device(shapes, shardings(a, role))
+
+
 def static_need(model: Model, roles: Roles, reference: bool, engines: dict[str, Engine]) -> Need:
     """What is known without compiling anything: parameters, moments, gradient, caches (the largest engine's)."""
     a = model.architecture
-
-    def weights(role: Any, dtype: Any) -> int:
-        shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, dtype), declare(a), is_leaf=is_declared)
-        return bytes_on_a_device(shapes, shardings(a, role))
-
-    masters = weights(roles.trainer, jnp.float32)
+    masters = weights_on_a_device(a, roles.trainer, jnp.float32)
     need = Need(always={"parameters": masters, "Adam's moments": 2 * masters})
     if reference:
         need.always["reference"] = masters
     if roles.sampler.mesh.size > 1 or model.dtype != jnp.float32:
-        need.always["the sampler's copy"] = weights(roles.sampler, model.dtype)
+        need.always["the sampler's copy"] = weights_on_a_device(a, roles.sampler, model.dtype)
     size, name = max((cache_bytes(engine), name) for name, engine in engines.items())
     need.sampling[f"KV caches ({name})"] = size
     need.update["gradient"] = masters

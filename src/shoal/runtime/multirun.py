@@ -14,13 +14,14 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import read_word
+from shoal.config.aliases import same_key
+from shoal.config.arguments import CONFIG_NAMES, read_word
 from shoal.config.compose import compose, difference_from_defaults
 from shoal.config.help import count, step_sizes
 from shoal.config.keys import dataclass_of
@@ -110,20 +111,21 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
     plain = []
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if not equals or name in ("--config-name", "--config_name", "-cn") or (
+        if not equals or name in (*CONFIG_NAMES, "config_file") or (
                 place == 0 and value.endswith((".yml", ".yaml")) and Path(word).is_file()):
             plain.append(word)
             continue
         key, text = read_word(config_type, word)
+        key = same_key(key)
         texts = sweep_texts(f"{name}={text}", text)
-        choices.pop(key.name, None)
+        choices.pop(key, None)
         if isinstance(texts, str):
             plain.append(f"{name}={texts}")
             continue
-        if key.name in _FIXED:
+        if key in _FIXED:
             raise ShoalError(f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; put "
                              "quotes around a value that holds commas")
-        choices[key.name] = texts
+        choices[key] = texts
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         yield chosen, [*plain, *(f"{name}={text}" for name, text in chosen.items())]
@@ -191,10 +193,12 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """Accuracy before and after and seconds, from a finished run's summary; nothing where there is none."""
+    """Accuracy before and after (the mean reward where the task defines none) and seconds, from a finished run's
+    summary; nothing where there is none."""
     with contextlib.suppress(OSError, ValueError):
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        return {name: summary.get(name) for name in ("accuracy_before", "accuracy_after", "seconds_total")}
+        kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
+        return {name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")}
     return {}
 
 
@@ -233,21 +237,26 @@ def cost_text(configs: Sequence[Config]) -> str:
     """`6 runs, one after the other: 480 steps, 122880 completions`."""
     steps = sum(config.steps for config in configs)
     completions = sum(config.steps * step_sizes(config)[0] for config in configs)
+    on_each = " on each device" if any(config.batch.prompts_per_device for config in configs) else ""
     return (f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
-            f"{count(completions, 'completion')} to train on, and their evaluations")
+            f"{count(completions, 'completion')} to train on{on_each}, and their evaluations")
 
 
 def table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of the table at the end."""
     keys = list(runs[0].values)
     rows = [(str(run.number), *(run.values[key] for key in keys), run.state,
-             _percent(run.figures.get("accuracy_before")), _percent(run.figures.get("accuracy_after")),
+             _score(run.figures, "before"), _score(run.figures, "after"),
              _seconds(run.figures.get("seconds_total")), str(run.folder)) for run in runs]
     return ("run", *keys, "state", "before", "after", "seconds", "folder"), rows
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}%"
+def _score(figures: Mapping[str, Any], when: str) -> str:
+    """Accuracy in percent, else the mean reward."""
+    if (share := figures.get(f"accuracy_{when}")) is not None:
+        return f"{100 * share:.1f}%"
+    reward = figures.get(f"mean_reward_{when}")
+    return "" if reward is None else f"{reward:.3g}"
 
 
 def _seconds(seconds: float | None) -> str:

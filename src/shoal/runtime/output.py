@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,12 +37,14 @@ def check_new_folder(path: str | Path, key: str) -> None:
 
 
 def _check_place(path: Path, key: str) -> None:
-    """The nearest folder above that exists must be one, and admit new entries."""
+    """The nearest folder above that exists must be one, and take a new file."""
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
         raise ShoalError(f"{key}={path} cannot be written: {above} is a file, not a folder; choose another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ShoalError(f"{key}={path} cannot be written: no permission in {above}; choose another place")
+    with writing(path, key), tempfile.TemporaryFile(dir=above):  # some folders take none, whatever their mode says
+        pass
 
 
 def write_text(path: str | Path, text: str, key: str = "output") -> None:

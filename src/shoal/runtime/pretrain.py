@@ -45,9 +45,9 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         if example is None:
             raise ShoalError(f"task.name={config.task.name!r} has no worked solutions to learn from: use words")
         sets = prepare_sets(task, tokenizer, sampling, console)
-        evaluator = Evaluator(sets, sampling_params(sampling), pass_k=0)
+        evaluator = Evaluator(sets, sampling_params(sampling), 0, task)
         model = Model(architecture, roles.sampler)
-        make = engine_maker(model, tokenizer, sampling, 128, truncated=False)
+        make = engine_maker(model, tokenizer, sampling, 128)
         judge = Judge(task.rewards, RewardSection(workers=0))
         source = LocalSource(model, make, task, judge, tokenizer.decode, config.seed)
 

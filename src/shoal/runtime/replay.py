@@ -29,14 +29,14 @@ from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, figure, group_files, ranges, read_file, read_parts, read_stored
 from shoal.rollout import sample_request
-from shoal.runtime.brief import num_updates
-from shoal.runtime.job import Opened, engine_maker, make_model, open_model
+from shoal.runtime.job import Opened, make_model, open_model, open_teacher, training_engines
+from shoal.runtime.learning import make_learner, make_updater
 from shoal.runtime.local import drive, publish_to
 from shoal.runtime.resume import machine
 from shoal.task.task import load_task
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
 from shoal.trainer.loop import sampling_params
-from shoal.trainer.step import Learner, Objective, ParameterScorer, TrainState
+from shoal.trainer.step import Learner, ModelScorer, TrainState
 from shoal.trainer.update import Outcome, Updater
 from shoal.types import Completion, Example, Group, GroupRequest, Params, Purpose, ShoalError
 
@@ -121,7 +121,7 @@ class Replayed:
         learns = version > start
         kl = any(at_version(self.parts, step).algorithm.kl_coef > 0 for step in range(start, version + 1))
         first = self._first() if state is None or (kl and learns) else None
-        updater = self._updater(start, first)
+        updater = self._updater(start, first, learns)
         state = updater.learner.init(first) if state is None else state
         if learns:
             self.console.note(f"version {version} has no checkpoint: learning again from the stored groups of step "
@@ -148,17 +148,19 @@ class Replayed:
         return open_model(self.config.model, self.roles.trainer, self.console).load()
 
     def _learner(self, config: Config) -> Learner:
-        return Learner(self.model(config), Objective.of(config.algorithm), config.optimizer, num_updates(config))
+        return make_learner(config, self.model(config))
 
-    def _updater(self, version: int, first: Params | None) -> Updater:
-        """Of the step from `version` to the next; compiled anew where a part of the run begins."""
+    def _updater(self, version: int, first: Params | None, taught: bool = True) -> Updater:
+        """Of the step from `version` to the next; compiled anew where a part of the run begins. `taught`: a teacher is
+        opened where there is one."""
         config = at_version(self.parts, version)
         if not self._updaters or self._updaters[-1][0] is not config:
-            learner, a = self._learner(config), config.algorithm
-            reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
-            self._updaters[:] = [(config, Updater(learner, a, config.batch, config.sampling.temperature, config.seed,
-                                                  reference))]
+            teacher = self._teacher(config) if taught else None
+            self._updaters[:] = [(config, make_updater(config, self._learner(config), first, teacher))]
         return self._updaters[-1][1]
+
+    def _teacher(self, config: Config) -> ModelScorer | None:
+        return open_teacher(config, self.opened, self.roles.reference, self.console)
 
     def _learn(self, updater: Updater, state: TrainState, stored: Sequence[StoredGroup], step: int,
                facts: dict[str, Any]) -> TrainState:
@@ -192,10 +194,7 @@ class Replayed:
     def draw(self, group: Group, params: Params) -> list[Completion]:
         """The group's completions from its address, by a sampler compiled as the run's own was."""
         c = self.config
-        slots = (c.sampling.slots_per_device * self.roles.sampler.mesh.size
-                 or c.batch.prompts_per_step * c.batch.group_size)
-        model = self.model(c).on(self.roles.sampler)
-        engine = engine_maker(model, self.tokenizer, c.sampling, slots, False)(group.size)
+        engine = training_engines(c, self.model(c).on(self.roles.sampler), self.tokenizer)(group.size)
         chosen = sampling_params(c.sampling)
         if group.purpose is Purpose.EVALUATE and group.size == 1:
             chosen = chosen.as_greedy()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.algorithm.advantage import ADVANTAGES, informative
+from shoal.algorithm.advantage import informative, step_advantages
 from shoal.config.compose import require_given
 from shoal.config.schema import AlgorithmSection, Config, RescoreConfig
 from shoal.report.console import Console
@@ -34,8 +34,9 @@ from shoal.report.reading import (
     require_groups,
 )
 from shoal.task.judge import Judge
+from shoal.task.overlong import with_overlong
 from shoal.task.reward import Failure, RewardFunction, Scores, load_functions, name_functions
-from shoal.task.task import load_task
+from shoal.task.task import Task, load_task
 from shoal.types import Group
 
 NUM_SHOWN = 5
@@ -169,6 +170,9 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
             read_stored(run, config.step)  # says which there are
         steps = [config.step] if config.step else list(files)
         functions = reward_functions(config, own)
+        if own.algorithm.kl_in == "reward" and own.algorithm.kl_coef:
+            console.note("the run took a divergence off its rewards (algorithm.kl_in=reward): stored advantages hold "
+                         "it, new ones do not")
         tally, groups = Tally(skips=config.reward.on_error == "skip"), []
         with closing(Judge(functions, config.reward, own.steps)) as judge:
             for step in steps:
@@ -190,8 +194,11 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 def reward_functions(config: RescoreConfig, run: Config) -> tuple[RewardFunction, ...]:
     """Those that were named; else the task's own, for which its data is opened."""
     if config.reward.functions:
-        return name_functions(load_functions(config.reward.functions), config.reward.weights)
-    return load_task(run.task, config.reward).rewards
+        found = name_functions(load_functions(config.reward.functions), config.reward.weights)
+    else:
+        found = load_task(run.task, config.reward).rewards
+    asked = config.reward if config.reward.overlong_buffer_tokens else run.reward
+    return with_overlong(Task(run.task.name, (), {}, found), asked, run.sampling.max_completion_tokens).rewards
 
 
 def _judge(stored: Sequence[StoredGroup], step: int, judge: Judge, algorithm: AlgorithmSection,
@@ -209,20 +216,17 @@ def _judge(stored: Sequence[StoredGroup], step: int, judge: Judge, algorithm: Al
     tally.seconds += time.perf_counter() - started
     for ticket in range(len(parts)):
         tally.fail(scores[ticket].failures)
-    judged = []
-    for number, entry in enumerate(stored):
-        found, place = (scores[0], number) if judge.by_step else (scores[number], 0)
-        rewards, valid, group = found.rewards[place], found.valid[place], entry.group
-        by_settings = _advantages(group.rewards, group.valid, algorithm)
-        judged.append(Judged(
-            step, number, group, rewards, {name: values[place] for name, values in found.components.items()}, valid,
-            entry.advantages, by_settings, _advantages(rewards, valid, algorithm)))
-    return judged
-
-
-def _advantages(rewards: np.ndarray, valid: np.ndarray, a: AlgorithmSection) -> np.ndarray:
-    form = ADVANTAGES[a.advantage]
-    return form(rewards[None], valid[None], std_ddof=a.std_ddof, std_eps=a.std_eps)[0]
+    places = [(scores[0], n) if judge.by_step else (scores[n], 0) for n in range(len(stored))]
+    rewards = np.stack([found.rewards[place] for found, place in places])
+    valid = np.stack([found.valid[place] for found, place in places])
+    components = [{name: values[place] for name, values in found.components.items()} for found, place in places]
+    weights = {one.name: one.weight for one in judge.functions}
+    new = step_advantages(algorithm, rewards, valid, components, weights)
+    by_settings = step_advantages(
+        algorithm, np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups]),
+        [group.reward_components for group in groups], groups[0].reward_weights)
+    return [Judged(step, n, entry.group, rewards[n], components[n], valid[n], entry.advantages, by_settings[n], new[n])
+            for n, entry in enumerate(stored)]
 
 
 # ---- figures

@@ -31,7 +31,7 @@ FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "
 """Keys (and sections) that may change from one part of a run to the next: none of them touches a number of a step,
 but `steps` where the learning rate falls to its last."""
 
-FIXED = ("model.path", "model.template", "seed", "task.name")
+FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name")
 """Keys that no part of a run can change."""
 
 MOST_ROWS = 50_000
@@ -70,7 +70,7 @@ def settle(config: Config, resolved: Resolved | None, console: Console) -> Settl
             raise ShoalError(f"the run {run} was started with {shown}; now came {here}: choose another run_name, give "
                              f"what it was, or change it on purpose with resume={run}")
         _say_steps(stored, config, console)
-        return Settled(config, run)
+        return Settled(replace(config, batch=stored.batch), run)
     return Settled(config)
 
 
@@ -85,21 +85,24 @@ def _as_stored(config: Config, stored: Config) -> Config:
 
 
 def changed(stored: Config, config: Config) -> list[str]:
-    """Keys that differ, those of FREE apart."""
+    """Keys that differ, those of FREE apart. Where P is given by the device, the stored P is what came of it."""
+    by_device = config.batch.prompts_per_device
+    free = (*FREE, "batch.prompts_per_step") if by_device and by_device == stored.batch.prompts_per_device else FREE
     return [key for key in keys_of(Config)
-            if get_value(stored, key) != get_value(config, key) and not is_under(key, FREE)]
+            if get_value(stored, key) != get_value(config, key) and not is_under(key, free)]
 
 
 # ---- what a checkpoint tells of machine and data
 
 
-def facts(task: Task, seed: int, reference: Params | None = None) -> dict[str, Any]:
+def facts(task: Task, seed: int, reference: Params | None = None, teacher: Params | None = None) -> dict[str, Any]:
     """What decides a run's numbers beside its configuration, as JSON holds it. `reference`: the weights that a KL term
-    refers to."""
+    refers to; `teacher`: those of a teacher."""
     from shoal.model.transformer import checksum_of
 
     found = {"machine": machine(), "data": data_digest(task, seed), "rewards": reward_digests(task.rewards)}
-    return found if reference is None else found | {"reference": f"{checksum_of(reference):#010x}"}
+    given = {"reference": reference, "teacher": teacher}
+    return found | {name: f"{checksum_of(params):#010x}" for name, params in given.items() if params is not None}
 
 
 def machine() -> dict[str, str]:
@@ -165,6 +168,9 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) 
         raise ShoalError(f"the reference weights (model.path) are not those that this run was started with (checksum "
                          f"{saved['reference']}, now {now['reference']}): bring them back, name the very checkpoint "
                          "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0")
+    if now.get("teacher") != saved.get("teacher", now.get("teacher")):
+        raise ShoalError(f"the teacher's weights (teacher.path) are not those that this run was started with (checksum "
+                         f"{saved['teacher']}, now {now['teacher']}): bring them back, or start a new run")
     for name, value in now["machine"].items():
         if (before := saved["machine"].get(name, "unknown")) != value:
             console.warning(f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "

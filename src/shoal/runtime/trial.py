@@ -20,6 +20,7 @@ from shoal.algorithm.aggregation import token_weights
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.rollout import make_group, sample_request
+from shoal.runtime.learning import num_kept
 from shoal.runtime.local import publish_to
 from shoal.runtime.memory import Program
 from shoal.sampler.engine import Engine
@@ -174,10 +175,11 @@ def learn(trial: Trial, config: Config, learner: Learner, parameters: Params, po
     prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
     shape = trial.shape = choose_shape(everyone, prompts, config.batch.group_size, config.batch.micro_tokens,
                                        learner.model.role.row_shards)
-    weights = token_weights(config.algorithm.aggregation, table.lengths, valid, valid)
+    weights = token_weights(config.algorithm.aggregation, table.lengths, valid, valid,
+                            config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens)
     own = {(p, g): c.logprobs for p, group in enumerate(everyone) for g, c in enumerate(group.completions)}
     batches = pack(everyone, range(len(everyone)), np.nan_to_num(table.advantages), weights, shape,
-                   config.sampling.temperature, old=own, ref=own)
+                   config.sampling.temperature, old=own, ref=own, num_kept=num_kept(config))
     trial.num_batches = len(batches)
     state, total, seconds, differences = learner.init(parameters), None, [], []
     for number in range(max(2, min(NUM_MICRO_BATCHES, len(batches)))):

@@ -33,22 +33,33 @@ def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
-def choose(logits: jax.Array, how: Choice, uniforms: jax.Array, truncated: bool) -> tuple[jax.Array, jax.Array]:
-    """logits float32[N, V], everything else [N] -> (token int32[N], its log-prob float32[N]).
+def choose(logits: jax.Array, how: Choice, uniforms: jax.Array, truncated: bool,
+           num_kept: int = 0) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """logits float32[N, V], everything else [N] -> (token int32[N], its log-prob float32[N], kept int32[N, K]).
 
     The log-prob is under the distribution that was sampled from: temperature and truncation included. Greedy: the
     likeliest token, its log-prob at temperature 1, untruncated. `truncated` is static: without it nothing is sorted.
+    `num_kept` is K: truncation then keeps at most so many, and tells which (-1 fills up; all -1: every token was
+    kept); 0: it tells nothing.
     """
     greedy = how.temperature == 0.0
     scaled = logits / jnp.where(greedy, 1.0, how.temperature)[:, None]
     masses = jnp.exp(scaled - scaled.max(-1, keepdims=True))
+    names = None
     if truncated:
         masses = jnp.where(greedy[:, None] | kept(masses, how), masses, 0.0)
+    if num_kept:
+        cuts = ~greedy & ((how.top_k > 0) | (how.top_p < 1.0) | (how.min_p > 0.0))
+        largest, names = jax.lax.top_k(masses, min(num_kept, masses.shape[-1]))
+        names = jnp.where(cuts[:, None] & (largest > 0), names, -1).astype(jnp.int32)
+        places = jnp.arange(len(masses))[:, None], jnp.where(names < 0, masses.shape[-1], names)
+        only = jnp.zeros_like(masses).at[places].set(largest, mode="drop")
+        masses = jnp.where(cuts[:, None], only, masses)
     total = masses.sum(-1)
     token = jnp.where(greedy, jnp.argmax(logits, -1), inverse(masses, uniforms)).astype(jnp.int32)
     top = scaled.max(-1)
     drawn = jnp.take_along_axis(scaled, token[:, None], -1)[:, 0]
-    return token, drawn - top - jnp.log(total)
+    return token, drawn - top - jnp.log(total), names
 
 
 def inverse(masses: jax.Array, uniforms: jax.Array) -> jax.Array:

@@ -60,6 +60,7 @@ class Drawn:
     count: Any  # int32[rows, G]
     done: Any  # bool[rows, G]
     eos: Any  # bool[rows, G]: it ended by drawing an end-of-sequence token
+    kept: Any = None  # int32[steps, rows, G, K]: what each token was chosen from, where the engine tells it
 
 
 @dataclass
@@ -70,13 +71,15 @@ class Progress:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     reasons: list[StopReason | None]
+    kept: list[list[np.ndarray]]  # int32[K] by token, where the engine tells what it kept
 
 
 class Engine:
     """The `Sampler` in this process. `slots` completions at once, in groups of `group_size`.
 
     `decode` turns token ids into text and is needed only where stop strings are used. With `truncated` the compiled
-    program knows top-k, top-p and min-p (it then sorts the vocabulary at every token).
+    program knows top-k, top-p and min-p (it then sorts the vocabulary at every token). `num_kept` is K: truncation
+    keeps at most so many tokens, and completions tell which, `extra["kept"]` int32[T, K].
     """
 
     fidelity = "exact"
@@ -92,9 +95,11 @@ class Engine:
         eos_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str] | None = None,
         truncated: bool = False,
+        num_kept: int = 0,
     ):
         shards = model.role.row_shards
         self.model, self.group_size, self.truncated = model, group_size, truncated
+        self.num_kept = min(num_kept, model.architecture.vocab_size) if truncated else 0
         self.num_groups = _round_up(max(1, slots // group_size), shards)
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
@@ -111,7 +116,7 @@ class Engine:
         self._layout = _layout(model.role, jax.eval_shape(make))
         self._make_slots = jax.jit(make, out_shardings=self._layout)
         self._slots: Slots | None = None
-        static = {"model": model, "eos_ids": self.eos_ids, "truncated": truncated}
+        static = {"model": model, "eos_ids": self.eos_ids, "truncated": truncated, "num_kept": self.num_kept}
         out = (self._layout, model.role.replicated)
         self._prefill = jax.jit(partial(_prefill, **static), donate_argnames="slots", out_shardings=out)
         self._decode = jax.jit(partial(_decode, **static), donate_argnames="slots", out_shardings=out)
@@ -129,7 +134,7 @@ class Engine:
             self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)))
             n = request.num_completions
             self.progress[request.id] = Progress(
-                request, [[] for _ in range(n)], [[] for _ in range(n)], [None] * n)
+                request, [[] for _ in range(n)], [[] for _ in range(n)], [None] * n, [[] for _ in range(n)])
 
     def step(self) -> bool:
         if len(self.in_flight) >= MAX_IN_FLIGHT:
@@ -227,12 +232,14 @@ class Engine:
         count = int(host.count[row, index])
         progress.tokens[index].extend(host.token[:count, row, index].tolist())
         progress.logprobs[index].extend(host.logprob[:count, row, index].tolist())
+        if host.kept is not None:
+            progress.kept[index].extend(host.kept[:count, row, index])
         reason = None
         if host.done[row, index]:
             reason = StopReason.EOS if host.eos[row, index] else StopReason.LENGTH
         cut = self._stop_string(progress, index, count)
         if cut is not None:
-            del progress.tokens[index][cut:], progress.logprobs[index][cut:]
+            del progress.tokens[index][cut:], progress.logprobs[index][cut:], progress.kept[index][cut:]
             reason = StopReason.STOP
         if reason is not None:
             self._end(progress, index, reason)
@@ -275,6 +282,8 @@ class Engine:
                 drawn=np.ones(count, bool),
                 versions=np.full(count, self.version, np.int32),
                 stop_reason=reason,
+                extra={"kept": np.array(progress.kept[index], np.int32).reshape(count, self.num_kept)}
+                if self.num_kept else {},
             ))
 
     def _check(self, request: SampleRequest) -> None:
@@ -342,13 +351,13 @@ def _layout(role: Role, shapes: Slots) -> Slots:
 
 
 def _pick(model: Model, parameters: Params, hidden: jax.Array, choice: Choice, keys: jax.Array, place: jax.Array,
-          truncated: bool) -> tuple[jax.Array, jax.Array]:
-    """The token at place[N, G] of each completion, and its log-prob, from hidden[N, G, D]."""
+          truncated: bool, num_kept: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The token at place[N, G] of each completion, its log-prob and what it was chosen from, from hidden[N, G, D]."""
     shape = place.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), choice)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
-    token, logprob = choose(scores, flat, uniform(keys, place).reshape(-1), truncated)
-    return token.reshape(shape), logprob.reshape(shape)
+    token, logprob, kept = choose(scores, flat, uniform(keys, place).reshape(-1), truncated, num_kept)
+    return token.reshape(shape), logprob.reshape(shape), None if kept is None else kept.reshape(*shape, num_kept)
 
 
 def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
@@ -357,7 +366,7 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 
 def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax.Array, groups: jax.Array,
              active: jax.Array, limit: jax.Array, keys: jax.Array, choice: Choice, model: Model,
-             eos_ids: tuple[int, ...], truncated: bool) -> tuple[Slots, Drawn]:
+             eos_ids: tuple[int, ...], truncated: bool, num_kept: int) -> tuple[Slots, Drawn]:
     """Prompts tokens[R, T] of length[R] enter groups[R]; the first active[R] siblings draw their first token."""
     rows, size = tokens.shape
     siblings = keys.shape[1]
@@ -367,7 +376,7 @@ def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (rows, siblings)), choice)
     hidden = jnp.broadcast_to(last, (rows, siblings, last.shape[-1]))
     first = jnp.zeros((rows, siblings), jnp.int32)
-    token, logprob = _pick(model, parameters, hidden, spread, keys, first, truncated)
+    token, logprob, kept = _pick(model, parameters, hidden, spread, keys, first, truncated, num_kept)
     used = jnp.arange(siblings) < active[:, None]
     eos = used & _is_eos(token, eos_ids)
     done = ~used | eos | (limit[:, None] <= 1)
@@ -385,16 +394,18 @@ def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax
         keys=put(slots.keys, keys),
         choice=jax.tree.map(put, slots.choice, spread),
     )
-    return slots, Drawn(token[None], logprob[None], used.astype(jnp.int32), done, eos)
+    return slots, Drawn(token[None], logprob[None], used.astype(jnp.int32), done, eos,
+                        None if kept is None else kept[None])
 
 
 def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool) -> tuple[Slots, Drawn]:
+            truncated: bool, num_kept: int) -> tuple[Slots, Drawn]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, G] by the host."""
     shape = slots.token.shape
     start = replace(slots, done=slots.done | stopped)
     drawn = Drawn(jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32),
-                  jnp.zeros(shape, jnp.int32), start.done, jnp.zeros(shape, bool))
+                  jnp.zeros(shape, jnp.int32), start.done, jnp.zeros(shape, bool),
+                  jnp.zeros((CHUNK, *shape, num_kept), jnp.int32) if num_kept else None)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, slots.prefix_len))
 
     def going(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
@@ -407,14 +418,14 @@ def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Mode
         mix = kv_cache.decode_mix(s.prefix_len, place, num_prefix, num_own)
         positions = s.prefix_len[:, None] + place
         hidden, caches = forward(model, parameters, s.token, positions, mix, s.caches)
-        token, logprob = _pick(model, parameters, hidden, s.choice, s.keys, s.length, truncated)
+        token, logprob, kept = _pick(model, parameters, hidden, s.choice, s.keys, s.length, truncated, num_kept)
         live = ~s.done
         token = jnp.where(live, token, s.token)
         length = s.length + live
         eos = live & _is_eos(token, eos_ids)
         done = s.done | eos | (length >= s.limit)
         out = Drawn(out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done,
-                    out.eos | eos)
+                    out.eos | eos, None if kept is None else out.kept.at[step].set(kept))
         return step + 1, replace(s, caches=caches, token=token, length=length, done=done), out
 
     _, slots, drawn = jax.lax.while_loop(going, one, (jnp.int32(0), start, drawn))

@@ -16,7 +16,7 @@ import numpy as np
 from shoal.report.findings import Finding
 from shoal.task.answer import extract_answer, ground_truth, parse_number
 from shoal.task.judge import Judge
-from shoal.task.reward import Policy, Scores
+from shoal.task.reward import Policy, Scores, made_steps
 from shoal.types import Example
 
 KINDS = ("right", "wrong", "empty", "repeated", "tag-stuffed")
@@ -178,7 +178,7 @@ def _failed(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tupl
     stopped = {failure.function for failure in scores.failures if failure.kind == "timed out"}
     for failure in scores.failures:
         place = failure.completion or 0
-        text = failure.text.replace(" at step 0 ", " ", 1)
+        text = failure.text.replace(f" {made_steps(0)} ", " ", 1)
         texts.append(text.replace(f", completion {place} (", f", {kinds[place]} answer (", 1))
         values = scores.components[failure.function]
         mine = [one for one in scores.failures if one.function == failure.function and one.completion is not None]

@@ -43,7 +43,7 @@ Kind = Literal["raised", "timed out", "died", "not a number"]
 class Failure:
     """A completion that a function could not be brought to judge.
 
-    >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' at step 3 took ...")
+    >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' after ...")
     """
 
     function: str
@@ -253,6 +253,11 @@ def total(functions: Sequence[RewardFunction], batch: Batch, cases: Mapping[str,
                   tuple(failure for sheet in sheets for failure in sheet.failures))
 
 
+def made_steps(count: int) -> str:
+    """When a call was made: `after 3 steps`, which an evaluation of version 3 and the fourth step are."""
+    return f"after {count} step{'' if count == 1 else 's'}"
+
+
 class _Sheet:
     """One function's column of a batch."""
 
@@ -313,4 +318,4 @@ class _Sheet:
 
     @property
     def _head(self) -> str:
-        return f"reward function {self.one.name!r} at step {self.batch.state.global_step}"
+        return f"reward function {self.one.name!r} {made_steps(self.batch.state.global_step)}"

@@ -1,4 +1,7 @@
-"""A task made of one's own rows, given from Python: dicts, columns, a table of pandas, polars, arrow or datasets."""
+"""A task made of one's own rows, given from Python: dicts, columns, a table of pandas, polars, arrow or datasets.
+
+Rows from files go through the same checks.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 """What reward functions are called with beside the columns: no column may have such a name."""
 _NOT_GIVEN = ("completion",)  # by the convention, columns that reward functions do not see
 
+_LISTS = ("files", "columns")
+"""Settings of a task that are lists."""
+
 _MESSAGE = ("role", "content")
 
 Correct = Callable[[str, Example], bool]
@@ -24,7 +30,8 @@ Correct = Callable[[str, Example], bool]
 def is_data(task: Any) -> bool:
     """Whether `task=` holds data, not a name or settings: a dict of settings has plain values, one of columns lists."""
     if isinstance(task, Mapping):
-        return any(value is not None and not isinstance(value, str | bool | int | float) for value in task.values())
+        return any(value is not None and not isinstance(value, str | bool | int | float) and name not in _LISTS
+                   for name, value in task.items())
     return task is not None and not isinstance(task, str | bytes)
 
 
@@ -59,9 +66,11 @@ def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, n
     """
     if correct is not None and not callable(correct):
         raise ShoalError(f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool")
-    train, notes = _examples(_rows(data, "task"), "task"), []
+    train, notes = examples_of(_placed(data, "task")), []
     if held_out is not None:
-        kept = _examples(_rows(held_out, "held_out"), "held_out")
+        given = _placed(held_out, "held_out")
+        kept = examples_of(given)
+        check_alike(kept[0], train[0], given[0][0], "task row 0")
     else:
         if len(train) < 2:
             raise ShoalError("task has one row: expected two or more, or rows to evaluate on, held_out=...")
@@ -69,10 +78,14 @@ def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, n
         train, kept = train[:-count], train[-count:]
         notes.append(f"rows: the last {count} of {count + len(train)} are held out for evaluation "
                      "(held_out= gives others)")
-    _check_alike(kept[0], train[0], "held_out row", "task row")
-    notes += [f"rows: the column {name!r} is not given to reward functions: it is no input of theirs by convention"
-              for name in _NOT_GIVEN if name in train[0].columns]
+    notes += unseen_columns(ROWS, train[0])
     return Task(ROWS, train, {"held_out": kept}, rewards=(), correct=_guarded(correct), notes=tuple(notes))
+
+
+def unseen_columns(task: str, example: Example) -> list[str]:
+    """Notes on columns that reward functions do not get."""
+    return [f"{task}: the column {name!r} is not given to reward functions: it is no input of theirs by convention"
+            for name in _NOT_GIVEN if name in example.columns]
 
 
 def _guarded(correct: Correct | None) -> Correct | None:
@@ -126,18 +139,24 @@ def _there(row: Mapping[Any, Any]) -> str:
     return f"its columns are {', '.join(map(str, row))}" if row else "it has no columns at all"
 
 
-def _examples(rows: Sequence[Any], name: str) -> list[Example]:
+def _placed(data: Any, name: str) -> list[tuple[str, Any]]:
+    """Rows given from Python, each with its place."""
+    rows = _rows(data, name)
     if not len(rows):
         raise ShoalError(f"{name} is empty: expected rows with `prompt`")
-    examples = [_example(row, number, f"{name} row {number}") for number, row in enumerate(rows)]
-    for example in examples[1:]:
-        _check_alike(example, examples[0], f"{name} row", f"{name} row")
+    return [(f"{name} row {number}", row) for number, row in enumerate(rows)]
+
+
+def examples_of(rows: Sequence[tuple[str, Any]]) -> list[Example]:
+    """(place, row with `prompt`) -> examples, numbered; ShoalError for one that cannot be used or differs in kind."""
+    examples = [_example(row, number, place) for number, (place, row) in enumerate(rows)]
+    for example, (place, _) in zip(examples[1:], rows[1:], strict=True):
+        check_alike(example, examples[0], place, rows[0][0])
     return examples
 
 
-def _check_alike(example: Example, first: Example, name: str, first_name: str) -> None:
+def check_alike(example: Example, first: Example, place: str, first_place: str) -> None:
     """ShoalError unless both prompts are of one kind and both rows have the same columns."""
-    place, first_place = f"{name} {example.row}", f"{first_name} {first.row}"
     if isinstance(example.prompt, str) != isinstance(first.prompt, str):
         raise ShoalError(f"{place}: `prompt` is {_kind(example.prompt)}, that of {first_place} is "
                          f"{_kind(first.prompt)}: make all prompts of one kind")
@@ -183,4 +202,4 @@ def _prompt(prompt: Any, place: str) -> Prompt:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _MESSAGE):
             raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role "
                              "and content, both text")
-    return [dict(message) for message in prompt]
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,8 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.task.reward import RewardFunction, load_functions, name_functions
 from shoal.types import Example, Prompt, ShoalError
 
-TASKS = {"words": "shoal.task.words", "gsm8k": "shoal.task.gsm8k"}
-"""Name -> module with `load(TaskSection) -> Task`."""
+TASKS = {name: f"shoal.task.{name}" for name in ("words", "gsm8k", "math", "ifeval", "countdown", "custom")}
+"""Name -> module with `load(TaskSection) -> Task`; one that takes `reward` too is given the RewardSection."""
 
 ROWS = "rows"
 """The name of a task whose data was given from Python."""
@@ -35,23 +36,38 @@ class Task:
     evaluations: Mapping[str, Sequence[Example]]
     rewards: tuple[RewardFunction, ...]
     correct: Callable[[str, Example], bool] | None = None
-    """Whether a completion's text solves its example; None: the mean reward stands in for accuracy."""
+    """Whether a completion's text solves its example; None: there is no accuracy, only the mean reward."""
     well_formed: Callable[[str], bool] | None = None
     """Whether a completion's text has the asked form, right or wrong."""
+    extract: Callable[[str], str | None] | None = None
+    """The answer in a completion's text, for maj@k; None where there is none."""
+    verdict: Callable[[str, Example], Mapping[str, Any]] | None = None
+    """How an answer made elsewhere, of whatever form, does: plain values, `correct` (bool) among them."""
+    figures: Callable[[Sequence[Mapping[str, Any]]], dict[str, float]] | None = None
+    """Further figures of an evaluation, from the verdicts of its answers; None: accuracy alone."""
+    question: str = "question"
+    """The column of the published rows by which an answer made elsewhere names its question."""
+    of_row: Callable[[int, Mapping[str, Any]], Example] | None = None
+    """(number, a row as published) -> its example; None where rows are made here."""
     pretrain_example: Callable[[int], tuple[Prompt, str]] | None = None
     """Row -> (prompt, completion without a fault) for supervised training; row is 0 or more."""
     notes: tuple[str, ...] = ()
     """Lines that the run prints: what was dropped or derived when the data was read."""
 
 
+def _unrewarded(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
 def load_task(task: TaskSection, reward: RewardSection | None = None,
-              functions: Sequence[Callable[..., Any]] = ()) -> Task:
+              functions: Sequence[Callable[..., Any]] = (), needs_reward: bool = True) -> Task:
     """Loads a task by name; functions given (`reward.functions` first, then `functions`) replace its own rewards.
 
     Every evaluation is cut to its first `task.num_questions` (0: all). Raises `ShoalError` for an unknown task, and
-    whatever the task's data or the functions' files lack.
+    whatever the task's data or the functions' files lack. Where nothing `needs_reward` (a teacher alone teaches), data
+    without a function is rewarded with 0.
     """
-    reward = reward or RewardSection()
+    judged, reward = reward is not None, reward or RewardSection()
     if task.name == ROWS:
         raise ShoalError("task.name='rows': the data of this run came from Python, give it again there with its "
                          "reward: shoal.train(resume=FOLDER, task=rows, reward=f)")
@@ -59,7 +75,25 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
         close = difflib.get_close_matches(task.name, TASKS, n=1, cutoff=0.0)[0]
         raise ShoalError(f"task.name={task.name!r}: there is no such task; did you mean {close!r}? "
                          f"Tasks: {', '.join(TASKS)}")
-    return with_rewards(importlib.import_module(TASKS[task.name]).load(task), task, reward, functions)
+    loaded = with_rewards(_load(task, reward), task, reward, functions)
+    if not needs_reward and not loaded.rewards:
+        return replace(loaded, rewards=(RewardFunction("unrewarded", _unrewarded, own=True),))
+    if judged and not loaded.rewards:
+        raise ShoalError(f"task {task.name}: own data needs a function that judges it, reward=file.py:function with "
+                         "function(completions, **columns) -> list of numbers")
+    return loaded
+
+
+def _load(task: TaskSection, reward: RewardSection) -> Task:
+    """The task as its module makes it, given the rewards' settings where it takes them."""
+    load = importlib.import_module(TASKS[task.name]).load
+    if "reward" in inspect.signature(load).parameters:
+        return load(task, reward)
+    loaded = load(task)
+    if reward.preset == RewardSection.preset:
+        return loaded
+    note = f"{task.name}: reward.preset={reward.preset} has no effect: it is for task=gsm8k"
+    return replace(loaded, notes=(*loaded.notes, note))
 
 
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,

@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import enum
 import functools
-import hashlib
 import itertools
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.task.answer import completion_text, extract_answer, format_reward, same_number, single_answer, well_formed
+from shoal.task.gsm8k_rewards import answer_key
+from shoal.task.made import MAX_IDLE_DRAWS, NUM_BUCKETS, NUM_HELD_OUT, NUM_TRAIN, MadeRows, pick, stable_hash
 from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
 from shoal.types import Example, Messages, Prompt, ShoalError
 
 __all__ = ["Operation", "Problem", "Step", "corpus", "extract_answer", "held_out", "load", "normal_form",
            "numeric_form", "pretrain_problem", "train_problem", "well_formed"]
-
-T = TypeVar("T")
-
-NUM_TRAIN = 1_000_000
-NUM_HELD_OUT = 500  # where task.num_questions is 0
-NUM_BUCKETS = 16  # problems in bucket 0 are held out
-_MAX_IDLE_DRAWS = 20_000  # draws without a new held-out problem after which there are taken to be no more
 
 
 class Operation(enum.StrEnum):
@@ -228,11 +222,7 @@ def _numeric_form(start: int, steps: Sequence[Step]) -> str:
 
 
 def _is_held_out(numeric: str) -> bool:
-    return _stable_hash(numeric) % NUM_BUCKETS == 0
-
-
-def _stable_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return stable_hash(numeric) % NUM_BUCKETS == 0
 
 
 # ---- drawing them
@@ -256,7 +246,7 @@ def held_out(count: int, task: TaskSection, unseen: bool = False) -> tuple[Probl
     rng = _generator("unseen_templates" if unseen else "held_out", 0, task)
     problems: dict[str, Problem] = {}
     idle = 0
-    while len(problems) < count and idle < _MAX_IDLE_DRAWS:
+    while len(problems) < count and idle < MAX_IDLE_DRAWS:
         start, steps = _draw_numbers(rng, task)
         numeric = _numeric_form(start, steps)
         idle += 1
@@ -274,7 +264,7 @@ def corpus(num_texts: int, task: TaskSection | None = None) -> Iterator[str]:
 
 
 def _generator(purpose: str, row: int, task: TaskSection) -> random.Random:
-    return random.Random(_stable_hash(f"words/{purpose}/{row}/{task.num_steps}/{task.max_value}"))
+    return random.Random(stable_hash(f"words/{purpose}/{row}/{task.num_steps}/{task.max_value}"))
 
 
 def _kept_for_training(rng: random.Random, task: TaskSection) -> Problem:
@@ -285,11 +275,11 @@ def _kept_for_training(rng: random.Random, task: TaskSection) -> Problem:
 
 
 def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Step, ...]]:
-    start = value = _pick(rng, range(2, task.max_value + 1))
+    start = value = pick(rng, range(2, task.max_value + 1))
     steps = []
     for _ in range(task.num_steps):
-        operation, operands = _pick(rng, _choices(value, task.max_value))
-        steps.append(Step(operation, _pick(rng, operands)))
+        operation, operands = pick(rng, _choices(value, task.max_value))
+        steps.append(Step(operation, pick(rng, operands)))
         value = _APPLY[operation](value, steps[-1].operand)
     return start, tuple(steps)
 
@@ -308,49 +298,20 @@ def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]
 def _draw_words(rng: random.Random, start: int, steps: tuple[Step, ...], unseen: bool) -> Problem:
     sentences = UNSEEN if unseen else SEEN
     parts = ("opening", *(step.operation.value for step in steps), "question")
-    templates = tuple(_pick(rng, range(len(sentences[part]))) for part in parts)
-    name = _pick(rng, SHE + HE)
-    friend = _pick(rng, [other for other in SHE + HE if other != name])
-    return Problem(start, steps, templates, unseen, name, friend, _pick(rng, OBJECTS))
-
-
-def _pick(rng: random.Random, items: Sequence[T]) -> T:
-    """`Random.random` is the one method whose numbers Python promises to keep from version to version."""
-    return items[int(rng.random() * len(items))]
+    templates = tuple(pick(rng, range(len(sentences[part]))) for part in parts)
+    name = pick(rng, SHE + HE)
+    friend = pick(rng, [other for other in SHE + HE if other != name])
+    return Problem(start, steps, templates, unseen, name, friend, pick(rng, OBJECTS))
 
 
 # ---- the task
-
-
-class Problems(Sequence[Example]):
-    """Examples made when they are asked for, a row a problem."""
-
-    def __init__(self, draw: Callable[[int], Problem], num_rows: int) -> None:
-        self._draw = draw
-        self._num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(self._num_rows))]
-        row = operator.index(index)
-        row += self._num_rows if row < 0 else 0
-        if not 0 <= row < self._num_rows:
-            raise IndexError(f"row {index} of {self._num_rows}")
-        return _example(row, self._draw(row))
 
 
 def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_steps` and `task.max_value`; `task.num_questions` 0 holds out 500."""
     if task.path:
         raise ShoalError(f"task.path={task.path!r}: the task words makes its own problems; leave task.path out, "
-                         f"or choose another task, such as task=gsm8k")
+                         f"or choose the task that reads it, task=custom for data of your own")
     count = task.num_questions or NUM_HELD_OUT
     sets = {"held_out": held_out(count, task), "unseen_templates": held_out(count, task, unseen=True)}
     notes = tuple(f"words: {name} has {len(problems)} problems, not {count}: there are no more at "
@@ -358,13 +319,14 @@ def load(task: TaskSection) -> Task:
                   for name, problems in sets.items() if len(problems) < count)
     return Task(
         name="words",
-        train=Problems(functools.partial(train_problem, task=task), NUM_TRAIN),
+        train=MadeRows(lambda row: _example(row, train_problem(row, task)), NUM_TRAIN),
         evaluations={name: tuple(_example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(problems))
                      for i, (name, problems) in enumerate(sets.items())},
         rewards=(RewardFunction("correct", correct_reward, 1.0, own=True),
                  RewardFunction("format", format_reward, 0.1, own=True)),
         correct=is_correct,
         well_formed=well_formed,
+        extract=lambda text: answer_key(single_answer(text)),
         pretrain_example=functools.partial(_pretrain_example, task=task),
         notes=notes,
     )

@@ -38,6 +38,7 @@ class LearnerBatch:
     old: Any  # float32[R, S, C]: of the trainer before the first update on this batch
     ref: Any  # float32[R, S, C]: of the reference
     temperature: Any  # float32[]
+    kept: Any = None  # int32[R, S, C, K]: tokens that the sampler chose from, -1 for none; where it truncated
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,15 @@ def pack(
     temperature: float,
     old: TokenValues | None = None,
     ref: TokenValues | None = None,
+    shift: TokenValues | None = None,
+    num_kept: int = 0,
 ) -> list[MicroBatch]:
     """Lays the groups numbered in `include` out in micro-batches of one shape.
 
     `advantages[P, G]`, `weights[P, G]` (of each token of a completion). Completions that are not valid are left out.
-    At least one micro-batch comes back: an update without rows applies a gradient of 0.
+    `shift` is added to the advantage of each token. `num_kept`: K, places for the tokens that a truncating sampler
+    chose from; 0 where it kept all. At least one micro-batch comes back: an update without rows applies a gradient of
+    0.
     """
     rows: list[tuple[int, list[int]]] = []
     for number in include:
@@ -124,21 +129,26 @@ def pack(
         members = [i for i in range(group.size) if group.valid[i] and len(group.completions[i])]
         rows.extend((number, members[at : at + shape.slots]) for at in range(0, len(members), shape.slots))
     starts = range(0, max(1, len(rows)), shape.rows)
-    batches = [_fill(groups, advantages, weights, shape, temperature, rows[at : at + shape.rows]) for at in starts]
+    batches = [_fill(groups, advantages, weights, shape, temperature, rows[at : at + shape.rows], num_kept)
+               for at in starts]
     for batch in batches:
         for values, target in ((old, batch.arrays.old), (ref, batch.arrays.ref)):
             for key, (row, slot, _) in batch.places.items() if values else ():
                 assert values is not None
                 target[row, slot, : len(values[key])] = values[key]
+        for key, (row, slot, _) in batch.places.items() if shift else ():
+            assert shift is not None
+            batch.arrays.advantage[row, slot, : len(shift[key])] += shift[key]
     return batches
 
 
 def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, shape: Shape, temperature: float,
-          rows: list[tuple[int, list[int]]]) -> MicroBatch:
+          rows: list[tuple[int, list[int]]], num_kept: int) -> MicroBatch:
     grid = (shape.rows, shape.slots, shape.length)
     prefix, prefix_len = np.zeros((shape.rows, shape.prefix), np.int32), np.zeros(shape.rows, np.int32)
     slots, segment, drawn = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
     weight, advantage, beh, old, ref = (np.zeros(grid, np.float32) for _ in range(5))
+    kept = np.full((*grid, num_kept), -1, np.int32) if num_kept else None
     places: dict[tuple[int, int], Place] = {}
     for row, (number, members) in enumerate(rows):
         group = groups[number]
@@ -149,7 +159,10 @@ def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, 
             slots[at], segment[at], drawn[at] = completion.token_ids, 1, completion.drawn
             weight[at] = weights[number, index] * completion.drawn
             advantage[at], beh[at] = advantages[number, index], completion.logprobs
+            if kept is not None:
+                names = completion.extra["kept"]
+                kept[(*at, slice(0, names.shape[1]))] = names
             places[number, index] = (row, slot, 1)
     arrays = LearnerBatch(prefix, prefix_len, slots, segment, drawn, weight, advantage, beh, old, ref,
-                          np.float32(temperature))
+                          np.float32(temperature), kept)
     return MicroBatch(arrays, places)

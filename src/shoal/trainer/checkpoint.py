@@ -17,13 +17,14 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shoal.mesh import Role
 from shoal.model.transformer import Architecture, checksum_of, declare, is_declared, shardings
@@ -129,8 +130,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class _saving:
     """Turns whatever Orbax raises while it writes `path` into one line."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, then: str = "; it goes on from the checkpoint before"):
+        self.path, self.then = path, then
 
     def __enter__(self) -> None: ...
 
@@ -139,7 +140,7 @@ class _saving:
             full = getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL)
             cure = "make room" if full else "mend that"
             raise ShoalError(f"the checkpoint {self.path} cannot be written ({_cause(error)}): {cure}, then give the "
-                             "same command again; it goes on from the checkpoint before") from error
+                             f"same command again{self.then}") from error
 
 
 def versions(run: Path) -> list[int]:
@@ -259,6 +260,179 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
         raise ShoalError(
             f"checkpoint {path.parent} cannot be read ({_cause(error)}): choose another of {run}") from error
     return restored["trainable"]
+
+
+# Trees of other programs
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a folder that Orbax wrote holds: arrays by name, `/` between its parts."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, Any]
+    said: Mapping[str, Any]  # by who wrote it, beside the arrays
+
+
+@dataclass(frozen=True)
+class Unread:
+    """An array to be written, read in slices along an axis; None for at once."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axis: int | None
+    read: Callable[[slice], np.ndarray]
+    one_by_one: bool = False  # each index of the axis in pieces of its own on disk, where the array is large
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def save_args(self) -> dict[str, Any]:
+        if self.nbytes <= CHUNK_BYTES:
+            return {}
+        return {"chunk_byte_size": CHUNK_BYTES} | ({"shard_axes": (self.axis,)} if self.one_by_one else {})
+
+
+CHUNK_BYTES = 64 << 20
+"""Most bytes of an array in one piece on disk."""
+FILE_BYTES = 2 << 30
+"""Size that Orbax's files are made to have, as MaxText has it."""
+STEP, ITEM = "0", "items"
+"""Where MaxText looks for a tree in a folder of checkpoints: `0/items`."""
+
+
+def find_tree(folder: Path) -> Path | None:
+    """The tree at a path: a folder that Orbax wrote (and that is no checkpoint of ours), or such a step's `items`."""
+    for path in (folder, folder / ITEM):
+        if (path / "_METADATA").is_file() and not (path / "config.json").exists():
+            return None if path.parent.parent.name == FOLDER and (path.parent / "extra").exists() else path
+    return None
+
+
+def look_at_tree(folder: Path) -> Tree:
+    """Names and shapes of a tree's arrays; none is read."""
+    with _reading(folder), _orbax().PyTreeCheckpointer() as reader:
+        found = reader.metadata(folder.absolute()).item_metadata
+        leaves = {"/".join(map(_key, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.tree)
+                  if hasattr(leaf, "shape")}  # of text, say, there is none
+        return Tree({name: tuple(leaf.shape or ()) for name, leaf in leaves.items()},
+                    {name: leaf.dtype for name, leaf in leaves.items()}, found.custom_metadata or {})
+
+
+def _key(key: Any) -> str:
+    return str(next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)))
+
+
+def read_leaves(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Some arrays of a tree, each read for the devices that its sharding names; the rest stays where it is."""
+    ocp, tree = _orbax(), _nested(wanted)
+    with _reading(folder), ocp.PyTreeCheckpointer() as reader:
+        read = reader.restore(folder.absolute(), args=ocp.args.PyTreeRestore(
+            item=tree, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)))
+        return {name: _at(read, name) for name in wanted}
+
+
+def write_tree(folder: Path, target: Path, arrays: Mapping[str, Unread], said: Mapping[str, Any],
+               written: Callable[[int], None]) -> None:
+    """Writes `folder/0/items` as MaxText does: step, the arrays, an optimizer's state without anything. One piece of
+    one array at a time is in memory; `written` is told the bytes of each. Errors name `target`, where it will stand."""
+    ocp = _orbax()
+    tree = {"step": 0, **_nested(arrays), "opt_state": {}}
+    args = jax.tree.map(lambda leaf: ocp.SaveArgs(**leaf.save_args() if isinstance(leaf, Unread) else {}), tree)
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, type_handler_registry=_slice_by_slice(written))
+    options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
+    with _saving(target, then=""), ocp.CheckpointManager(
+            folder.absolute(), item_names=(ITEM,), item_handlers={ITEM: handler}, options=options) as manager:
+        _check_room(folder, list(arrays.values()))
+        manager.save(int(STEP), args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeSave(
+            tree, save_args=args, ocdbt_target_data_file_size=FILE_BYTES, custom_metadata=dict(said))}))
+
+
+def _slice_by_slice(written: Callable[[int], None]) -> Any:
+    """Orbax's handlers of leaves, and one for `Unread`."""
+    import tensorstore
+    from orbax.checkpoint import type_handlers
+
+    class Slices(type_handlers.NumpyHandler):
+        async def serialize(self, values: Sequence[Any], infos: Sequence[Any],
+                            args: Sequence[Any] | None = None) -> Sequence[Any]:
+            assert args is not None
+            for some in _batches(values):
+                for saved in await super().serialize(values[some], infos[some], args[some]):
+                    saved.result()  # before the next are read
+            return []
+
+        async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
+            array: Any = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+            axis = value.axis or 0
+            size = value.shape[axis]
+            step = size if value.axis is None else array.chunk_layout.write_chunk.shape[axis]
+            for start in range(0, size, step):
+                part = slice(start, min(start + step, size))
+                values = np.ascontiguousarray(value.read(part), value.dtype)
+                where = array[(slice(None),) * axis + (part,)]
+                await where.write(values, can_reference_source_data_indefinitely=True)
+                written(values.nbytes)
+
+    return type_handlers.create_type_handler_registry(
+        (Unread, Slices(deepcopy_host_arrays=False)), (int, type_handlers.ScalarHandler()),
+        (jax.Array, type_handlers.ArrayHandler()))
+
+
+def _batches(values: Sequence[Unread]) -> Iterator[slice]:
+    """Runs of arrays that take at most a piece's bytes, or one: each run is written in one go."""
+    start, total = 0, 0
+    for number, value in enumerate(values):
+        if start < number and total + value.nbytes > CHUNK_BYTES:
+            yield slice(start, number)
+            start, total = number, 0
+        total += value.nbytes
+    yield slice(start, len(values))
+
+
+def _nested(named: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, leaf in named.items():
+        *folders, last = name.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = leaf
+    return tree
+
+
+def _at(tree: Mapping[str, Any], name: str) -> Any:
+    for part in name.split("/"):
+        tree = tree[part]
+    return tree
+
+
+class _reading:
+    """Turns whatever Orbax raises while it reads `path` into one line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            raise ShoalError(f"the checkpoint {self.path} cannot be read ({_cause(error)}): copy it again, whole"
+                             ) from error
 
 
 def _cause(error: BaseException) -> str:

@@ -1,28 +1,37 @@
-"""Evaluation as requests: greedy accuracy and unbiased pass@k of one version, with their protocol."""
+"""Evaluation as requests: greedy accuracy, and unbiased pass@k and maj@k of samples, with their protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from shoal.report.metrics import pass_at_k, wilson_interval
+from shoal.report.metrics import majority_at_k, pass_at_k, standard_error, wilson_interval
+from shoal.task.task import Task
 from shoal.trainer.prompts import Prepared
 from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingParams
 
 
 @dataclass(frozen=True)
+class Answers:
+    """What one version answered to the Q questions of a set."""
+
+    greedy: Sequence[Group]  # Q, of one completion each
+    sampled: Sequence[Group] = ()  # Q, of `pass_k` completions each; none where none were asked for
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Asks for each data set's questions one greedy completion each; of the first set, where asked, `pass_k` sampled
-    ones beside."""
+    ones beside. `task` says what is counted of them."""
 
     sets: Mapping[str, Sequence[Prepared]]
     params: SamplingParams
     pass_k: int
-    well_formed: Callable[[str], bool] | None = None
+    task: Task
 
     def request(self, source: RolloutSource, step: int, version: int, sampled: bool) -> None:
         greedy = self.params.as_greedy()
@@ -33,65 +42,96 @@ class Evaluator:
                                     params, subset)
 
             source.request([ask(question, 1, greedy) for question in questions])
-            if sampled and self._is_sampled(subset):
+            if sampled and self.is_sampled(subset):
                 source.request([ask(question, self.pass_k, self.params) for question in questions])
 
-    def _is_sampled(self, subset: str) -> bool:
-        """pass@k is measured on the main set, the first."""
-        return self.pass_k > 0 and subset == next(iter(self.sets))
+    def is_sampled(self, subset: str) -> bool:
+        """The main set, the first, is; at temperature 0 every sample would be the greedy answer."""
+        return self.pass_k > 0 and self.params.temperature > 0 and subset == next(iter(self.sets))
+
+    def answers(self, source: RolloutSource, step: int, version: int, sampled: bool) -> dict[str, Answers]:
+        """The answers by data set; nothing where there is no data set."""
+        if not self.sets:
+            return {}
+        self.request(source, step, version, sampled)
+        taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked
+        return {subset: Answers(list(islice(taken, len(questions))),
+                                list(islice(taken, len(questions))) if sampled and self.is_sampled(subset) else [])
+                for subset, questions in self.sets.items()}
+
+    def figures(self, answers: Answers) -> dict[str, Any]:
+        return score_greedy(answers.greedy, self.task) | score_sampled(answers.sampled, self.params, self.task)
 
     def evaluate(self, source: RolloutSource, step: int, version: int,
                  sampled: bool) -> tuple[dict[str, dict[str, Any]], list[Group]]:
         """Figures by data set, and the greedy groups; nothing where there is no data set."""
-        if not self.sets:
-            return {}, []
-        self.request(source, step, version, sampled)
-        taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked
-        figures, answers = {}, []
-        for subset, questions in self.sets.items():
-            greedy = list(islice(taken, len(questions)))
-            several = list(islice(taken, len(questions))) if sampled and self._is_sampled(subset) else []
-            figures[subset] = score_greedy(greedy, self.well_formed) | self._score_sampled(several)
-            answers += greedy
-        return figures, answers
-
-    def _score_sampled(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """pass@k and its protocol; nothing where the task defines no `correct`."""
-        solved = [int(group.correct.sum()) for group in groups if group.correct is not None]
-        if not solved:
-            return {}
-        k, p = self.pass_k, self.params
-        truncation = (("top_k", p.top_k, 0), ("top_p", p.top_p, 1), ("min_p", p.min_p, 0))
-        return {
-            f"pass@{k}": float(np.mean([pass_at_k(k, c, k) for c in solved])),
-            "sampled_accuracy": float(np.mean(solved) / k),
-            "sampled_protocol": f"{k} completions a question at temperature {p.temperature:g}" + "".join(
-                f", {name} {value:g}" for name, value, off in truncation if value != off),
-        }
+        answers = self.answers(source, step, version, sampled)
+        return ({subset: self.figures(own) for subset, own in answers.items()},
+                [group for own in answers.values() for group in own.greedy])
 
 
-def score_greedy(groups: Sequence[Group], well_formed: Callable[[str], bool] | None = None) -> dict[str, Any]:
-    """Accuracy (mean reward where a task defines no `correct`), its interval, the share of answers in the asked form
-    where the task defines one, and the mean of each reward."""
+def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
+    """Accuracy and its interval where the task defines `correct`, the task's own figures, the share of answers in the
+    asked form where it asks for one, the mean of each reward, lengths."""
     total = len(groups)
     rewards = np.array([group.rewards[0] for group in groups])
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
     if total == 0:
         return figures
-    if groups[0].correct is not None:
-        right = sum(int(group.correct[0]) for group in groups if group.correct is not None)
+    if (solved := _solved(groups)) is not None:
+        right = int(solved[:, 0].sum())
         figures |= {"accuracy": right / total, "accuracy_interval": list(wilson_interval(right, total))}
     else:
-        figures["protocol"] = "greedy; mean reward stands in for accuracy, the task defines none"
-        figures["accuracy"] = _known_mean(rewards)
-    if well_formed is not None:
-        figures["well_formed"] = float(np.mean([well_formed(group.texts[0]) for group in groups]))
-    figures["mean_reward"] = _known_mean(rewards)
+        figures["mean_reward"] = _known_mean(rewards)
+    if task.figures is not None and task.verdict is not None:
+        figures |= task.figures([task.verdict(group.texts[0], group.example) for group in groups])
+    if task.well_formed is not None:
+        figures["well_formed"] = float(np.mean([task.well_formed(group.texts[0]) for group in groups]))
+    figures.setdefault("mean_reward", _known_mean(rewards))
     for name in groups[0].reward_components:
         figures[f"rewards/{name}"] = _known_mean(np.array([group.reward_components[name][0] for group in groups]))
     figures["mean_length"] = float(np.mean([len(group.completions[0]) for group in groups]))
     figures["cut"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
     return figures
+
+
+def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -> dict[str, Any]:
+    """pass@k of all k samples, of 1 and of the powers of 2 between, maj@k where the task extracts answers, the
+    samples' mean reward, and their protocol.
+
+    A figure's `_error` is the standard error of its mean over questions, which are independent; samples of one
+    question are not."""
+    if not groups:
+        return {}
+    k = groups[0].size
+    by_question: dict[str, list[float]] = {}  # figure -> a value a question
+    if (solved := _solved(groups)) is not None:
+        counts = [int(row.sum()) for row in solved]
+        by_question[f"pass@{k}"] = [pass_at_k(k, count, k) for count in counts]
+        if (extract := task.extract) is not None:
+            by_question[f"maj@{k}"] = [float(majority_at_k([extract(text) for text in group.texts], row.tolist()))
+                                       for group, row in zip(groups, solved, strict=True)]
+        by_question["sampled_accuracy"] = by_question["pass@1"] = [count / k for count in counts]
+        for fewer in (2**power for power in range(1, k.bit_length()) if 2**power < k):
+            by_question[f"pass@{fewer}"] = [pass_at_k(k, count, fewer) for count in counts]
+    figures: dict[str, Any] = {}
+    for name, values in by_question.items():
+        figures |= {name: float(np.mean(values)), f"{name}_error": standard_error(values)}
+    figures["sampled_mean_reward"] = _known_mean(np.concatenate([group.rewards for group in groups]))
+    return figures | {"sampled_protocol": sampled_protocol(k, params)}
+
+
+def sampled_protocol(k: int, params: SamplingParams) -> str:
+    """`8 completions a question at temperature 1, top_k 50`."""
+    truncation = (("top_k", params.top_k, 0), ("top_p", params.top_p, 1), ("min_p", params.min_p, 0))
+    return f"{k} completions a question at temperature {params.temperature:g}" + "".join(
+        f", {name} {value:g}" for name, value, off in truncation if value != off)
+
+
+def _solved(groups: Sequence[Group]) -> np.ndarray | None:
+    """bool[Q, G]: which completions are right; None where the task defines no `correct`."""
+    known = [group.correct for group in groups if group.correct is not None]
+    return np.stack(known) if known else None
 
 
 def _known_mean(values: np.ndarray) -> float | None:

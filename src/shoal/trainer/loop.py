@@ -12,8 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from shoal.algorithm.advantage import informative
 from shoal.config.compose import to_dict
-from shoal.config.schema import Config, SamplingSection
+from shoal.config.schema import AlgorithmSection, Config, SamplingSection
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.prompts import Learnt, Prepared, PromptStream
@@ -72,12 +75,12 @@ class Run:
                 break
             with self.around_step(step + 1):
                 with self.saved_on_failure(step, state):
-                    groups = self.source.take(Purpose.TRAIN, step)
+                    groups, discarded = self.take(step)
                 state, outcome = self.updater.update(state, groups, step)
-                self.learnt(step, groups)
+                self.learnt(step, groups, discarded)
                 if self.publication_due(step + 1):
-                    self.source.publish(step + 1, state.trainable)
-                metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started)
+                    self.publish(step + 1, state.trainable, step + 1)
+                metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started, len(discarded))
             if self.evaluation_due(step + 1):
                 with self.saved_on_failure(step + 1, state):
                     self.evaluate(step + 1)
@@ -88,7 +91,7 @@ class Run:
         self.stop_if_asked(last, state)
         if last < self.config.steps:
             self.save(last, state)
-            self.source.publish(last, state.trainable)
+            self.publish(last, state.trainable, last)
         self.evaluate(last, ends=True)
         self.checkpoints.finish()
         return self.recorder.finish(last)
@@ -98,7 +101,7 @@ class Run:
         if self.restored is None:
             state = self.updater.learner.init(self.parameters)
             self.parameters = None  # the first weights must not outlive their use
-            self.source.publish(0, state.trainable)
+            self.publish(0, state.trainable, 0)
             self.evaluate(0, ends=True)
             return state, 0
         version, state, extra = self.restored.version, self.restored.state, self.restored.extra
@@ -107,9 +110,9 @@ class Run:
             self.request(step, [self.prompts.of_row(row) for row in rows])
         self.asked, self.saved = version + len(self.pending), version
         for number, params in self.restored.published.items():
-            self.source.publish(number, params)
+            self.publish(number, params, version)
         if extra["version_is_published"] or version == self.config.steps:
-            self.source.publish(version, state.trainable)
+            self.publish(version, state.trainable, version)
         self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"])
         self.restored = None
@@ -140,17 +143,58 @@ class Run:
 
     def request(self, step: int, prompts: Sequence[Prepared]) -> None:
         """A step's groups; asked again after a restart, the same addresses give the same tokens."""
-        size, params = self.config.batch.group_size, sampling_params(self.config.sampling)
         self.pending[step] = [prompt.example.row for prompt in prompts]
-        self.source.request([
-            GroupRequest(Purpose.TRAIN, step, self.schedule.version(step), prompt.example, prompt.prompt_ids, size,
-                         params)
-            for prompt in prompts
-        ])
+        self.source.request(self.group_requests(step, prompts))
 
-    def learnt(self, step: int, groups: Sequence[Group]) -> None:
+    def group_requests(self, step: int, prompts: Sequence[Prepared]) -> list[GroupRequest]:
+        size, params = self.config.batch.group_size, sampling_params(self.config.sampling)
+        version = self.schedule.version(step)
+        return [GroupRequest(Purpose.TRAIN, step, version, prompt.example, prompt.prompt_ids, size, params)
+                for prompt in prompts]
+
+    def take(self, step: int) -> tuple[list[Group], list[Group]]:
+        """The step's groups; with dynamic sampling, further ones stand in for those without variance, which come second
+        (DAPO, arXiv 2503.14476, eq. 11). They are asked for like any others, by address: at the same version, in the
+        order of the prompts."""
+        a, wanted = self.config.algorithm, len(self.pending[step])
+        groups = self.source.take(Purpose.TRAIN, step)
+        if not a.dynamic_sampling:
+            return groups, []
+        before = self.prompts.state()
+        try:
+            for _ in range(a.max_sampling_rounds):
+                useful = sum(has_variance(group, a) for group in groups)
+                if useful >= wanted:
+                    break
+                count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
+                if not (prompts := self.prompts.further(count, {group.example.row for group in groups})):
+                    break
+                self.source.request(self.group_requests(step, prompts))
+                groups += self.source.take(Purpose.TRAIN, step)
+        except ShoalError:
+            self.prompts.restore(before)
+            self.ask_again()
+            raise
+        order = sorted(range(len(groups)), key=lambda n: (not has_variance(groups[n], a), n))
+        chosen = sorted(order[:wanted])
+        return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
+
+    def ask_again(self) -> None:
+        """Puts every pending step as a whole before the source, in order: as a checkpoint will ask for them."""
+        for step in self.pending:
+            self.source.withdraw(Purpose.TRAIN, step)
+        for step, rows in sorted(self.pending.items()):
+            self.source.request(self.group_requests(step, [self.prompts.of_row(row) for row in rows]))
+
+    def learnt(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]
-        self.prompts.rates.add(groups)
+        self.prompts.rates.add([*groups, *discarded])
+
+    def publish(self, version: int, params: Params, step: int) -> None:
+        """Before `step`. What it samples from stays as long as it may ask for further groups; at the run's end too,
+        that may be given more steps."""
+        stays = self.config.algorithm.dynamic_sampling or step >= self.config.steps
+        self.source.publish(version, params, keep_from=self.schedule.version(step) if stays else None)
 
     def publication_due(self, version: int) -> bool:
         """On schedule, and where the version is to be evaluated."""
@@ -201,6 +245,12 @@ class Run:
             self.save(version, state)
             self.checkpoints.finish()
             raise KeyboardInterrupt(self.recorder.stopped(version, self.config))
+
+
+def has_variance(group: Group, a: AlgorithmSection) -> bool:
+    """Whether a group's rewards differ; where each function is normalised apart, those of any one."""
+    parts = [group.rewards, *(group.reward_components.values() if a.advantage == "gdpo" else ())]
+    return any(informative(part[None], (group.valid & ~np.isnan(part))[None])[0] for part in parts)
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:

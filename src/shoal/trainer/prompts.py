@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,23 @@ class PromptStream:
     cursor: int = 0  # within the epoch
     dropped: int = 0
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
+
+    def further(self, count: int, taken: Collection[int]) -> list[Prepared]:
+        """Up to `count` more prompts for a step that has `taken` rows already: as many as one walk over the data finds.
+        Where it finds none, the order stays where it was."""
+        before, found = self.state(), {}
+        try:
+            for _ in range(len(self.examples)):
+                row = self._next_row()
+                if row not in found and row not in taken and (prepared := self._prepare(row)) is not None:
+                    found[row] = prepared
+                if len(found) == count:
+                    break
+        except Learnt:
+            pass
+        if not found:
+            self.restore(before)
+        return list(found.values())
 
     def next(self, count: int) -> list[Prepared]:
         """The next `count` prompts, no row twice."""

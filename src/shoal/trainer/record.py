@@ -86,9 +86,10 @@ class Recorder:
         self._first_answers = self.folder.read_first_answers()
 
     def scores(self) -> dict[int, float]:
-        """Accuracy on the main set by evaluated version."""
+        """Accuracy on the main set by evaluated version; the mean reward where the task defines no right answer."""
         mains = {version: next(iter(figures.values()), {}) for version, figures in self.evaluations.items()}
-        return {version: main["accuracy"] for version, main in mains.items() if main.get("accuracy") is not None}
+        scores = {version: main.get("accuracy", main.get("mean_reward")) for version, main in mains.items()}
+        return {version: score for version, score in scores.items() if score is not None}
 
     def stopped(self, version: int, config: Config) -> str:
         """The line that says how to go on."""
@@ -100,9 +101,11 @@ class Recorder:
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
 
-    def step(self, step: int, groups: Sequence[Group], outcome: Outcome, seconds: float) -> dict[str, float]:
-        """Files the step under `step + 1`: the number of updates made."""
+    def step(self, step: int, groups: Sequence[Group], outcome: Outcome, seconds: float,
+             discarded: int = 0) -> dict[str, float]:
+        """Files the step under `step + 1`: the number of updates made. `discarded`: groups that others stand in for."""
         metrics, clock = outcome.metrics, self.read_clock()
+        metrics.add("groups/discarded", discarded)
         group_metrics(groups, outcome, metrics)
         metrics.add("version", step + 1)
         metrics.add("prompts/dropped", self.prompts.dropped - self._dropped)
@@ -185,6 +188,8 @@ class Recorder:
         summary = {
             "accuracy_before": before[main].get("accuracy") if main else None,
             "accuracy_after": after[main].get("accuracy") if main else None,
+            "mean_reward_before": before[main].get("mean_reward") if main else None,
+            "mean_reward_after": after[main].get("mean_reward") if main else None,
             "num_questions": after[main]["num_questions"] if main else 0,
             "protocol": after[main]["protocol"] if main else None,
             "steps": self.steps,

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shoal.algorithm.correction import correction_weights
 from shoal.algorithm.kl import token_kl
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
-from shoal.algorithm.policy_loss import POLICY_LOSSES
+from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds, log_ratio
 from shoal.config.schema import AlgorithmSection, OptimizerSection
 from shoal.model.attention import segment_index, share_prefix
 from shoal.model.transformer import Model, declare, forward, is_declared, logits, shardings
@@ -30,7 +31,7 @@ from shoal.types import Params
 SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "mismatch/logprob_mean", "mismatch/w",
         "mismatch/w2")
 MAXIMA = ("mismatch/logprob_max",)
-"""What a micro-batch tells beside its loss: (sum, count) pairs, with `kl` where it is active, and largest values."""
+"""What a micro-batch tells beside its loss: (sum, count) pairs, with those of `Objective.sums`, and largest values."""
 
 MAX_IN_FLIGHT = 2
 """Compiled steps that may run undrained: more, with collectives, can deadlock simulated devices."""
@@ -61,20 +62,35 @@ class Accumulated:
 @dataclass(frozen=True)
 class Objective:
     """What is minimised: static, part of the compiled update. `use_old`: the batch's `old` are given, else they are
-    this update's own log-probs under stop-gradient (one update a batch: clipping never acts)."""
+    this update's own log-probs under stop-gradient (one update a batch: clipping never acts). `kl_coef` is that of the
+    loss; a divergence that is taken off the reward is none of it."""
 
     loss: str
-    clip_low: float
-    clip_high: float
-    kl: str
-    kl_coef: float
-    use_old: bool
+    bounds: Bounds
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    use_old: bool = False
+    kl_clamps: tuple[float, float] = (0.0, 0.0)  # of input and value; 0 for none
+    kl_weighted: bool = False
+    entropy_coef: float = 0.0
+    correction: str = "none"
+    correction_level: str = "token"
+    correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
     chunk_elements: int = CHUNK_ELEMENTS
 
     @classmethod
     def of(cls, a: AlgorithmSection) -> Objective:
-        several = a.num_epochs * a.num_minibatches > 1
-        return cls(a.loss, a.clip_low, a.clip_high, a.kl, a.kl_coef, several)
+        bounds = Bounds(a.clip_low, a.clip_high, a.clip_dual, a.cispo_bound, a.sapo_positive, a.sapo_negative)
+        return cls(
+            a.loss, bounds, a.kl, a.kl_coef if a.kl_in == "loss" else 0.0, a.num_epochs * a.num_minibatches > 1,
+            (a.kl_clamp_input, a.kl_clamp_value), a.kl_weighted, a.entropy_coef, a.correction, a.correction_level,
+            (a.correction_cap, a.correction_floor))
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the sums that a micro-batch tells."""
+        corrected = ("correction/weight", "correction/zero") if self.correction != "none" else ()
+        return (*SUMS, *(["kl"] if self.kl_coef else []), *corrected)
 
 
 def assemble(trainable: Params, frozen: Params) -> Params:
@@ -82,7 +98,8 @@ def assemble(trainable: Params, frozen: Params) -> Params:
     return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None)
 
 
-def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int) -> Any:
+def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int,
+                   entropy_gradient: bool = False) -> Any:
     """(log-probs, entropy), float32[R, S, C] each; a row's prompt is computed once for all its slots.
 
     A token's value comes from the hidden state before it: the first of a segment reads the prompt's last.
@@ -102,7 +119,9 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
     chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
     project = partial(_project, model, parameters)
-    both = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk)
+    kept = None if batch.kept is None else batch.kept.reshape(rows, slots * size, -1)
+    both = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk, kept,
+                          entropy_gradient)
     return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in both)
 
 
@@ -112,30 +131,46 @@ def _project(model: Model, parameters: Params, hidden: jax.Array) -> jax.Array:
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
     """(loss, (sums, maxima, log-probs)): the micro-batch's part of the update's loss, and its metrics."""
-    lp, entropy = batch_logprobs(model, parameters, batch, objective.chunk_elements)
+    o = objective
+    lp, entropy = batch_logprobs(model, parameters, batch, o.chunk_elements, o.entropy_coef > 0)
+    token_loss, sums, maxima = token_losses(o, lp, entropy, batch)
+    return (batch.weight * token_loss).sum(), (sums, maxima, jax.lax.stop_gradient(lp))
+
+
+def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: LearnerBatch) -> Any:
+    """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies: policy term, times its correction, plus
+    divergence, less entropy."""
     mask = batch.drawn
-    old = batch.old if objective.use_old else jax.lax.stop_gradient(lp)
-    token_loss, policy = POLICY_LOSSES[objective.loss](
-        lp, old, batch.advantage, mask, batch.segment, clip_low=objective.clip_low, clip_high=objective.clip_high)
+    old = batch.old if o.use_old else jax.lax.stop_gradient(lp)
     count = mask.sum(dtype=jnp.float32)
+    token_loss, policy = POLICY_LOSSES[o.loss](lp, old, batch.advantage, mask, batch.segment, o.bounds)
     sums = {
         "clip/fraction": policy["clip_fraction"],
         "clip/low": policy["clip_low_fraction"],
         "clip/high": policy["clip_high_fraction"],
         "ratio/mean": policy["ratio"],
-        "entropy": (jnp.where(mask, entropy, 0.0).sum(), count),
+        "entropy": (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count),
     }
-    if objective.kl_coef:
-        divergence = token_kl(objective.kl, lp, batch.ref, mask)
-        token_loss += objective.kl_coef * divergence
+    if o.correction != "none":
+        weight = correction_weights(o.correction, o.correction_level, old, batch.beh, mask, batch.segment,
+                                    *o.correction_bounds)
+        token_loss = weight * token_loss
+        sums["correction/weight"] = (weight.sum(), count)
+        sums["correction/zero"] = ((mask & (weight == 0)).sum(dtype=jnp.float32), count)
+    if o.kl_coef:
+        divergence = token_kl(o.kl, lp, batch.ref, mask, *o.kl_clamps)
         sums["kl"] = (divergence.sum(), count)
+        if o.kl_weighted:
+            divergence *= jnp.exp(log_ratio(o.loss, lp, old, mask, batch.segment))
+        token_loss += o.kl_coef * divergence
+    if o.entropy_coef:
+        token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
     apart = jnp.where(mask, old - batch.beh, 0.0)
     difference, w = jnp.abs(apart), jnp.where(mask, jnp.exp(apart), 0.0)
     sums["mismatch/logprob_mean"] = (difference.sum(), count)
     sums["mismatch/w"] = (w.sum(), count)
     sums["mismatch/w2"] = ((w * w).sum(), count)
-    maxima = {"mismatch/logprob_max": difference.max()}
-    return (batch.weight * token_loss).sum(), (sums, maxima, jax.lax.stop_gradient(lp))
+    return token_loss, sums, {"mismatch/logprob_max": difference.max()}
 
 
 @dataclass(frozen=True)
@@ -194,7 +229,7 @@ class Learner:
         """Adds a micro-batch's gradient and metrics; also its log-probs, float32[R, S, C]."""
         before = self._zero() if total is None else total
         self._make_room()
-        after, lp = self._accumulate(before, state.trainable, state.frozen, self.put(batch))
+        after, lp = self._accumulate(before, state.trainable, state.frozen, put_batch(self.model, batch))
         self._in_flight.append(lp)
         return after, lp
 
@@ -209,13 +244,9 @@ class Learner:
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
         self._make_room()
-        lp = self._score(parameters, self.put(batch))
+        lp = self._score(parameters, put_batch(self.model, batch))
         self._in_flight.append(lp)
         return lp
-
-    def put(self, batch: LearnerBatch) -> LearnerBatch:
-        temperature = jax.device_put(batch.temperature, self.model.role.replicated)
-        return replace(self.model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
 
     def _make_room(self) -> None:
         """Waits, before a step is dispatched, until fewer than MAX_IN_FLIGHT are undrained."""
@@ -234,14 +265,32 @@ class ParameterScorer:
         return self.learner.score(self.parameters, batch)
 
 
+class ModelScorer:
+    """The `Scorer` of another model with the same vocabulary: a teacher."""
+
+    def __init__(self, model: Model, parameters: Params):
+        self.model, self.parameters = model, parameters
+        self._score = jax.jit(partial(_score, model, CHUNK_ELEMENTS))
+        self._last: Any = None
+
+    def score(self, batch: LearnerBatch) -> jax.Array:
+        jax.block_until_ready(self._last)  # one in flight
+        self._last = self._score(self.parameters, put_batch(self.model, batch))
+        return self._last
+
+
+def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
+    temperature = jax.device_put(batch.temperature, model.role.replicated)
+    return replace(model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
+
+
 def _zero(shapes: Params, objective: Objective) -> Accumulated:
     def pair() -> tuple[jax.Array, jax.Array]:
         return jnp.float32(0), jnp.float32(0)
 
-    names = [*SUMS, *(["kl"] if objective.kl_coef else [])]
     gradient = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
     maxima = {name: jnp.float32(0) for name in MAXIMA}
-    return Accumulated(gradient, jnp.float32(0), {name: pair() for name in names}, maxima)
+    return Accumulated(gradient, jnp.float32(0), {name: pair() for name in objective.sums}, maxima)
 
 
 def _accumulate(model: Model, objective: Objective, total: Accumulated, trainable: Params, frozen: Params,

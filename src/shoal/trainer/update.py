@@ -1,6 +1,7 @@
 """What one step's groups do to the weights: advantages, weights, mini-batches, log-probs, updates, metrics.
 
-    groups -> advantages[P, G] -> for each epoch, each mini-batch: token weights -> micro-batches -> accumulate, apply
+    groups -> log-probs given beforehand (old, ref, teacher) -> advantages[P, G]
+           -> for each epoch, each mini-batch: token weights -> micro-batches -> accumulate, apply
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from shoal.algorithm.advantage import ADVANTAGES, informative
+from shoal.algorithm.advantage import informative, step_advantages
 from shoal.algorithm.aggregation import token_weights
+from shoal.algorithm.kl import token_kl
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
 from shoal.trainer.batch import MicroBatch, Shape, choose_shape, pack
 from shoal.trainer.step import Applied, Learner, ParameterScorer, TrainState
-from shoal.types import Address, Group, Scorer
+from shoal.types import Address, Group, Scorer, StopReason
 
 Key = tuple[int, int]
 """(group, completion)"""
+
+
+TokenValues = dict[Key, np.ndarray]
+"""float32[T] by (group, completion)."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +38,25 @@ class Table:
     rewards: np.ndarray
     valid: np.ndarray
     lengths: np.ndarray  # drawn tokens
+    cut: np.ndarray  # the completion reached the limit
     advantages: np.ndarray
     informative: np.ndarray  # [P]
 
     @classmethod
-    def of(cls, groups: Sequence[Group], a: AlgorithmSection) -> Table:
+    def of(cls, groups: Sequence[Group], a: AlgorithmSection, penalty: np.ndarray | None = None) -> Table:
+        """`penalty[P, G]` is taken off the rewards before they become advantages."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
         lengths = np.array([[int(c.drawn.sum()) for c in group.completions] for group in groups])
-        advantages = ADVANTAGES[a.advantage](rewards, valid, std_ddof=a.std_ddof, std_eps=a.std_eps)
-        return cls(rewards, valid, lengths, advantages, informative(rewards, valid))
+        cut = np.array([[c.stop_reason == StopReason.LENGTH for c in group.completions] for group in groups])
+        components, weights = [group.reward_components for group in groups], dict(groups[0].reward_weights)
+        judged = rewards
+        if penalty is not None:
+            judged = rewards - penalty
+            components = [{**parts, "kl": -taken} for parts, taken in zip(components, penalty, strict=True)]
+            weights["kl"] = 1.0
+        advantages = step_advantages(a, judged, valid, components, weights)
+        return cls(rewards, valid, lengths, cut, advantages, informative(rewards, valid))
 
 
 @dataclass
@@ -50,13 +66,24 @@ class Outcome:
 
     table: Table
     metrics: MetricSet
-    logprobs: dict[Key, np.ndarray] = field(default_factory=dict)
+    logprobs: TokenValues = field(default_factory=dict)
     correction: np.ndarray = field(default_factory=lambda: np.zeros(3))  # sums of w, 1 and w^2, w = exp(old - beh)
 
 
 @dataclass(frozen=True)
+class Given:
+    """Log-probs from before the first update, by (group, completion); None where nothing reads them."""
+
+    old: TokenValues | None = None
+    ref: TokenValues | None = None
+    teacher: TokenValues | None = None
+
+
+@dataclass(frozen=True)
 class Updater:
-    """Makes a step's updates. `reference` scores what the KL term refers to; None where its weight is 0."""
+    """Makes a step's updates. `reference` scores what the KL term refers to; None where its weight is 0. `teacher`
+    scores whose log-prob minus the policy's, times `teacher_coef`, is added to each token's advantage. `max_tokens`:
+    the longest completion. `num_kept`: K of `pack`."""
 
     learner: Learner
     algorithm: AlgorithmSection
@@ -64,22 +91,30 @@ class Updater:
     temperature: float
     seed: int
     reference: Scorer | None = None
+    teacher: Scorer | None = None
+    teacher_coef: float = 1.0
+    max_tokens: int = 1
+    num_kept: int = 0
 
     def update(self, state: TrainState, groups: Sequence[Group], step: int) -> tuple[TrainState, Outcome]:
         started = time.perf_counter()
-        table = Table.of(groups, self.algorithm)
-        outcome = Outcome(table, MetricSet())
         shards = self.learner.model.role.row_shards
         prompts = -(-self.batch.prompts_per_step // self.algorithm.num_minibatches)
         shape = choose_shape(groups, prompts, self.batch.group_size, self.batch.micro_tokens,
                              shards)
-        old, ref = self._given(state, groups, table, shape)
+        metrics, table = MetricSet(), Table.of(groups, self.algorithm)
+        given = self._given(state, groups, table, shape)
+        if (penalty := self._penalty(groups, given, shape, metrics)) is not None:
+            table = Table.of(groups, self.algorithm, penalty)
+        outcome = Outcome(table, metrics)
+        shift = self._shift(groups, given, metrics)
+        old = given.old if self.learner.objective.use_old else None
+        outcome.logprobs |= given.old or {}
         trained = 0
-        outcome.logprobs |= old or {}
         for epoch in range(self.algorithm.num_epochs):
             for members in self._minibatches(len(groups), step, epoch):
-                batches = self._pack(groups, table, members, shape, old, ref)
-                state = self._one(state, batches, outcome, keep=old is None)
+                batches = self._pack(groups, table, members, shape, old, given.ref, shift)
+                state = self._one(state, batches, outcome, keep=given.old is None)
                 trained += sum(int((batch.arrays.segment > 0).sum() + batch.arrays.prefix_len.sum())
                                for batch in batches)
                 self._saved(batches, outcome.metrics)
@@ -102,32 +137,78 @@ class Updater:
         return np.array_split(order, parts)
 
     def _pack(self, groups: Sequence[Group], table: Table, members: np.ndarray, shape: Shape,
-              old: dict[Key, np.ndarray] | None, ref: dict[Key, np.ndarray] | None) -> list[MicroBatch]:
-        """Micro-batches of one update. Groups without variance stay out where nothing but the advantage acts on
-        them; by `degenerate` they still count in the denominator, or do not."""
+              old: TokenValues | None, ref: TokenValues | None, shift: TokenValues | None) -> list[MicroBatch]:
+        """Micro-batches of one update. By `degenerate`, groups that teach nothing count in the denominator, or do not.
+        Completions that were cut count as completions, none of their tokens does, where `mask_cut` says so."""
+        a, included = self.algorithm, self._included(table, members)
         counts = np.ones_like(table.valid)
-        if self.algorithm.degenerate == "renormalise":
-            counts &= table.informative[:, None]
+        if a.degenerate == "renormalise":
+            counts &= np.isin(np.arange(len(groups)), included)[:, None]
+        lengths = np.where(table.cut, 0, table.lengths) if a.mask_cut else table.lengths
         weights = np.zeros(table.valid.shape)
-        weights[members] = token_weights(self.algorithm.aggregation, table.lengths[members], table.valid[members],
-                                         counts[members])
-        include = [int(n) for n in members if table.informative[n] or self.algorithm.kl_coef > 0]
-        return pack(groups, include, table.advantages, weights, shape, self.temperature, old, ref)
+        weights[members] = token_weights(a.aggregation, lengths[members], table.valid[members], counts[members],
+                                         a.aggregation_tokens or self.max_tokens)
+        return pack(groups, included, table.advantages, weights, shape, self.temperature, old,
+                    ref, shift, self.num_kept)
 
-    def _given(self, state: TrainState, groups: Sequence[Group], table: Table,
-               shape: Shape) -> tuple[dict[Key, np.ndarray] | None, dict[Key, np.ndarray] | None]:
-        """Log-probs that need a pass of their own before the first update: `old` where several updates are made,
-        `ref` where there is a reference."""
-        own = ParameterScorer(self.learner, state.trainable) if self.learner.objective.use_old else None
-        wanted = (own, self.reference)
-        if wanted == (None, None):
-            return None, None
-        batches = self._pack(groups, table, np.arange(len(groups)), shape, None, None)
-        return tuple(None if scorer is None else self._scores(scorer, batches) for scorer in wanted)  # type: ignore[return-value]
+    def _included(self, table: Table, members: np.ndarray) -> list[int]:
+        """Groups to compute: those whose advantages are all 0 stay out where nothing else acts on them."""
+        a = self.algorithm
+        everyone = a.kl_coef > 0 or a.entropy_coef > 0 or self.teacher is not None
+        return [int(n) for n in members if everyone or (table.advantages[n] != 0).any()]
 
-    def _scores(self, scorer: Scorer, batches: Sequence[MicroBatch]) -> dict[Key, np.ndarray]:
+    @property
+    def num_scorings(self) -> int:
+        """Passes over a step's batch beside the updates."""
+        return sum(scorer is not None for scorer in (self.reference, self.teacher)) + self._scores_old
+
+    @property
+    def _scores_old(self) -> bool:
+        """`old` is read by several updates, by a divergence in the reward, by a teacher."""
+        a = self.algorithm
+        return self.learner.objective.use_old or (a.kl_in == "reward" and a.kl_coef > 0) or self.teacher is not None
+
+    def _given(self, state: TrainState, groups: Sequence[Group], table: Table, shape: Shape) -> Given:
+        """What needs a pass of its own before the first update."""
+        own = ParameterScorer(self.learner, state.trainable) if self._scores_old else None
+        wanted = (own, self.reference, self.teacher)
+        if wanted == (None, None, None):
+            return Given()
+        nothing = np.zeros_like(table.advantages)
+        batches = pack(groups, self._included(table, np.arange(len(groups))), nothing, nothing, shape,
+                       self.temperature, num_kept=self.num_kept)
+        return Given(*(None if scorer is None else self._scores(scorer, batches) for scorer in wanted))
+
+    def _penalty(self, groups: Sequence[Group], given: Given, shape: Shape, metrics: MetricSet) -> np.ndarray | None:
+        """What a divergence in the reward takes off it, [P, G]: the sum over a completion's drawn tokens."""
+        a = self.algorithm
+        if a.kl_in == "loss" or given.ref is None or given.old is None:
+            return None
+        old, ref = (np.zeros((len(groups), groups[0].size, shape.length), np.float32) for _ in range(2))
+        drawn = np.zeros(old.shape, bool)
+        for (group, index), values in given.old.items():
+            at = (group, index, slice(0, len(values)))
+            old[at], ref[at], drawn[at] = values, given.ref[group, index], groups[group].completions[index].drawn
+        apart = np.stack([
+            np.asarray(token_kl(a.kl, *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
+                                clamp_value=a.kl_clamp_value), np.float64)
+            for arrays in zip(old, ref, drawn, strict=True)])  # a group at a time: one shape, little memory
+        metrics.add("kl", apart.sum(), drawn.sum())
+        return a.kl_coef * apart.sum(axis=-1)
+
+    def _shift(self, groups: Sequence[Group], given: Given, metrics: MetricSet) -> TokenValues | None:
+        """The teacher's part of each token's advantage: minus the reverse divergence from it, by one sample."""
+        if given.teacher is None or given.old is None:
+            return None
+        apart = {key: given.teacher[key] - old for key, old in given.old.items()}
+        for (group, index), values in apart.items():
+            drawn = groups[group].completions[index].drawn
+            metrics.add("teacher/kl", -values[drawn].sum(), drawn.sum())
+        return {key: np.float32(self.teacher_coef) * values for key, values in apart.items()}
+
+    def _scores(self, scorer: Scorer, batches: Sequence[MicroBatch]) -> TokenValues:
         values = [scorer.score(batch.arrays) for batch in batches]
-        found: dict[Key, np.ndarray] = {}
+        found: TokenValues = {}
         for batch, value in zip(batches, values, strict=True):
             found |= batch.take(np.asarray(value))
         return found

@@ -1,0 +1,8 @@
+"""TorchRL's synchronous GRPO by its name: `python grpo.py env.dataset=ifeval`. The preset is `grpo_gsm8k`."""
+
+import sys
+
+from shoal.cli import door
+
+if __name__ == "__main__":
+    sys.exit(door("grpo"))

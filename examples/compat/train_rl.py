@@ -1,0 +1,8 @@
+"""MaxText's RL training by its name: `python3 -m examples.compat.train_rl rl.yml model_name=llama3.1-8b`."""
+
+import sys
+
+from shoal.cli import door
+
+if __name__ == "__main__":
+    sys.exit(door("train_rl"))

@@ -1,0 +1,89 @@
+"""Models by the names that MaxText gives them: where the hub has each, and its sizes.
+
+Sizes are those of MaxText's `src/maxtext/configs/models/<name>.yml`, hub ids those of its
+`src/maxtext/utils/globals.py` where it has the name. Llama 3.1 and 3.3 stretch their rotary frequencies as their
+config.json on the hub says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal.config.keys import nearest
+from shoal.model.transformer import Architecture, RopeScaling
+from shoal.types import ShoalError
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model that MaxText has a name for."""
+
+    hub_id: str
+    architecture: Architecture
+
+
+_LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def _llama(width: int, feed_forward: int, layers: int, heads: int, key_heads: int, vocabulary: int = 128256,
+           theta: float = 500000.0, scaling: RopeScaling | None = None) -> Architecture:
+    return Architecture(vocabulary, width, feed_forward, layers, heads, key_heads, 128, theta, scaling, norm_eps=1e-5)
+
+
+def _qwen2(width: int, feed_forward: int, layers: int, heads: int, key_heads: int, vocabulary: int = 152064,
+           tied: bool = False) -> Architecture:
+    return Architecture(vocabulary, width, feed_forward, layers, heads, key_heads, 128, 1e6, norm_eps=1e-6,
+                        tie_embeddings=tied, qkv_bias=True)
+
+
+def _qwen3(width: int, feed_forward: int, layers: int, heads: int, tied: bool = False) -> Architecture:
+    return Architecture(151936, width, feed_forward, layers, heads, 8, 128, 1e6, norm_eps=1e-6, tie_embeddings=tied,
+                        qk_norm=True)
+
+
+_LLAMA_8B = _llama(4096, 14336, 32, 32, 8)
+_LLAMA_70B = _llama(8192, 28672, 80, 64, 8)
+_LLAMA31_8B, _LLAMA31_70B = replace(_LLAMA_8B, rope_scaling=_LLAMA3), replace(_LLAMA_70B, rope_scaling=_LLAMA3)
+_QWEN3_2B = _qwen3(2048, 6144, 28, 16, tied=True)
+_QWEN3_4B = _qwen3(2560, 9728, 36, 32, tied=True)
+_QWEN3_8B = _qwen3(4096, 12288, 36, 32)
+_QWEN3_14B = _qwen3(5120, 17408, 40, 40)
+
+MODELS: Mapping[str, Named] = {
+    "llama2-7b": Named("meta-llama/Llama-2-7b-hf", _llama(4096, 11008, 32, 32, 32, 32000, 10000.0)),
+    "llama2-13b": Named("meta-llama/Llama-2-13b-hf", _llama(5120, 13824, 40, 40, 40, 32000, 10000.0)),
+    "llama2-70b": Named("meta-llama/Llama-2-70b-hf", _llama(8192, 28672, 80, 64, 8, 32000, 10000.0)),
+    "llama3-8b": Named("meta-llama/Meta-Llama-3-8B", _LLAMA_8B),
+    "llama3-70b": Named("meta-llama/Meta-Llama-3-70B", _LLAMA_70B),
+    "llama3.1-8b": Named("meta-llama/Llama-3.1-8B", _LLAMA31_8B),
+    "llama3.1-8b-Instruct": Named("meta-llama/Llama-3.1-8B-Instruct", _LLAMA31_8B),
+    "llama3.1-70b": Named("meta-llama/Llama-3.1-70B", _LLAMA31_70B),
+    "llama3.1-70b-Instruct": Named("meta-llama/Llama-3.1-70B-Instruct", _LLAMA31_70B),
+    "llama3.1-405b": Named("meta-llama/Llama-3.1-405B", _llama(16384, 53248, 126, 128, 8, scaling=_LLAMA3)),
+    "llama3.3-70b": Named("meta-llama/Llama-3.3-70B-Instruct", _LLAMA31_70B),
+    "qwen2.5-1.5b": Named("Qwen/Qwen2.5-1.5B-Instruct", _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True)),
+    "qwen2.5-7b": Named("Qwen/Qwen2.5-7B-Instruct", _qwen2(3584, 18944, 28, 28, 4)),
+    "qwen2.5-14b": Named("Qwen/Qwen2.5-14B-Instruct", _qwen2(5120, 13824, 48, 40, 8)),
+    "qwen3-0.6b": Named("Qwen/Qwen3-0.6B", _qwen3(1024, 3072, 28, 16, tied=True)),
+    "qwen3-1.7b": Named("Qwen/Qwen3-1.7B", _QWEN3_2B),
+    "qwen3-1.7b-base": Named("Qwen/Qwen3-1.7B-Base", _QWEN3_2B),
+    "qwen3-4b": Named("Qwen/Qwen3-4B", _QWEN3_4B),
+    "qwen3-4b-base": Named("Qwen/Qwen3-4B-Base", _QWEN3_4B),
+    "qwen3-4b-thinking-2507": Named("Qwen/Qwen3-4B-Thinking-2507", replace(_QWEN3_4B, rope_theta=5e6)),
+    "qwen3-8b": Named("Qwen/Qwen3-8B", _QWEN3_8B),
+    "qwen3-8b-base": Named("Qwen/Qwen3-8B-Base", _QWEN3_8B),
+    "qwen3-14b": Named("Qwen/Qwen3-14B", _QWEN3_14B),
+    "qwen3-14b-base": Named("Qwen/Qwen3-14B-Base", _QWEN3_14B),
+    "qwen3-32b": Named("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64)),
+}
+"""MaxText's name -> the model; those of its families that Shoal computes."""
+
+
+def model_named(name: str) -> Named:
+    """The model of a name, whatever its case; ShoalError with the nearest where there is none."""
+    by_lower = {known.lower(): model for known, model in MODELS.items()}
+    if name.lower() not in by_lower:
+        raise ShoalError(f"no model is called {name!r}, did you mean {nearest(name, MODELS)}? Names: "
+                         f"{', '.join(MODELS)}; any other model goes by its folder or hub id, as model.path")
+    return by_lower[name.lower()]

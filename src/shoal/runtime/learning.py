@@ -1,0 +1,104 @@
+"""What a configuration says about learning: whether it can be, what it makes of samples, and who makes the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.config.schema import Config, SamplingSection, TrainSection
+from shoal.model.transformer import Model
+from shoal.runtime.brief import num_updates
+from shoal.trainer.loop import Schedule
+from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
+from shoal.trainer.update import Updater
+from shoal.types import Params, ShoalError
+
+
+def check_trainable(config: Config) -> None:
+    """Raises ShoalError for settings from which nothing can be learnt."""
+    a = config.algorithm
+    if config.sampling.temperature == 0:
+        raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
+                         "set it to 1.0")
+    if a.advantage == "none" and not config.teacher.path:
+        raise ShoalError("algorithm.advantage=none: nothing teaches, the rewards have no part and there is no teacher; "
+                         "set teacher.path, or another advantage")
+    if a.advantage == "none" and a.kl_in == "reward" and a.kl_coef:
+        raise ShoalError("algorithm.kl_in=reward with algorithm.advantage=none: a divergence taken off the reward has "
+                         "no part here; set algorithm.kl_in=loss")
+    if a.dynamic_sampling and a.advantage == "none":
+        raise ShoalError("algorithm.dynamic_sampling=true with algorithm.advantage=none: groups are chosen by their "
+                         "rewards, which have no part here; set one of them otherwise")
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
+    """What is allowed and hardly meant."""
+    a, s = config.algorithm, config.sampling
+    if a.loss.startswith("gspo") and max(a.clip_low, a.clip_high) > 0.01:
+        yield (f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
+               "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
+    if a.kl == "k1" and a.kl_in == "loss" and a.kl_coef:
+        yield ("algorithm.kl=k1 in the loss regularises nothing: its on-policy gradient is zero in expectation; set "
+               "algorithm.kl_in=reward, or kl=k2 or k3")
+    if truncates(s) and not a.replay_truncation:
+        yield ("algorithm.replay_truncation=false: log-probs are over all tokens, samples over those that top_k, top_p "
+               "and min_p keep; the ratio is biased by the mass that is kept")
+    if truncates(s) and a.replay_truncation:
+        yield (f"samples are truncated: at each place at most {num_kept(config)} tokens (sampling.max_kept_tokens="
+               f"{s.max_kept_tokens}, the likeliest) are kept, stored and replayed by the trainer")
+        if config.teacher.path:
+            yield ("a teacher with truncated samples is asked about the kept tokens alone: where one is kept it says "
+                   "nothing; set sampling.top_k=0, top_p=1, min_p=0")
+    yield from unread_settings(config)
+
+
+def unread_settings(config: Config) -> Iterator[str]:
+    """Keys that were set and that nothing reads, or that mean another thing, beside the others."""
+    a = config.algorithm
+    clips = ("grpo", "gspo", "gspo-token")
+    if a.clip_dual and a.loss not in clips:
+        yield (f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for "
+               f"{', '.join(clips)}")
+    if a.loss == "cispo" and a.cispo_bound == "absolute" and a.clip_high <= 1:
+        yield (f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
+               "1 that it starts from; 5 is usual")
+    if a.kl_coef and a.kl_in == "reward" and a.kl != "k1":
+        yield f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there"
+    if a.kl_coef and a.kl_in == "reward" and a.kl_weighted:
+        yield "algorithm.kl_weighted=true has no effect on a divergence in the reward"
+    if a.degenerate == "renormalise" and (a.kl_coef or a.entropy_coef or config.teacher.path):
+        yield ("algorithm.degenerate=renormalise has no effect where a divergence, an entropy bonus or a teacher acts "
+               "on every group")
+    shifted = config.reward.overlong_buffer_tokens or (a.kl_coef and a.kl_in == "reward")
+    if a.advantage == "maxrl" and (shifted or any(weight < 0 for weight in config.reward.weights)):
+        yield ("algorithm.advantage=maxrl divides by the group's mean reward: with rewards below 0 it may be of any "
+               "size, and groups whose mean is not above 0 teach nothing")
+
+
+def truncates(s: SamplingSection) -> bool:
+    return s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+
+
+def num_kept(config: Config) -> int:
+    """Places, at each token, for those that it was chosen from; 0 where all were kept or nobody reads them."""
+    s = config.sampling
+    if not (truncates(s) and config.algorithm.replay_truncation):
+        return 0
+    return min(s.max_kept_tokens, s.top_k or s.max_kept_tokens)
+
+
+def schedule_of(t: TrainSection) -> Schedule:
+    """`max_staleness = lag + publish_every - 1`."""
+    lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.publish_every - 1)
+    return Schedule(lag, t.publish_every)
+
+
+def make_learner(config: Config, model: Model) -> Learner:
+    return Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates(config))
+
+
+def make_updater(config: Config, learner: Learner, first: Params | None, teacher: ModelScorer | None) -> Updater:
+    """`first`: the weights that the reference keeps; read only where there is one."""
+    a = config.algorithm
+    reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
+    return Updater(learner, a, config.batch, config.sampling.temperature, config.seed, reference, teacher,
+                   config.teacher.coef, config.sampling.max_completion_tokens, num_kept(config))

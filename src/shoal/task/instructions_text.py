@@ -1,0 +1,229 @@
+"""What checkers count in a text: words, sentences, words in capitals, its language. Nothing is fetched.
+
+Published figures count sentences by Punkt (Kiss and Strunk, 2006) with its English model: a full stop ends a sentence
+unless it ends an abbreviation, an initial, an ordinal or an ellipsis, where the next word decides. `sentences` follows
+its rules, with short tables in place of the model's statistics: only after those four can the two differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+
+LANGUAGE_CHARACTERS = 20_000
+"""Characters of a text that its language is told by; langdetect itself reads 10,000."""
+
+_CLOSING = r")\";}\]*:@'({\[!?"
+_CANDIDATE = re.compile(rf".*[.?!](?=[{_CLOSING}]|$)", re.DOTALL)
+_INNER_CANDIDATE = re.compile(rf".*[.?!](?=[{_CLOSING}])", re.DOTALL)
+_INNER_END = re.compile(rf"[?!](?=[{_CLOSING}]|--|\.\.)")
+_TOKEN_BREAK = re.compile(r"[)\";}\]*:@({\[!?]|--|(?=')")
+_REALIGNED = re.compile(r"[\"')\]}]+(?=\s|--|$)\s*")
+_PUNCTUATION = (";", ":", ",", ".", "!", "?")
+_NUMBER = re.compile(r"-?[.,]?\d[\d,.-]*")
+_WORD_START = re.compile(r"[^\W\d][\w-]*")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ABBREVIATIONS = _words("""
+    mr mrs ms messrs dr prof jr sr st lt col maj gen sen rep reps
+    inc co corp cos ltd bros cie conn chg adm ala
+    jan feb aug sep sept oct nov dec tues wed fri yr
+    ariz calif colo ct fla ga ill kan ky mich minn nev okla ore pa tenn va vt wash wis
+    ave ft mg vs ok sw c d e f g h k l m n p r s t v w
+    a.m p.m ph.d u.s u.k u.n u.s.a u.s.s.r d.c n.y n.j n.c s.c n.d n.h n.m l.a w.va a.d a.c d.h d.w m.b.a
+    j.b j.c j.j j.k j.p j.r r.j r.h r.k t.j h.f g.k w.c w.w c.v s.a n.v b.v s.p.a
+""")
+"""Types before a full stop that Punkt's English model takes for abbreviations. It knows neither `etc` nor `e.g`."""
+
+_OPENERS = _words("""
+    i he it they him her them us myself yourself himself itself the this these there here your mine some many
+    most both such same whole enough neither either various in without under into inside beyond between above
+    upon within through throughout along when whenever wherever if unless although though while whereas since
+    whether but so yet nor even still however therefore moreover furthermore meanwhile instead indeed finally
+    overall thus hence besides anyway otherwise similarly likewise accordingly subsequently
+    nevertheless nonetheless separately eventually ultimately suddenly soon earlier previously recently
+    currently afterwards initially typically sometimes always essentially notably importantly specifically
+    certainly surprisingly unfortunately sadly personally honestly according despite among regardless given
+    depending tomorrow yesterday yes thanks thank please okay were does cannot try think remember consider
+    imagine suppose assume believe guess feeling wish need ask learn choose enjoy explore include ensure finish
+    note call contact send submit apply follow wait listen turn walk using being going looking working right
+    better nothing anything someone anyone mother mom team question response conclusion title section step page
+    figure fig chart list item example examples
+""")
+"""Words that, with a capital, begin a sentence even after an abbreviation or an ellipsis."""
+
+_COMMON = _OPENERS - {"i"} | _words("""
+    a an that those its she we you me my our their his what who whose where why how as because after before
+    during until once also and or first second third next then just only not no none well now today on at by for
+    from to with over about of off out up down near against across around outside past plus all each every few
+    several other another much more less little own half certain let do did don can could will would should may
+    might must have has had is are was been be say said make made take use keep get go come see look know show
+    tell give find help read write start end visit avoid add heat place stay stop watch open close move run eat
+    sleep wake live love like want hope feel share join perhaps maybe sure great good best bad big small large
+    old young new long short high low late fast hard easy free full clean weak strong rich poor left wrong false
+    one two three four five everyone everybody everything nobody something people time life day way work money
+    food water home homes house car cars cat dog job school college university health music art science
+    technology history summer winter spring children students teachers parents friends women men customers users
+    players members companies countries cities doctors scientists often never usually generally basically later
+    rather whatever based due apart aside having getting making coming knowing answer summary introduction
+    chapter part table point option reason steps reasons
+""")
+"""Words known in small letters: with a capital they are no name, and begin a sentence after an initial."""
+
+LANGUAGES = _words("""
+    af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl
+    pt ro ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
+""")
+"""What `detect_language` can say."""
+
+
+def count_words(text: str) -> int:
+    """Runs of letters, digits and underscores.
+
+    >>> count_words("It's 3.5 well-known words")
+    7
+    """
+    return len(re.findall(r"\w+", text))
+
+
+# ---- sentences
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text as Punkt cuts them; line ends alone end none.
+
+    >>> sentences('Dr. Lee left at 5 p.m. on Monday. "Why?" he asked')
+    ['Dr. Lee left at 5 p.m. on Monday.', '"Why?"', 'he asked']
+    """
+    pieces, start = [], 0
+    words = [*re.finditer(r"\S+", text), None]
+    for word, following in itertools.pairwise(words):
+        assert word
+        found = (_CANDIDATE if following else _INNER_CANDIDATE).match(word.group())
+        if found is None:
+            continue
+        rest = word.group()[found.end():]
+        after = rest[:1] or (following.group() if following else "")
+        if _ends(found.group(), after) or (not rest and _ends_within(after)):
+            end = word.start() + found.end()
+            pieces.append((start, end))
+            start = following.start() if following and not rest else end
+    pieces.append((start, len(text.rstrip())))
+    return _realigned(text, pieces)
+
+
+def _realigned(text: str, pieces: list[tuple[int, int]]) -> list[str]:
+    """The pieces, with quotes and brackets that begin one given to the one before it."""
+    found, shift = [], 0
+    for (start, end), (next_start, next_end) in zip(pieces, [*pieces[1:], (0, 0)], strict=True):
+        start, closing = start + shift, _REALIGNED.match(text[next_start:next_end])
+        shift = closing.end() if closing else 0
+        if closing:
+            end = next_start + len(closing.group().rstrip())
+        if text[start:end]:
+            found.append(text[start:end])
+    return found
+
+
+def _ends(word: str, after: str) -> bool:
+    """Whether a word (up to its `.`, `?` or `!`) ends a sentence, by what comes after it."""
+    if word[-1] != "." or _INNER_END.search(word):
+        return True
+    if word.endswith(".."):
+        return _opens(after)
+    kind = _TOKEN_BREAK.split(word)[-1].lstrip("`&#-,").lower().removesuffix(".")
+    is_initial = len(kind) == 1 and kind.isalpha()
+    if kind in _ABBREVIATIONS or kind.rpartition("-")[2] in _ABBREVIATIONS:
+        return not is_initial and _opens(after)
+    if not is_initial and not _NUMBER.fullmatch(kind):
+        return True
+    following = _first_word(after)
+    if after in _PUNCTUATION or following[:1].islower():
+        return False
+    return not (is_initial and following[:1].isupper() and following.lower() not in _COMMON)
+
+
+def _ends_within(word: str) -> bool:
+    """Whether a sentence ends before the last sign of a word, as in `(No!)`."""
+    found = _INNER_CANDIDATE.match(word)
+    return found is not None and _ends(found.group(), word[found.end():][:1])
+
+
+def _opens(after: str) -> bool:
+    """Whether what comes after an abbreviation or an ellipsis begins a sentence."""
+    word = _first_word(after)
+    return word[:1].isupper() and word.lower() in _OPENERS
+
+
+def _first_word(text: str) -> str:
+    found = _WORD_START.match(text)
+    return found.group() if found else ""
+
+
+# ---- words in capitals
+
+_BREAK = re.compile(r"[\"«»“”‘’„`()\[\]{}<>;@#$%&?!*]|''|--|\.{2,}|[:,](?!\d)|(?i:(?<=')(?![mtsdn])(?=\w\b))")
+_CLOSERS = "])}>\"'»”’ "
+_CLITIC = re.compile(r"(?<=[^'])(?:'[sSmMdD]|')$")
+_LONG_CLITIC = re.compile(r"(?<=[^'])(?:'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)$")
+_JOINED = re.compile(r"\b(?:(can)(not)|(d)('ye)|(gim)(me)|(gon)(na)|(got)(ta)|(lem)(me)|(more)('n)|(wan)(na))\b",
+                     re.IGNORECASE)
+
+
+def count_capital_words(text: str) -> int:
+    """Words without a small letter, cut as in the Penn Treebank: `I'm` and `NASA's` hold one, `WE'LL` two.
+
+    >>> count_capital_words("NASA's DON'T-ASK rule: I agree, OK?")
+    4
+    """
+    return sum(word.isupper() for sentence in sentences(text) for word in _treebank(sentence))
+
+
+def _treebank(sentence: str) -> list[str]:
+    """The words of a sentence; of punctuation only what sticks to a word is kept."""
+    words = []
+    body = sentence.rstrip().rstrip(_CLOSERS)
+    if body.endswith(".") and not body.endswith(".."):
+        sentence = body[:-1]
+    spaced = _BREAK.sub(" ", sentence)
+    for piece, space in re.findall(r"(\S+)(\s|$)", spaced):
+        parts = [piece]
+        for clitic in (_CLITIC, _LONG_CLITIC) if space in ("", " ") else ():  # before a line's end they stay
+            if found := clitic.search(parts[0]):
+                parts[:1] = [parts[0][:found.start()], found.group()]
+        words += [word for part in parts for word in _JOINED.sub(_apart, part).split()]
+    return words
+
+
+def _apart(found: re.Match[str]) -> str:
+    return " {} {} ".format(*(part for part in found.groups() if part))
+
+
+# ---- language
+
+
+@functools.lru_cache(maxsize=256)
+def detect_language(text: str) -> str | None:
+    """ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None where it cannot be told.
+
+    langdetect draws random numbers: its seed is set, so that a text has one language.
+    """
+    detect, unknown = _detector()
+    try:
+        return detect(text[:LANGUAGE_CHARACTERS])
+    except unknown:
+        return None
+
+
+@functools.cache
+def _detector() -> tuple[Callable[[str], str], type[Exception]]:
+    from langdetect import DetectorFactory, LangDetectException, detect
+
+    DetectorFactory.seed = 0
+    return detect, LangDetectException

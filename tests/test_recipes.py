@@ -1,0 +1,237 @@
+"""`recipe=` gives the other system's loss: each is written here once more in NumPy from that system's own definition,
+on padded arrays [B, T] as it has them, and compared with Shoal's in value and gradient. `algorithm=` composes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+
+import oracle
+from proof_data import Update, by_shoal, layout
+from shoal.algorithm.aggregation import token_weights
+from shoal.config.compose import PRESETS, compose
+from shoal.config.keys import keys_of
+from shoal.config.schema import AlgorithmSection, Config
+from shoal.trainer.step import Objective
+from shoal.trainer.update import step_advantages
+from shoal.types import ShoalError
+
+RECIPES = sorted(file.stem for file in (PRESETS / "recipe").glob("*.yaml"))
+ALGORITHMS = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))
+P, G, T = 3, 4, 6
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What every system computes its loss from: B = P x G rows, padded to T."""
+
+    old: np.ndarray
+    sampler: np.ndarray
+    ref: np.ndarray
+    entropy: np.ndarray
+    mask: np.ndarray
+    rewards: np.ndarray  # [B]
+    beta: float
+    lp: np.ndarray  # where stop-gradients stand
+
+    @property
+    def grouped(self) -> np.ndarray:
+        return self.rewards.reshape(P, G)
+
+
+def draw(seed: int, beta: float) -> Batch:
+    rng = np.random.default_rng(seed)
+    old = -0.2 - rng.exponential(1.0, (P * G, T))
+    lp, ref, sampler = (old + spread * rng.standard_normal(old.shape) for spread in (0.3, 0.5, 0.3))
+    mask = np.arange(T) < rng.integers(1, T + 1, (P * G, 1))
+    rewards = np.tile([0.0, 1.0, 1.0, 0.25], P) * np.repeat([1.0, 1.0, 3.0], G)
+    return Batch(old, sampler, ref, rng.exponential(1.0, old.shape), mask, rewards, beta, lp)
+
+
+Loss = Callable[[Batch, np.ndarray], Any]
+"""(batch, log-probs[B, T], perhaps complex) -> the loss. Minima and clips of complex numbers go by the real part."""
+
+
+def clip(x: np.ndarray, low: float, high: float) -> np.ndarray:
+    return np.where(np.real(x) < low, low, np.where(np.real(x) > high, high, x))
+
+
+def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where(np.real(a) >= np.real(b), a, b)
+
+
+def trl(b: Batch, lp: np.ndarray) -> Any:
+    """trl/trainer/grpo_trainer.py 1.16.0: scale_rewards "group", loss_type "dapo", use_bias_correction_kl, and vLLM's
+    "sequence_mask" with clip_max 3."""
+    deviation = b.grouped.std(axis=1, ddof=1, keepdims=True)
+    advantage = ((b.grouped - b.grouped.mean(axis=1, keepdims=True)) / (deviation + 1e-4)).reshape(-1, 1)
+    ratio = np.exp(lp - b.old)
+    per_token = larger(-ratio * advantage, -clip(ratio, 0.8, 1.2) * advantage)
+    sequence = np.exp(((b.old - b.sampler) * b.mask).sum(axis=1, keepdims=True))
+    per_token = per_token * np.where(sequence > 3.0, 0.0, sequence)
+    if b.beta:
+        per_token = per_token + b.beta * (np.exp(b.ref - lp) - (b.ref - lp) - 1) * ratio
+    return (per_token * b.mask).sum() / b.mask.sum()
+
+
+def verl(b: Batch, lp: np.ndarray) -> Any:
+    """verl/trainer/ppo/core_algos.py 0.9.1: grpo outcome advantage, the vanilla policy loss with clip_ratio_c 3,
+    low_var_kl, token-mean."""
+    scores = b.grouped - b.grouped.mean(axis=1, keepdims=True)
+    advantage = (scores / (b.grouped.std(axis=1, ddof=1, keepdims=True) + 1e-6)).reshape(-1, 1)
+    ratio = np.exp(clip(lp - b.old, -20, 20))
+    first = larger(-advantage * ratio, -advantage * clip(ratio, 0.8, 1.2))
+    capped = -larger(-first, -(-advantage * 3.0 + 0 * ratio))
+    policy = np.where(advantage < 0, capped, first)
+    x = clip(b.ref - lp, -20, 20)
+    kl = clip(np.exp(x) - x - 1, -10, 10)
+    return (policy * b.mask).sum() / b.mask.sum() + b.beta * (kl * b.mask).sum() / b.mask.sum()
+
+
+def maxtext(b: Batch, lp: np.ndarray) -> Any:
+    """src/maxtext/experimental/rl/grpo_trainer.py: population deviation with 1e-8, k3, means of means."""
+    deviation = b.grouped.std(axis=1)
+    advantage = (b.rewards - np.repeat(b.grouped.mean(axis=1), G)) / (np.repeat(deviation, G) + 1e-8)
+    ratio = np.exp(lp - b.old)
+    tokens = larger(-ratio * advantage[:, None], -clip(ratio, 0.8, 1.2) * advantage[:, None])
+    tokens = tokens + b.beta * (np.exp(b.ref - lp) - (b.ref - lp) - 1)
+    return ((tokens * b.mask).sum(axis=1) / b.mask.sum(axis=1)).mean()
+
+
+def tunix(b: Batch, lp: np.ndarray) -> Any:
+    """tunix/rl/algo_core.py and tunix/rl/common.py 0.1.7: kl_loss_mode "kl", sequence-mean-token-mean."""
+    deviation = np.repeat(b.grouped.std(axis=1, ddof=1), G)
+    advantage = ((b.rewards - np.repeat(b.grouped.mean(axis=1), G)) / (deviation + 1e-6))[:, None]
+    ratio = np.exp(clip(lp - b.old, -20, 20))
+    tokens = larger(-advantage * ratio, -advantage * clip(ratio, 0.8, 1.2))
+    policy = ((tokens * b.mask).sum(axis=1) / b.mask.sum(axis=1)).sum() / len(b.rewards)
+    kl = (((lp - b.ref) * b.mask).sum(axis=1) / b.mask.sum(axis=1)).sum() / len(b.rewards)
+    return policy + b.beta * kl
+
+
+def torchrl(b: Batch, lp: np.ndarray) -> Any:
+    """torchrl/objectives/llm/grpo.py: MCAdvantage with a least deviation of 1e-6, clip in logarithms, token_mean,
+    entropy bonus. (Its own divergence is a mean over padding too, which Shoal does not follow.)"""
+    assert not b.beta
+    deviation = np.maximum(b.grouped.std(axis=1, ddof=1, keepdims=True), 1e-6)
+    advantage = ((b.grouped - b.grouped.mean(axis=1, keepdims=True)) / deviation).reshape(-1, 1)
+    log_weight = lp - b.old
+    bounded = clip(log_weight, np.log1p(-0.2), np.log1p(0.2))
+    objective = larger(-np.exp(log_weight) * advantage, -np.exp(bounded) * advantage)
+    return ((objective - 1e-4 * b.entropy) * b.mask).sum() / b.mask.sum()
+
+
+def scalerl(b: Batch, lp: np.ndarray) -> Any:
+    """arXiv 2510.13786: CISPO with eps_max 5, advantages over their deviation in the batch, prompt average."""
+    assert not b.beta
+    centred = (b.grouped - b.grouped.mean(axis=1, keepdims=True)).reshape(-1, 1)
+    advantage = centred / (centred.std(ddof=1) + 1e-4)
+    tokens = -np.minimum(np.exp(b.lp - b.old), 5.0) * advantage * lp
+    by_prompt, lengths = ((x * b.mask).reshape(P, -1).sum(axis=1) for x in (tokens, np.ones_like(b.lp)))
+    return (by_prompt / lengths).mean()
+
+
+SYSTEMS: dict[str, Loss] = {"trl": trl, "verl": verl, "maxtext": maxtext, "tunix": tunix, "torchrl": torchrl,
+                            "scalerl": scalerl}
+WITH_KL = ("trl", "verl", "maxtext", "tunix")
+
+
+def by_recipe(a: AlgorithmSection, b: Batch) -> tuple[float, np.ndarray]:
+    """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32."""
+    advantages = step_advantages(a, b.grouped, np.ones((P, G), bool))
+    rows = [oracle.Completion(b.lp[i][b.mask[i]], b.old[i][b.mask[i]], b.ref[i][b.mask[i]], b.mask[i][b.mask[i]],
+                              advantages[i // G, i % G], b.sampler[i][b.mask[i]], i // G) for i in range(P * G)]
+    grouped = [rows[p * G : (p + 1) * G] for p in range(P)]
+    entropies = [[b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)] for p in range(P)]
+    every = np.ones((P, G), bool)
+    update = Update(grouped, entropies, every, every, ~every)
+    got = by_shoal(layout(update, per_slot=2, dtype=np.float32), replace(Objective.of(a), use_old=True))
+    weights = token_weights(a.aggregation, update.lengths, every, every, a.aggregation_tokens or T)
+    gradient = np.zeros((P * G, T))
+    for (p, g), own in got.gradients(weights)[0].items():
+        gradient[p * G + g, : len(own)] = own
+    return got.loss(weights), gradient
+
+
+@pytest.mark.parametrize(("name", "beta"), [*((name, 0.0) for name in RECIPES), *((name, 0.04) for name in WITH_KL)])
+def test_a_recipe_gives_that_systems_loss(name: str, beta: float):
+    config, _ = compose("train", [f"recipe={name}", f"algorithm.kl_coef={beta}"])
+    for seed in (1, 2):
+        b = draw(seed, beta)
+        value, gradient = by_recipe(config.algorithm, b)
+        want = SYSTEMS[name](b, b.lp)
+        assert abs(want) > 1e-3 and value == pytest.approx(want, rel=1e-5, abs=1e-6)
+        slope = oracle.derivative(lambda lp, b=b: SYSTEMS[name](b, lp), b.lp)
+        assert (np.abs(slope) > 1e-4).sum() > 20
+        np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-6)
+
+
+def test_the_data_reach_what_tells_systems_apart():
+    """Tokens clipped on both sides, sequences over the cap, and no two systems with the same loss."""
+    b = draw(1, 0.0)
+    ratio = np.exp(b.lp - b.old)[b.mask]
+    assert (ratio < 0.8).sum() > 3 and (ratio > 1.2).sum() > 3
+    sequence = np.exp(((b.old - b.sampler) * b.mask).sum(axis=1))
+    assert (sequence > 3).any() and (sequence < 3).any()
+    losses = [SYSTEMS[name](b, b.lp) for name in RECIPES]
+    different = np.abs(np.subtract.outer(losses, losses)) + np.eye(len(losses))
+    assert different.min() > 1e-5 * np.abs(losses).max()
+
+
+def test_verls_dual_clip_and_clamps_are_reached():
+    b = draw(1, 0.04)
+    b = replace(b, lp=b.lp + 12.0 * (np.arange(T) == 0), ref=b.ref - 15.0 * (np.arange(T) == 1))
+    config, _ = compose("train", ["recipe=verl", "algorithm.kl_coef=0.04"])
+    value, gradient = by_recipe(config.algorithm, b)
+    assert value == pytest.approx(verl(b, b.lp), rel=1e-5)
+    np.testing.assert_allclose(gradient, oracle.derivative(lambda lp: verl(b, lp), b.lp), rtol=1e-4, atol=1e-6)
+
+
+def test_every_recipe_and_algorithm_is_proven_or_named():
+    assert set(SYSTEMS) == set(RECIPES)
+    sections = [compose("train", [f"algorithm={name}"])[0].algorithm for name in ALGORITHMS]
+    assert {a.loss for a in sections} == set(get_args(get_type_hints(AlgorithmSection)["loss"]))
+    assert {a.advantage for a in sections} == set(get_args(get_type_hints(AlgorithmSection)["advantage"])) - {"none"}
+
+
+@pytest.mark.parametrize("folder", ["recipe", "algorithm"])
+def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
+    import yaml
+
+    for file in sorted((PRESETS / folder).glob("*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
+        values = yaml.safe_load(text)
+        keys = [f"{a}.{b}" if isinstance(inner, dict) else a for a, inner in values.items()
+                for b in (inner if isinstance(inner, dict) else [a])]
+        assert keys and not set(keys) - set(keys_of(Config)), file.name
+        if folder == "algorithm":
+            assert {"algorithm"} <= set(values) <= {"algorithm", "reward"} and "arXiv" in text
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "cispo"])
+def test_ones_own_keys_lie_over_an_algorithm(name: str):
+    config, resolved = compose("train", [f"algorithm={name}", "algorithm.clip_high=0.5", "algorithm.num_minibatches=2"])
+    assert (config.algorithm.clip_high, config.algorithm.num_minibatches) == (0.5, 2)
+    assert config.algorithm.loss == {"dapo": "grpo"}.get(name, name)
+    assert any(f"algorithm={name}" in note for note in resolved.notes)
+
+
+def test_an_algorithm_lies_over_a_recipe():
+    config, _ = compose("train", ["recipe=verl", "algorithm=gspo"])
+    assert config.algorithm.loss == "gspo" and config.algorithm.clip_high == 4e-4
+    assert config.optimizer.weight_decay == 0.01 and config.algorithm.clip_dual == 0.0
+
+
+def test_an_unknown_recipe_names_the_ones_there_are():
+    with pytest.raises(ShoalError, match="maxtext, scalerl, torchrl, trl, tunix, verl"):
+        compose("train", ["recipe=ver"])
+
+
+def test_presets_are_in_the_package():
+    assert Path(PRESETS, "recipe", "trl.yaml").is_file() and len(ALGORITHMS) >= 12

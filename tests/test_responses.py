@@ -1,0 +1,234 @@
+"""`shoal eval responses=FILE`: answers made elsewhere, with a task that stands for the published ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal import cli
+from shoal.config.schema import TaskSection
+from shoal.runtime.responses import question_of
+from shoal.task import task as tasks
+from shoal.task.data import Published
+from shoal.task.task import Task
+from shoal.types import Example, ShoalError
+
+QUESTIONS = ["2 + 3 = ?", "4 + 4 = ?", "1 + 1 = ?\n", "9 + 9 = ?"]
+GOLD = ["5", "8", "2", "18"]
+
+
+def of_row(number: int, row: Any) -> Example:
+    if not str(row["answer"]).isdigit():
+        raise ShoalError(f"`answer` is {row['answer']!r}, which is no number")
+    return Example(number, [{"role": "system", "content": "Add."}, {"role": "user", "content": row["question"]}],
+                   {"answer": row["answer"]})
+
+
+def verdict(text: str, example: Example) -> dict[str, Any]:
+    strict = text == example.columns["answer"]
+    return {"correct": strict, "answer": text.split()[-1], "loose": text.endswith(example.columns["answer"])}
+
+
+def blank(section: TaskSection) -> Task:
+    return Task("sums", (), {}, (), verdict=verdict, of_row=of_row, figures=lambda verdicts: {
+        "prompt_loose": sum(one["loose"] for one in verdicts) / len(verdicts)})
+
+
+@pytest.fixture
+def loads(monkeypatch) -> list[TaskSection]:
+    """The task `sums`, three questions held out and one to train on; the sections that its data was loaded with."""
+    asked: list[TaskSection] = []
+
+    def load(section: TaskSection, *_: Any) -> Task:
+        asked.append(section)
+        rows = [of_row(i, {"question": question, "answer": answer})
+                for i, (question, answer) in enumerate(zip(QUESTIONS, GOLD, strict=True))]
+        whole = blank(section)
+        return Task("sums", rows[3:], {"held_out": rows[:3]}, (), verdict=whole.verdict, of_row=of_row,
+                    figures=whole.figures, notes=("sums: 0 rows were dropped",))
+
+    module = types.ModuleType("sums")
+    module.load, module.blank = load, blank  # pyright: ignore[reportAttributeAccessIssue]
+    module.PUBLISHED = Published("sums", "", ("question", "answer"))  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "sums", module)
+    monkeypatch.setitem(tasks.TASKS, "sums", "sums")
+    return asked
+
+
+def write(folder: Path, rows: list[Any], name: str = "responses.jsonl") -> Path:
+    file = folder / name
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return file
+
+
+def judge(folder: Path, rows: list[Any], *words: str) -> dict[str, Any]:
+    output = folder / "deep" / "out.json"
+    file = write(folder, rows)
+    assert cli.main(["eval", "task=sums", f"responses={file}", f"output={output}", *words]) == 0
+    return json.loads(output.read_text(encoding="utf-8"))
+
+
+def test_rows_with_their_gold_need_no_data(loads, tmp_path, capsys):
+    rows = [{"question": "7 + 7 = ?", "answer": "14", "response": "14", "id": "a"}, "",
+            {"question": "é\u2028 ?", "answer": "3", "response": "it is 3"},
+            {"question": "é\u2028 ?", "answer": "3", "response": "4"}]
+    told = judge(tmp_path, rows)
+    assert not loads
+    assert (told["task"], told["num_responses"], told["num_questions"], told["num_unjudged"]) == ("sums", 3, 2, 0)
+    assert told["accuracy"] == pytest.approx(1 / 3) and told["prompt_loose"] == pytest.approx(2 / 3)
+    assert told["accuracy_interval"] == pytest.approx([0.0615, 0.7923], abs=1e-4)
+    assert told["rows"] == [
+        {"question": "7 + 7 = ?", "given_answer": "14", "response": "14", "id": "a", "correct": True, "answer": "14",
+         "loose": True},
+        {"question": "é\u2028 ?", "given_answer": "3", "response": "it is 3", "correct": False, "answer": "3",
+         "loose": True},
+        {"question": "é\u2028 ?", "given_answer": "3", "response": "4", "correct": False, "answer": "4",
+         "loose": False}]
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == (f"sums: accuracy 33.3% (answers of {tmp_path / 'responses.jsonl'}, 3 responses, 2 questions; "
+                    "95% interval 6.1-79.2)  prompt loose 66.7%")
+
+
+def test_gold_is_found_by_the_question(loads, tmp_path, capsys):
+    told = judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}, {"question": "9 + 9 = ?", "response": "17"},
+                            {"question": "no such", "response": "8"}, {"question": "1 + 1 = ?", "response": "2"},
+                            {"question": "5 + 5 = ?", "answer": "10", "response": "10"},
+                            {"question": "2 + 3 = ?", "answer": "five", "response": "5"}])
+    assert [section.num_questions for section in loads] == [0]
+    assert (told["num_responses"], told["num_unjudged"], told["accuracy"]) == (4, 2, 3 / 4)
+    assert [row["correct"] for row in told["rows"]] == [True, False, None, True, True, None]
+    assert told["rows"][2] == {"question": "no such", "response": "8", "correct": None,
+                               "unjudged": "its question is not in the task's data"}
+    assert told["rows"][5]["unjudged"] == "`answer` is 'five', which is no number"
+    out = capsys.readouterr().out
+    assert "2 of 3 held_out questions are answered" in out and "1 of 1 training questions are answered" in out
+    assert (f"2 of 6 responses cannot be judged and are not counted; the first, {tmp_path / 'responses.jsonl'}, line 3:"
+            " its question is not in") in out and "sums: 0 rows were dropped" in out
+
+
+def test_a_task_without_blank_is_loaded(loads, tmp_path, monkeypatch):
+    monkeypatch.delattr(sys.modules["sums"], "blank")
+    assert judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}])["accuracy"] == 1
+    assert len(loads) == 1
+
+
+def test_words_are_judged_too(tmp_path, capsys):
+    from shoal.task.task import load_task
+
+    example = load_task(TaskSection(num_questions=3)).evaluations["held_out"][1]
+    answer = f"<reasoning>so</reasoning><answer>{example.columns['answer']}</answer>"
+    rows = [{"question": question_of(example, "question"), "response": text} for text in (answer, "nothing")]
+    file = write(tmp_path, rows)
+    figures = shoal.evaluate(task="words", responses=str(file), model="elsewhere")
+    assert (figures["accuracy"], figures["num_responses"], figures["num_questions"]) == (0.5, 2, 1)
+    assert "model=elsewhere has no effect" in capsys.readouterr().out
+
+
+def rewards(completions: Any, answer: Any, **_: Any) -> list[float | None]:
+    return plain([completion[0]["content"] for completion in completions], answer)
+
+
+def plain(completions: Any, answer: Any, **_: Any) -> list[float | None]:
+    """The length of the text in tens, beside the gold answer; it cannot judge an empty one."""
+    return [len(text) / 10 + int(gold) if text else None for text, gold in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize("call", ["group", "step"])
+def test_reward_functions_are_called_where_given(loads, tmp_path, call):
+    rows = [{"question": "4 + 4 = ?", "response": "8"}, {"question": "2 + 3 = ?", "response": "it is 5"},
+            {"question": "none", "response": "5"}]
+    output = tmp_path / "out.json"
+    figures = shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=rewards, output=str(output),
+                             reward__call=call, reward__workers=0)
+    assert figures["mean_reward"] == figures["rewards/rewards"] == pytest.approx((8.1 + 5.7) / 2)
+    assert figures["accuracy"] == 0.5
+    told = json.loads(output.read_text())["rows"]
+    assert told[0]["reward"] == told[0]["rewards"]["rewards"] == 8.1 and told[0]["correct"] is True
+    assert "reward" not in told[2]
+
+
+def test_own_data_is_judged_by_rewards_alone(tmp_path):
+    data = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(20)]
+    source, file = write(tmp_path, data, "data.jsonl"), write(tmp_path, [{"prompt": "3 + 1 = ?", "response": "4!"},
+                                                                        {"prompt": "19 + 1 = ?", "response": ""}])
+    settings = {"task": {"name": "custom", "path": str(source)}, "responses": str(file)}
+    figures = shoal.evaluate(**settings, reward=plain, reward__workers=0)
+    assert figures["mean_reward"] == pytest.approx(4.2) and "accuracy" not in figures and figures["num_responses"] == 2
+    with pytest.raises(ShoalError, match="task custom does not say what is right"):
+        shoal.evaluate(**settings)
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    (["{"], ("line 1 is no JSON object",)),
+    (["[" * 100_000], ("line 1 is no JSON object",)),
+    ([{"question": "?", "response": "!"}, "", [1]], ("line 3 is a list", "`question` and `response`")),
+    ([{"response": "8"}], ("line 1: `question` is missing; text is needed",)),
+    ([{"question": "?", "response": None}], ("line 1: `response` is null; text is needed",)),
+    ([{"question": "?", "response": ["a"]}], ('line 1: `response` is ["a"]; text is needed',)),
+    ([{"question": "?", "answer": "x", "response": "8"}], ("none of the 1 responses can be judged by task sums",
+                                                           "line 1: `answer` is 'x', which is no number",)),
+    (["  "], ("holds no row",)),
+    ([{"question": "what?", "response": "8"}], ("line 1: its question is not in the task's data",
+                                                "Its data must have each `question` as it stands")),
+])
+def test_bad_rows_are_named(loads, tmp_path, capsys, rows, words):
+    output = tmp_path / "out.json"
+    assert cli.main(["eval", "task=sums", f"responses={write(tmp_path, rows)}", f"output={output}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words), line
+    assert not output.exists()
+
+
+def test_bad_settings_are_named(loads, tmp_path, monkeypatch):
+    file = str(write(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}]))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"responses": str(tmp_path / "none")}, "there is no such file; give a jsonl file with `question`"),
+        ({"responses": file, "output": str(tmp_path)}, "is a folder"),
+        ({"responses": file, "task": "summs"}, "there is no such task")]
+    for settings, message in cases:
+        with pytest.raises(ShoalError, match=message):
+            shoal.evaluate(**{"task": "sums", **settings})
+    (tmp_path / "latin").write_bytes(b'{"question": "\xe9"}')
+    with pytest.raises(ShoalError, match="is no text in UTF-8"):
+        shoal.evaluate(task="sums", responses=str(tmp_path / "latin"))
+    monkeypatch.setattr(sys.modules["sums"], "blank", lambda section: Task("sums", (), {}, (), of_row=of_row))
+    with pytest.raises(ShoalError, match="does not say what is right"):
+        shoal.evaluate(task="sums", responses=str(write(tmp_path, [{"question": "a", "answer": "1", "response": "1"}])))
+
+
+def test_no_jax_is_imported(tmp_path):
+    file = write(tmp_path, [{"question": "?", "response": "8"}])
+    code = ("import sys; from shoal import cli; code = cli.main(sys.argv[1:]); "
+            "sys.exit(9 if 'jax' in sys.modules else code)")
+    done = subprocess.run([sys.executable, "-c", code, "eval", "task=words", f"responses={file}"], capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 2 and "none of the 1 responses can be judged by task words" in done.stderr
+
+
+@pytest.mark.parametrize(("task", "row", "right", "wrong", "extra"), [
+    ("gsm8k", {"question": "2 + 3?", "answer": "Add.\n#### 5"}, "The answer is 5.", "It is 6.", {}),
+    ("ifeval", {"prompt": "Say hi, no commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+     "Hi.", "Hi, you.", {"prompt_strict": 0.5, "instruction_strict": 0.5, "prompt_loose": 0.5,
+                         "instruction_loose": 0.5}),
+])
+def test_published_rows_are_judged_without_their_data(tmp_path, monkeypatch, task, row, right, wrong, extra):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
+    file = write(tmp_path, [{**row, "response": text} for text in (right, wrong)])
+    figures = shoal.evaluate(task=task, responses=str(file), output=str(tmp_path / "out.json"))
+    assert figures["accuracy"] == 0.5 and extra.items() <= figures.items()
+    assert [one["correct"] for one in json.loads((tmp_path / "out.json").read_text())["rows"]] == [True, False]
+
+
+def test_math_is_judged_without_its_data(tmp_path):
+    pytest.importorskip("math_verify")
+    rows = [{"problem": "?", "solution": "\\boxed{\\frac{3}{4}}", "response": "so \\boxed{0.75}"},
+            {"problem": "?", "answer": "5", "response": "$6$"}]
+    assert shoal.evaluate(task="math", responses=str(write(tmp_path, rows)))["accuracy"] == 0.5

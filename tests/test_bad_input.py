@@ -198,7 +198,7 @@ LONG = {"question": "9" * 80, "answer": "#### 1"}
     (fourth_question(question=4, answer="#### 1"), [], ["line 4: 'question' is a int; text is needed"]),
     (lambda data: data.write_text('{"question": "a"'), [], ["line 1 is no JSON object", "one object a line"]),
     (lambda data: data.write_bytes(b"\xff\xfe"), [], ["is no text in UTF-8"]),
-    (lambda data: data.write_text('{"question": "a", "answer": "5"}\n'), [], ["ends in `#### <number>`"]),
+    (lambda data: data.write_text('{"question": "a", "answer": "five"}\n'), [], ["ends in `#### <number>`"]),
     (keep(1), [], ["the data has 1 prompts, fewer than batch.prompts_per_step=2"]),
     (fourth_question(**LONG), ["sampling.long_prompts=error", "steps=10"],
      ["the prompt of row 3 has 81 tokens, sampling.max_prompt_tokens is 64", "sampling.long_prompts=drop"]),

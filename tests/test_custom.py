@@ -344,7 +344,8 @@ def test_a_readme_cannot_point_elsewhere(tmp_path: Path) -> None:
     ("configs: 5", "README.md: `configs` is a int; expected a list of subsets"),
     ("configs:\n- config_name: default\n  data_files: 5", "`data_files` of 'default' has a int; expected the names"),
     ("configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: 5", "'default' has a int; expected"),
-    ('configs:\n- config_name: default\n  data_files: ""', "'' cannot be read as a name or pattern of files"),
+    ('configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: ""',
+     "'' cannot be read as a name or pattern of files"),
     ("configs:\n- config_name: default\n  data_files: train.csv",
      "train.csv is of a kind that is not read; expected .jsonl, .json, .parquet"),
 ])

@@ -223,7 +223,7 @@ def planted(workshop) -> dict[str, str]:
         "folder": str(folder), "no_tokenizer": str(no_tokenizer), "small_vocabulary": str(small),
         "no_eos": str(no_eos), "nan": str(nan), "empty": str(folder / "empty.jsonl"),
         "wrong_column": data("wrong_column", '{"question": "N?", "solution": "N"}'),
-        "no_gold": data("no_gold", '{"question": "N?", "answer": "N"}'),
+        "no_gold": data("no_gold", '{"question": "N?", "answer": "none"}'),
         "half_gold": data("half_gold", '{"question": "N?", "answer": "HALF"}'),
         "templated": data("templated", '{"question": "<|im_start|>user\\nN?<|im_end|>", "answer": "#### N"}'),
     }

@@ -87,8 +87,9 @@ def test_samples_by_hand():
     assert figures["sampled_protocol"] == "4 completions a question at temperature 1, top_k 5"
 
 
-@pytest.mark.parametrize(("k", "names"), [(1, {"pass@1"}), (2, {"pass@1", "pass@2"}), (3, {"pass@1", "pass@2", "pass@3"}),
-                                          (8, {"pass@1", "pass@2", "pass@4", "pass@8"})])
+@pytest.mark.parametrize(("k", "names"), [
+    (1, {"pass@1"}), (2, {"pass@1", "pass@2"}), (3, {"pass@1", "pass@2", "pass@3"}),
+    (8, {"pass@1", "pass@2", "pass@4", "pass@8"})])
 def test_fewer_samples_than_were_drawn(k, names):
     figures = score_sampled([group("a" + "b" * (k - 1), "a")], SamplingParams(), task())
     assert {name for name in figures if name.startswith("pass@") and not name.endswith("_error")} == names
@@ -257,6 +258,14 @@ def test_the_overlong_penalty_is_part_of_the_reward(workshop, capsys):
     figures = json.loads(capsys.readouterr().out)["held_out"]
     assert figures["rewards/overlong"] == pytest.approx(-figures["mean_length"] / 12)
     assert figures["mean_reward"] == pytest.approx(figures["rewards/vowels"] + figures["rewards/overlong"])
+
+
+def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(3)))
+    assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", f"task.path={data}")) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["held_out"]["num_questions"] == 3 and "all its 3 rows are evaluated on" in err
 
 
 def test_an_output_that_cannot_be_is_met_first(workshop, tmp_path, capsys):

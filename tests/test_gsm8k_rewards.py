@@ -221,6 +221,14 @@ def test_what_verl_does_not_reward_is_not_right_there(text: str) -> None:
     assert preset.right(preset.answer("#### 42"), "42") and preset.well_formed(text)
 
 
+def test_what_tunix_rewards_is_right_there() -> None:
+    preset = PRESETS["tunix"]
+    for text in ("<reasoning>r</reasoning><answer>1,200", "<reasoning>r</reasoning><answer> 1200.0\n</answer>",
+                 "<answer>1200</answer>"):
+        assert preset.right(preset.answer(text), "1200")
+    assert not preset.right(preset.answer("<answer>1200"), "1200")
+
+
 def test_answers_are_counted_in_one_spelling(tmp_path: Path) -> None:
     task = load(write(tmp_path, [{"question": f"q{i}?", "answer": "#### 5"} for i in range(4)]), "shoal")
     assert task.extract
@@ -301,7 +309,8 @@ WORKING = "She eats 3 of 16, so 16 - 3 = 13 are left.\nShe sells 9 * 2 = 18 doll
     ("It is 118 000 in all.", "118000"), ("Answer: 1 234 567", "1234567"), ("Answer: 20 = 5*4", "20"),
     ("So 18 = 9 x 2 is it.", "18"), ("\\boxed{20 = 4 \\cdot 5}", "20"),
     ("3 + 4 = 2 + 5", "2"), ("5 * 4 = 20", "20"),
-    ("She pays Rs.18", "18"), ("It is No.18", "18"), ("It is .5", "0.5"), ("The answer is 50% of 36, which is 18.", "18"),
+    ("She pays Rs.18", "18"), ("It is No.18", "18"), ("It is .5", "0.5"),
+    ("The answer is 50% of 36, which is 18.", "18"),
     ("The answer is 12,34,567", "1234567"), ("The answer is 1,234,567", "1234567"),
 ])
 def test_final_numbers_that_were_read_wrongly(text: str, number: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import shoal
 from shoal import cli
 from shoal.config.schema import TaskSection
-from shoal.runtime.responses import question_of
+from shoal.runtime.responses import question_of, spelled
 from shoal.task import task as tasks
 from shoal.task.data import Published
 from shoal.task.task import Task
@@ -22,6 +24,9 @@ from shoal.types import Example, ShoalError
 
 QUESTIONS = ["2 + 3 = ?", "4 + 4 = ?", "1 + 1 = ?\n", "9 + 9 = ?"]
 GOLD = ["5", "8", "2", "18"]
+
+
+with_math_verify = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="an extra")
 
 
 def of_row(number: int, row: Any) -> Example:
@@ -100,17 +105,95 @@ def test_gold_is_found_by_the_question(loads, tmp_path, capsys):
     told = judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}, {"question": "9 + 9 = ?", "response": "17"},
                             {"question": "no such", "response": "8"}, {"question": "1 + 1 = ?", "response": "2"},
                             {"question": "5 + 5 = ?", "answer": "10", "response": "10"},
-                            {"question": "2 + 3 = ?", "answer": "five", "response": "5"}])
+                            {"question": "2 + 3 = ?", "answer": "five", "response": "5"},
+                            {"question": "3 + 3 = ?", "answer": "six", "response": "6"}])
     assert [section.num_questions for section in loads] == [0]
-    assert (told["num_responses"], told["num_unjudged"], told["accuracy"]) == (4, 2, 3 / 4)
-    assert [row["correct"] for row in told["rows"]] == [True, False, None, True, True, None]
+    assert (told["num_responses"], told["num_unjudged"], told["accuracy"]) == (5, 2, 4 / 5)
+    assert [row["correct"] for row in told["rows"]] == [True, False, None, True, True, True, None]
+    assert told["protocol"] == f"answers of {tmp_path / 'responses.jsonl'}, 2 of 7 not judged"
     assert told["rows"][2] == {"question": "no such", "response": "8", "correct": None,
                                "unjudged": "its question is not in the task's data"}
-    assert told["rows"][5]["unjudged"] == "`answer` is 'five', which is no number"
+    assert told["rows"][5]["given_answer"] == "five"  # looked up, since it cannot be read
+    assert told["rows"][6] == {"question": "3 + 3 = ?", "given_answer": "six", "response": "6", "correct": None,
+                               "unjudged": "`answer` is 'six', which is no number"}
     out = capsys.readouterr().out
-    assert "2 of 3 held_out questions are answered" in out and "1 of 1 training questions are answered" in out
-    assert (f"2 of 6 responses cannot be judged and are not counted; the first, {tmp_path / 'responses.jsonl'}, line 3:"
+    assert "1 of 7 responses are judged by what their own rows say is right" in out
+    assert "3 of 3 held_out questions are answered" in out and "1 of 1 training questions are answered" in out
+    assert (f"2 of 7 responses cannot be judged and are not counted; the first, {tmp_path / 'responses.jsonl'}, line 3:"
             " its question is not in") in out and "sums: 0 rows were dropped" in out
+
+
+def test_an_own_answer_that_cannot_be_read_needs_no_data(loads, tmp_path, monkeypatch, capsys):
+    """Where the data cannot be had, the rows that can be judged are."""
+    def fails(section: TaskSection) -> Task:
+        raise ShoalError("task sums: no data")
+
+    monkeypatch.setattr(sys.modules["sums"], "load", fails)
+    told = judge(tmp_path, [{"question": "a", "answer": "x", "response": "1"},
+                            {"question": "b", "answer": "1", "response": "1"}])
+    assert (told["num_responses"], told["num_unjudged"]) == (1, 1)
+    assert "the other questions cannot be looked up: task sums: no data" in capsys.readouterr().out
+
+
+def test_questions_are_found_in_other_spellings(loads, tmp_path):
+    rows = [{"question": "4 +\u00a04  =\n?", "response": "8"}, {"prompt": "2 + 3 = ?", "response": "5"},
+            {"problem": "1 + 1 = ?", "response": "2"}, {"question": None, "prompt": [
+                {"role": "system", "content": "Add."}, {"role": "user", "content": "9 + 9 = ?"}], "response": "18"}]
+    assert judge(tmp_path, rows)["accuracy"] == 1
+    assert spelled("Janet’s “２”\u2028 cafe\u0301 ") == 'Janet\'s "2" café'
+
+
+def test_responses_that_are_no_text(loads, tmp_path, capsys, monkeypatch):
+    rows = [{"question": "4 + 4 = ?", "response": 8}, {"question": "2 + 3 = ?", "response": None, "answer": "5"},
+            {"question": "1 + 1 = ?", "response": "\ud83d 2", "\udc00": ["\ud83d", {"\ud83d": 1}]}]
+    ends = {"verdict": lambda text, example: {"correct": text.endswith(example.columns["answer"])}, "figures": None}
+    monkeypatch.setattr(sys.modules["sums"], "blank", lambda section: replace(blank(section), **ends))
+    told = judge(tmp_path, rows)
+    assert [row["correct"] for row in told["rows"]] == [True, False, True]
+    assert told["rows"][2] == {"question": "1 + 1 = ?", "response": "\\ud83d 2", "\\udc00": ["\\ud83d", {"\\ud83d": 1}],
+                               "correct": True}
+    out = capsys.readouterr().out
+    assert "1 of 3 responses are null and are judged as empty" in out
+    assert "1 of 3 responses are numbers and are judged as text" in out
+
+
+def test_a_column_means_the_same_in_every_row(loads, tmp_path):
+    rows = [{"question": "4 + 4 = ?", "answer": "8", "given_answer": "own", "response": "8", "correct": 3, "loose": 4},
+            {"question": "none", "answer": "x", "response": "8", "unjudged": 5}]
+    first, second = judge(tmp_path, rows)["rows"]
+    assert first == {"question": "4 + 4 = ?", "given_given_answer": "8", "given_answer": "own", "response": "8",
+                     "given_correct": 3, "given_loose": 4, "correct": True, "answer": "8", "loose": True}
+    assert second["given_given_answer"] == "x" and second["given_unjudged"] == 5 and "answer" not in second
+    assert second["unjudged"] == "`answer` is 'x', which is no number"
+
+
+def test_the_overlong_penalty_is_said_to_do_nothing(loads, tmp_path, capsys):
+    judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}], "reward.overlong_buffer_tokens=8")
+    assert "reward.overlong_buffer_tokens=8 has no effect: the lengths in tokens of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["18", 18, "", None, "9 * 2\nA: 18", "two\n#### 18", "18 dollars", "a dozen"])
+def test_gold_of_gsm8k_in_every_form(tmp_path, answer):
+    data = write(tmp_path, [{"question": "What is 9 * 2?", "answer": "It is so.\n#### 18"}], "data.jsonl")
+    rows = [{"question": "What is 9 * 2?", "answer": answer, "response": text} for text in ("It is 18.", "It is 3.")]
+    figures = shoal.evaluate(task={"name": "gsm8k", "path": str(data)}, responses=str(write(tmp_path, rows)))
+    assert (figures["num_unjudged"], figures["accuracy"]) == (0, 0.5)
+
+
+def test_ifeval_judges_the_whole_text_of_a_question(tmp_path):
+    row = {"question": "Hi?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    rows = [{**row, "response": text} for text in ("Well, <answer>hi</answer>", "<answer>hi</answer>")]
+    told = shoal.evaluate(task="ifeval", responses=str(write(tmp_path, rows)))
+    assert told["prompt_strict"] == 0.5
+
+
+@with_math_verify
+def test_math_is_looked_up_where_its_own_answer_cannot_be_read(tmp_path):
+    data = write(tmp_path, [{"problem": "p?", "answer": "5"}], "data.jsonl")
+    rows = [{"problem": "p?", "label": 1, "response": "so x = 5"},
+            {"problem": "p?", "target": "t", "response": "**6**"}]
+    figures = shoal.evaluate(task={"name": "math", "path": str(data)}, responses=str(write(tmp_path, rows)))
+    assert (figures["num_unjudged"], figures["accuracy"]) == (0, 0.5)
 
 
 def test_a_task_without_blank_is_loaded(loads, tmp_path, monkeypatch):
@@ -170,7 +253,10 @@ def test_own_data_is_judged_by_rewards_alone(tmp_path):
     (["[" * 100_000], ("line 1 is no JSON object",)),
     ([{"question": "?", "response": "!"}, "", [1]], ("line 3 is a list", "`question` and `response`")),
     ([{"response": "8"}], ("line 1: `question` is missing; text is needed",)),
-    ([{"question": "?", "response": None}], ("line 1: `response` is null; text is needed",)),
+    ([{"question": "?"}], ("line 1: `response` is missing; text is needed",)),
+    ([{"question": "?", "response": True}], ("line 1: `response` is true; text is needed",)),
+    ([{"question": None, "response": "8"}], ("line 1: `question` is null; text is needed",)),
+    (['{"question": "?", "response": ' + "9" * 5000 + "}"], ("line 1 is no JSON object",)),
     ([{"question": "?", "response": ["a"]}], ('line 1: `response` is ["a"]; text is needed',)),
     ([{"question": "?", "answer": "x", "response": "8"}], ("none of the 1 responses can be judged by task sums",
                                                            "line 1: `answer` is 'x', which is no number",)),
@@ -191,6 +277,8 @@ def test_bad_settings_are_named(loads, tmp_path, monkeypatch):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"responses": str(tmp_path / "none")}, "there is no such file; give a jsonl file with `question`"),
         ({"responses": file, "output": str(tmp_path)}, "is a folder"),
+        ({"responses": file, "output": file}, "is the file of responses itself, which would be lost"),
+        ({"responses": file, "output": str(tmp_path / "deep" / ".." / "responses.jsonl")}, "would be lost"),
         ({"responses": file, "task": "summs"}, "there is no such task")]
     for settings, message in cases:
         with pytest.raises(ShoalError, match=message):
@@ -227,8 +315,8 @@ def test_published_rows_are_judged_without_their_data(tmp_path, monkeypatch, tas
     assert [one["correct"] for one in json.loads((tmp_path / "out.json").read_text())["rows"]] == [True, False]
 
 
+@with_math_verify
 def test_math_is_judged_without_its_data(tmp_path):
-    pytest.importorskip("math_verify")
     rows = [{"problem": "?", "solution": "\\boxed{\\frac{3}{4}}", "response": "so \\boxed{0.75}"},
             {"problem": "?", "answer": "5", "response": "$6$"}]
     assert shoal.evaluate(task="math", responses=str(write(tmp_path, rows)))["accuracy"] == 0.5

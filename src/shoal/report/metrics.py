@@ -107,7 +107,7 @@ METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{function}")
 """Rows that stand for many names: whatever follows their prefix. The first that fits counts."""
 
-RESERVED_FUNCTIONS = ("failed", "logged", "kl")
+RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""
 
 _CLOCKS = ("time/", "throughput/", "memory/")

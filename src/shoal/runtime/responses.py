@@ -230,7 +230,7 @@ def _found(responses: Sequence[Response], answered: Sequence[Example | str], spl
 def spelled(question: str) -> str:
     """A question in one spelling of its characters, quotes and white space.
 
-    >>> spelled("Janet\u2019s\u00a0 eggs?\n")
+    >>> spelled("Janet\\u2019s\\u00a0 eggs?\\n")
     "Janet's eggs?"
     """
     return " ".join(unicodedata.normalize("NFKC", question).translate(_QUOTES).split())

@@ -147,6 +147,12 @@ def exact_answer(text: str) -> str | None:
     return text[opened:min((end for end in ends if end >= 0), default=len(text))]
 
 
+def exact_or_tagged(text: str) -> str | None:
+    """The answer of a text in the format, else what stands in the first `<answer>...</answer>`."""
+    answer = exact_answer(text)
+    return _first_tagged(text) if answer is None else answer.strip()
+
+
 def tag_points(text: str) -> float:
     """0.5 for each of the four tags that occurs once, -0.5 for each that does not."""
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -233,7 +239,7 @@ PRESETS: Mapping[str, Preset] = {
         (_reward("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
          _reward("tags", lambda text, gold: tag_points(text)),
          _reward("answer", answer_points), _reward("number", number_points)),
-        _first_tagged, lambda text: exact_answer(text) is not None),
+        exact_or_tagged, lambda text: exact_answer(text) is not None),
     "torchrl": Preset(
         lambda question: _system(_THINK, question),
         (_reward("correct", lambda text, gold: same_bare(_first_tagged(text), gold), 0.9),

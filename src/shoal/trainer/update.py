@@ -53,8 +53,9 @@ class Table:
         judged = rewards
         if penalty is not None:
             judged = rewards - penalty
-            components = [{**parts, "kl": -taken} for parts, taken in zip(components, penalty, strict=True)]
-            weights["kl"] = 1.0
+            name = "divergence taken off"  # no function has such a name
+            components = [{**parts, name: -taken} for parts, taken in zip(components, penalty, strict=True)]
+            weights[name] = 1.0
         advantages = step_advantages(a, judged, valid, components, weights)
         return cls(rewards, valid, lengths, cut, advantages, informative(rewards, valid))
 

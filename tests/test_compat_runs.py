@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from shoal import cli
 from shoal.config.compose import compose
 from shoal.config.schema import Config
 from shoal.runtime import multirun
 from test_compat import FOLDER, TOKEN, lines_of, words_of
+from tiny_models import write_model_with_tokenizer
 from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
 
 PLAIN = "model.template={{ messages[-1].content }}="
@@ -59,6 +62,20 @@ def test_a_line_for_one_device_runs_to_its_end(workshop, stem, number, capsys):
     assert (run / "summary.json").is_file()
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert TOKEN not in out + err and TOKEN.encode() not in written
+
+
+def test_the_conversion_line_writes_a_checkpoint_that_is_read(workshop, tmp_path, capsys):
+    model = write_model_with_tokenizer(tmp_path / "model", "llama3", "llama3")
+    [line] = lines_of(FOLDER / "to_maxtext.sh")
+    words = [*words_of(line), f"source={model}", "model_name=", f"base_output_directory={tmp_path}/out"]
+    assert cli.main(words) == 0
+    items = tmp_path / "out" / "0" / "items"
+    assert cli.main(["convert", f"from={items}", f"to={tmp_path}/back", "format=huggingface", f"tokenizer={model}"]) == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", model))
+    assert ours.keys() == theirs.keys()
+    assert all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=0) for name in theirs)
+    out, err = capsys.readouterr()
+    assert TOKEN not in out + err
 
 
 def test_a_sweep_over_their_names_ends_with_a_table(workshop, capsys, monkeypatch):

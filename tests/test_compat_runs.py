@@ -70,7 +70,8 @@ def test_the_conversion_line_writes_a_checkpoint_that_is_read(workshop, tmp_path
     words = [*words_of(line), f"source={model}", "model_name=", f"base_output_directory={tmp_path}/out"]
     assert cli.main(words) == 0
     items = tmp_path / "out" / "0" / "items"
-    assert cli.main(["convert", f"from={items}", f"to={tmp_path}/back", "format=huggingface", f"tokenizer={model}"]) == 0
+    back = [f"from={items}", f"to={tmp_path}/back", "format=huggingface", f"tokenizer={model}"]
+    assert cli.main(["convert", *back]) == 0
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", model))
     assert ours.keys() == theirs.keys()
     assert all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=0) for name in theirs)

@@ -97,6 +97,18 @@ def test_a_process_gives_way_to_a_fresh_one(hasty: Checker, monkeypatch: pytest.
     assert all(child.asked <= 2 for child in hasty._children)
 
 
+def test_two_things_said_at_once_are_both_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that is slow to listen finds `ready` and the answer in one piece."""
+    program = tmp_path / "child.py"
+    program.write_text('import os, sys; sys.stdin.readline(); os.write(1, b"ready\\n1\\n"); sys.stdin.read()')
+    monkeypatch.setattr(math_check, "_CHILD", program)
+    checker = Checker(num_children=1)
+    try:
+        assert checker.ask([("v", "w")]) == [True]
+    finally:
+        checker.close()
+
+
 def test_what_was_said_is_remembered(hasty: Checker) -> None:
     pairs = [("u+v", "v+u"), ("u+v", "u v"), ("u+v", "v+u")]
     assert hasty.ask(pairs) == [True, False, True]

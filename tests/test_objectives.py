@@ -288,9 +288,9 @@ def test_the_overlong_penalty_by_hand():
 
 
 def test_prompts_by_the_device_go_on_by_name(workshop):
-    workshop.train("by-device", "batch.prompts_per_device=3", "steps=1")
-    run = workshop.train("by-device", "batch.prompts_per_device=3", "steps=2")
-    assert [len(groups(run, step)) for step in (1, 2)] == [3, 3]
+    workshop.train("by-device", "batch.prompts_per_device=4", "steps=1")
+    run = workshop.train("by-device", "batch.prompts_per_device=4", "steps=2")
+    assert [len(groups(run, step)) for step in (1, 2)] == [4, 4]
 
 
 def test_everything_at_once_runs_and_is_told(workshop):
@@ -298,11 +298,11 @@ def test_everything_at_once_runs_and_is_told(workshop):
         "all", "reward.overlong_buffer_tokens=10", "reward.overlong_penalty=0.5", "algorithm.entropy_coef=0.01",
         "algorithm.correction=icepop", "algorithm.correction_level=geometric", "algorithm.kl_coef=0.05",
         "algorithm.kl_weighted=true", "algorithm.kl_clamp_value=10", "algorithm.clip_dual=3", "algorithm.num_epochs=2",
-        "algorithm.advantage=gdpo", "algorithm.aggregation=prompt-mean", "batch.prompts_per_device=3")
+        "algorithm.advantage=gdpo", "algorithm.aggregation=prompt-mean", "batch.prompts_per_device=4")
     for row in metrics(run):
         assert row["rewards/overlong"] < 0 and row["correction/weight"] == pytest.approx(1, abs=1e-3)
         assert row["correction/zero"] == 0 and row["kl"] >= 0
-    assert len(groups(run, 1)) == 3
+    assert len(groups(run, 1)) == 4
     assert groups(run, 1)[0]["reward_weights"] == {"letters": 1.0, "overlong": 0.5}
 
 

@@ -262,18 +262,21 @@ class _Child:
         """What it has said by now: a word, `""` for nothing yet, `ended` once it has or its time is up."""
         if self.deadline <= time.monotonic():
             return _ENDED
-        data = os.read(self.output, 4096)
-        self._inbox += data
+        if b"\n" not in self._inbox:  # else it has said two things at once, and reading would wait for a third
+            data = os.read(self.output, 4096)
+            if not data:
+                return _ENDED
+            self._inbox += data
         line, newline, rest = self._inbox.partition(b"\n")
         if not newline:
-            return "" if data else _ENDED
+            return ""
         self._inbox = rest
         said = line.decode("utf-8", "replace")
         if said.startswith("no "):
             raise ShoalError(f"math-verify cannot be used ({said[3:]}): pip install 'shoal[math]'")
         if said == "ready":
             self._ready = True
-            return self.hear() if rest else ""
+            return self.hear() if b"\n" in rest else ""
         return said
 
     def end(self) -> None:

@@ -82,6 +82,8 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
     ("reward.weights=1,2", ["reward.weights", "1 numbers"]),
     ("run_name=../out", ["run_name='../out'", "without '..'"]),
     ("base_output_directory={rewards}/below", ["cannot write", "base_output_directory"]),
+    ("base_output_directory=gs://bucket/out", ["storage in a cloud is not there yet"]),
+    ("model=gs://bucket/model", ["model.path=gs://bucket/model", "give a local folder"]),
     ("nonsense.yml", ["nonsense.yml"]),
 ])
 def test_keys_and_values(workshop, capsys, change, parts):

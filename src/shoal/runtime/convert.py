@@ -24,7 +24,7 @@ from shoal.mesh import Role, make_roles
 from shoal.model import hf, maxtext
 from shoal.model.transformer import Architecture
 from shoal.report.console import Console
-from shoal.runtime.output import check_new_folder, writing
+from shoal.runtime.output import check_local, check_new_folder, writing
 from shoal.runtime.source import find_maxtext, own_path
 from shoal.trainer.checkpoint import (
     ITEM,
@@ -78,6 +78,8 @@ def _source(config: ConvertConfig) -> str:
 
 def _target(config: ConvertConfig) -> Path:
     """The folder to write, which is not there yet."""
+    check_local(config.to, "to")
+    check_local(config.base_output_directory, "base_output_directory")
     if config.to:
         key, target = "to", Path(config.to)
     elif config.base_output_directory:

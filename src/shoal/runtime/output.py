@@ -20,6 +20,12 @@ def writing(path: str | Path, key: str) -> Iterator[None]:
         raise ShoalError(f"{key}={path} cannot be written: {error.strerror or error}; choose another place") from error
 
 
+def check_local(path: str | Path, key: str) -> None:
+    """ShoalError for a place in a cloud's storage: as a path it would be a folder of that name here."""
+    if "://" in str(path):
+        raise ShoalError(f"{key}={path}: storage in a cloud is not there yet; give a local folder")
+
+
 def check_writable(path: str | Path, key: str) -> None:
     """ShoalError where no file can be at `path`: met before the work that would be lost."""
     path = Path(path)

@@ -22,6 +22,7 @@ from shoal.report.difference import is_under
 from shoal.report.folder import find_run, is_run, named_folder
 from shoal.report.lines import json_line
 from shoal.report.reading import read_config
+from shoal.runtime.output import check_local
 from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
 from shoal.types import Address, Params, ShoalError
@@ -49,6 +50,7 @@ class Settled:
 def settle(config: Config, resolved: Resolved | None, console: Console) -> Settled:
     """`resume=` names a run, whose configuration is taken, the user's own keys over it; the name of a run that is
     there already must come with its own configuration."""
+    check_local(config.base_output_directory, "base_output_directory")
     if config.resume:
         run = find_run(config.resume, config.base_output_directory)
         arguments = resolved.arguments if resolved else Arguments("", {}, ())

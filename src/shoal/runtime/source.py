@@ -17,6 +17,7 @@ from shoal.model import hf, maxtext
 from shoal.model.maxtext import Place
 from shoal.model.names import model_named
 from shoal.model.transformer import Architecture, declare, is_declared
+from shoal.runtime.output import check_local
 from shoal.trainer.checkpoint import (
     MODEL_FOLDER,
     find_checkpoint,
@@ -42,6 +43,7 @@ class Source:
 def find_model(section: ModelSection) -> Source:
     """The model of a configuration: where it lies and what it is."""
     path = own_path(section)
+    check_local(path, "model.path")
     local = Path(path).expanduser()
     if tree := find_tree(local):
         return _maxtext_source(section, tree)

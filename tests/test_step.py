@@ -4,6 +4,7 @@ of all tokens x vocabulary exists, a gradient that is not finite changes nothing
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
@@ -15,6 +16,17 @@ from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
 from shoal.trainer.step import batch_logprobs, batch_loss
 from small import FAMILIES, ON_POLICY, QWEN3, batches, learner, random_groups, random_parameters, relative, roles
+from tiny_runs import quick_compilation
+
+
+AS_IT_RUNS = ("test_no_buffer", "test_recomputing")
+"""Tests that look at the compiled program itself."""
+
+
+@pytest.fixture(autouse=True)
+def compiled_quickly(request):
+    with nullcontext() if request.node.name.startswith(AS_IT_RUNS) else quick_compilation():
+        yield
 
 
 def flattened(batch: LearnerBatch) -> LearnerBatch:

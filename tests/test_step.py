@@ -18,7 +18,6 @@ from shoal.trainer.step import batch_logprobs, batch_loss
 from small import FAMILIES, ON_POLICY, QWEN3, batches, learner, random_groups, random_parameters, relative, roles
 from tiny_runs import quick_compilation
 
-
 AS_IT_RUNS = ("test_no_buffer", "test_recomputing")
 """Tests that look at the compiled program itself."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,15 +69,14 @@ PLAIN = "{{ messages[-1].content }}="
 """A chat template that keeps prompts short."""
 
 
-@functools.cache
-def _cache() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="shoal-tests-")
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax-quick"
+"""What was compiled with little effort, by any process of the tests."""
 
 
 @contextlib.contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Programs are compiled with little effort, and once for all runs of this process."""
-    settings = {"jax_compilation_cache_dir": _cache().name, "jax_persistent_cache_min_compile_time_secs": 0.0,
+    """Programs are compiled with little effort, and once for all runs of all processes."""
+    settings = {"jax_compilation_cache_dir": str(CACHE), "jax_persistent_cache_min_compile_time_secs": 0.0,
                 "jax_disable_most_optimizations": True}
     old = {name: jax.config.values[name] for name in settings}
     variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")

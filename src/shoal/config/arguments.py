@@ -117,7 +117,7 @@ _LATER = object()
 class Gathered:
     """What is set, one name after the other; of two for one key the later stands, and is said where the names differ.
 
-    `strict`: two names in one file have no order, so different values are an error."""
+    `place`: the file that is read; two names in one file have no order, so different values are an error."""
 
     def __init__(self, config_type: type, place: str = ""):
         self.config_type, self.place = config_type, place

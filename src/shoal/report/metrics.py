@@ -6,7 +6,7 @@ import difflib
 import enum
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
@@ -241,6 +241,12 @@ def standard_error(values: Sequence[float]) -> float | None:
         return None
     mean = math.fsum(values) / n
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def known_mean(values: Iterable[float]) -> float | None:
+    """Mean of what is not NaN; None where all is."""
+    known = [float(value) for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else None
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from shoal.runtime.memory import Need, There
 from shoal.runtime.trial import Trial
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.trainer.batch import Shape, choose_shape
+from shoal.trainer.update import num_scorings, takes_every_group
 from shoal.types import Group
 
 SCORING = 1 / 3
@@ -66,12 +67,9 @@ def estimate(config: Config, trial: Trial, slot_groups: int, evaluated: int) -> 
     waves = math.ceil(b.prompts_per_step / slot_groups) / math.ceil(len(trial.groups) / slot_groups)
     sample = trial.sample_seconds * longer * waves
     batches = trial.num_batches * scale
-    everyone = a.kl_coef > 0 or a.entropy_coef > 0 or bool(config.teacher.path)
-    trained = batches if everyone else max(a.num_minibatches, batches * trial.informative)
     taught = bool(config.teacher.path)
-    scores_old = a.num_epochs * a.num_minibatches > 1 or taught or (a.kl_coef > 0 and a.kl_in == "reward")
-    passes = scores_old + (a.kl_coef > 0) + taught
-    update = (trained * a.num_epochs + SCORING * passes * batches) * trial.accumulate_seconds \
+    trained = batches if takes_every_group(a, taught) else max(a.num_minibatches, batches * trial.informative)
+    update = (trained * a.num_epochs + SCORING * num_scorings(a, taught) * batches) * trial.accumulate_seconds \
         + a.num_epochs * a.num_minibatches * trial.apply_seconds
     tokens = float(trial.lengths.sum()) * longer
     evaluation = evaluated * (tokens / trial.lengths.size) * trial.sample_seconds * longer / max(tokens, 1.0)

@@ -44,7 +44,6 @@ from shoal.runtime.learning import (
     make_updater,
     num_kept,
     schedule_of,
-    truncates,
 )
 from shoal.runtime.local import LocalSource, drive, publish_to
 from shoal.runtime.output import check_new_folder, check_writable, write_text, writing
@@ -67,6 +66,7 @@ from shoal.trainer.loop import Run, sampling_params
 from shoal.trainer.prompts import PassRates, Prepared, PromptStream, prepare
 from shoal.trainer.record import Recorder
 from shoal.trainer.step import Learner, ModelScorer
+from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import Address, Params, Purpose, SampleRequest, ShoalError
 
@@ -125,7 +125,7 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
         return Engine(
             model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
             max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
-            decode=tokenizer.decode, truncated=truncates(sampling), num_kept=num_kept)
+            decode=tokenizer.decode, truncated=sampling_params(sampling).truncated, num_kept=num_kept)
 
     return make
 
@@ -251,7 +251,8 @@ def assemble_run(settled: Settled, reward_functions: Sequence[Callable], console
         folder, console, prompts, config.steps, config.report.groups, source.read_clock, compilations.read, peak_bytes,
         sinks=sinks, started=started,
         utilisation=Utilisation.on(roles.trainer.mesh.devices.flat, opened.architecture, model.dtype,
-                                   config.algorithm.num_epochs, updater.num_scorings))
+                                   config.algorithm.num_epochs,
+                                   num_scorings(config.algorithm, teacher is not None)))
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.config.schema import Config, SamplingSection, TrainSection
+from shoal.config.schema import Config, TrainSection
 from shoal.model.transformer import Model
 from shoal.runtime.brief import num_updates
-from shoal.trainer.loop import Schedule
+from shoal.trainer.loop import Schedule, sampling_params
 from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
-from shoal.trainer.update import Updater
+from shoal.trainer.update import Updater, takes_every_group
 from shoal.types import Params, ShoalError
 
 
@@ -32,17 +32,17 @@ def check_trainable(config: Config) -> None:
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
     """What is allowed and hardly meant."""
-    a, s = config.algorithm, config.sampling
+    a, s, truncated = config.algorithm, config.sampling, sampling_params(config.sampling).truncated
     if a.loss.startswith("gspo") and max(a.clip_low, a.clip_high) > 0.01:
         yield (f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
                "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
     if a.kl == "k1" and a.kl_in == "loss" and a.kl_coef:
         yield ("algorithm.kl=k1 in the loss regularises nothing: its on-policy gradient is zero in expectation; set "
                "algorithm.kl_in=reward, or kl=k2 or k3")
-    if truncates(s) and not a.replay_truncation:
+    if truncated and not a.replay_truncation:
         yield ("algorithm.replay_truncation=false: log-probs are over all tokens, samples over those that top_k, top_p "
                "and min_p keep; the ratio is biased by the mass that is kept")
-    if truncates(s) and a.replay_truncation:
+    if truncated and a.replay_truncation:
         yield (f"samples are truncated: at each place at most {num_kept(config)} tokens (sampling.max_kept_tokens="
                f"{s.max_kept_tokens}, the likeliest) are kept, stored and replayed by the trainer")
         if config.teacher.path:
@@ -65,7 +65,7 @@ def unread_settings(config: Config) -> Iterator[str]:
         yield f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there"
     if a.kl_coef and a.kl_in == "reward" and a.kl_weighted:
         yield "algorithm.kl_weighted=true has no effect on a divergence in the reward"
-    if a.degenerate == "renormalise" and (a.kl_coef or a.entropy_coef or config.teacher.path):
+    if a.degenerate == "renormalise" and takes_every_group(a, bool(config.teacher.path)):
         yield ("algorithm.degenerate=renormalise has no effect where a divergence, an entropy bonus or a teacher acts "
                "on every group")
     shifted = config.reward.overlong_buffer_tokens or (a.kl_coef and a.kl_in == "reward")
@@ -74,14 +74,10 @@ def unread_settings(config: Config) -> Iterator[str]:
                "size, and groups whose mean is not above 0 teach nothing")
 
 
-def truncates(s: SamplingSection) -> bool:
-    return s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-
-
 def num_kept(config: Config) -> int:
     """Places, at each token, for those that it was chosen from; 0 where all were kept or nobody reads them."""
     s = config.sampling
-    if not (truncates(s) and config.algorithm.replay_truncation):
+    if not (sampling_params(s).truncated and config.algorithm.replay_truncation):
         return 0
     return min(s.max_kept_tokens, s.top_k or s.max_kept_tokens)
 

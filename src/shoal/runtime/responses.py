@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 from shoal.config.schema import EvalConfig, RewardSection, TaskSection
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
-from shoal.report.metrics import wilson_interval
+from shoal.report.metrics import known_mean, wilson_interval
 from shoal.runtime.output import check_writable, write_text
 from shoal.task.answer import GOLD_COLUMNS
 from shoal.task.data import evaluating
@@ -310,13 +309,7 @@ def score_responses(responses: Sequence[Response], verdicts: Sequence[Mapping[st
     if task.figures is not None:
         figures |= task.figures(verdicts)
     if "reward" in verdicts[0]:
-        figures["mean_reward"] = _known_mean([verdict["reward"] for verdict in verdicts])
+        figures["mean_reward"] = known_mean([verdict["reward"] for verdict in verdicts])
         for name in verdicts[0]["rewards"]:
-            figures[f"rewards/{name}"] = _known_mean([verdict["rewards"][name] for verdict in verdicts])
+            figures[f"rewards/{name}"] = known_mean([verdict["rewards"][name] for verdict in verdicts])
     return figures
-
-
-def _known_mean(values: Sequence[float]) -> float | None:
-    """Mean of what is not NaN; None where all is."""
-    known = [value for value in values if not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else None

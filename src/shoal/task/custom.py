@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.task.call import nearest
-from shoal.task.data import Published, Rows, place_splits
+from shoal.task.data import Published, Rows, place_splits, without_held_out
 from shoal.task.rows import check_alike, examples_of, unseen_columns
 from shoal.task.task import Task
 from shoal.types import Example, Messages, ShoalError
@@ -38,20 +38,10 @@ def load(task: TaskSection) -> Task:
     train, held_out = examples_of(train_rows), examples_of(held_out_rows)
     if train:
         check_alike(held_out[0], train[0], held_out_rows[0][0], train_rows[0][0])
-    kept = _without(train, held_out)
-    if train and not kept:
-        raise ShoalError(f"task {NAME}: every training prompt is held out too; give other data in task.path")
-    if len(kept) < len(train):
-        about.append(f"{NAME}: {len(train) - len(kept)} training prompts are held out too; they were left out")
-    return Task(NAME, kept, {"held_out": held_out}, rewards=(), question="prompt",
+    kept = without_held_out(train, held_out, _key, NAME, "prompt", about)
+    numbered = [replace(example, row=row) for row, example in enumerate(kept)]
+    return Task(NAME, numbered, {"held_out": held_out}, rewards=(), question="prompt",
                 notes=(*about, *unseen_columns(NAME, (train or held_out)[0])))
-
-
-def _without(train: Sequence[Example], held_out: Iterable[Example]) -> list[Example]:
-    """The examples whose prompt is not held out, numbered anew."""
-    known = {_key(example) for example in held_out}
-    kept = [example for example in train if _key(example) not in known]
-    return [replace(example, row=row) for row, example in enumerate(kept)]
 
 
 def _key(example: Example) -> str:

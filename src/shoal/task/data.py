@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.config.schema import TaskSection
 from shoal.task.call import nearest
@@ -29,6 +29,8 @@ _HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 """What splits to evaluate on are called."""
 
 _EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
+
+Row = TypeVar("Row")
 
 Rows = list[tuple[str, dict[str, Any]]]
 """Each row with its place: `FILE, line 3`."""
@@ -114,6 +116,18 @@ def _hold_out(rows: Rows, file: Path, num_questions: int, task: str, notes: list
     count = min(count, num_questions) if num_questions else count
     note = f"{task}: no split to evaluate on beside {file.name}; its last {count} of {len(rows)} rows are held out"
     return rows[:-count], rows[-count:], [*notes, note]
+
+
+def without_held_out(train: Sequence[Row], held_out: Iterable[Row], key: Callable[[Row], Any], task: str, noun: str,
+                     notes: list[str]) -> list[Row]:
+    """The training rows whose `key` no held-out row has; how many had one is noted. `noun`: what a row asks."""
+    known = {key(one) for one in held_out}
+    kept = [one for one in train if key(one) not in known]
+    if train and not kept:
+        raise ShoalError(f"task {task}: every training {noun} is held out too; give other data in task.path")
+    if len(kept) < len(train):
+        notes.append(f"{task}: {len(train) - len(kept)} training {noun}s are held out too; they were left out")
+    return kept
 
 
 # ---- a file

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.task.answer import parse_number
-from shoal.task.data import Published, read_splits
+from shoal.task.data import Published, read_splits, without_held_out
 from shoal.task.final_answer import final_number, shown
 from shoal.task.gsm8k_rewards import PRESETS, Preset, answer_key
 from shoal.task.task import Task
@@ -33,12 +33,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     train, held_out, notes = read_splits(task, PUBLISHED)
     train = _gold(train, notes, "training") if train else []
     held_out = _gold(held_out, notes, "held-out")
-    known = {row["question"] for row in held_out}
-    kept = [row for row in train if row["question"] not in known]
-    if len(kept) < len(train):
-        notes.append(f"gsm8k: {len(train) - len(kept)} training questions are held out too; they were left out")
-    if train and not kept:
-        raise ShoalError("task gsm8k: every training question is held out too; give other data in task.path")
+    kept = without_held_out(train, held_out, lambda row: row["question"], "gsm8k", "question", notes)
     return _task(preset, _examples(kept, preset), {"held_out": _examples(held_out, preset)}, notes)
 
 

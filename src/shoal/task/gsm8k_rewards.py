@@ -82,15 +82,6 @@ def _system(instructions: str, question: str) -> Messages:
     return [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
 
 
-# ---- shoal
-
-
-def correct_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the last `<answer>` equals the gold number, else 0.0 (TRL's convention)."""
-    texts = [completion_text(completion) for completion in completions]
-    return [float(same_number(extract_answer(text), number)) for text, number in zip(texts, answer, strict=True)]
-
-
 # ---- maxtext: 1.0 for the answer, by text or by value, and 0.1 for the format
 
 
@@ -226,7 +217,7 @@ def hash_answer(text: str) -> str | None:
 PRESETS: Mapping[str, Preset] = {
     "shoal": Preset(
         lambda question: _system(SYSTEM_PROMPT, question),
-        (RewardFunction("correct", correct_reward, 1.0, own=True),
+        (_reward("correct", lambda text, gold: same_number(extract_answer(text), gold)),
          RewardFunction("format", format_reward, 0.1, own=True)),
         extract_answer, well_formed),
     "maxtext": Preset(

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.config.schema import TaskSection
 from shoal.task.answer import completion_text, single_answer
 from shoal.task.call import RewardFunction
-from shoal.task.data import Published, Rows, is_evaluating, place_splits
+from shoal.task.data import Published, Rows, is_evaluating, place_splits, without_held_out
 from shoal.task.instructions import follows, read_arguments, variants
 from shoal.task.task import Task
 from shoal.types import Example, ShoalError
@@ -53,11 +53,7 @@ def load(task: TaskSection) -> Task:
         known = {row["prompt"] for _, row in held_out}
         train, held_out = [one for one in rows if one[1]["prompt"] not in known], rows if bare else held_out
     else:
-        known = {row["prompt"] for _, row in held_out}
-        kept = [one for one in train if one[1]["prompt"] not in known]
-        if len(kept) < len(train):
-            notes.append(f"ifeval: {len(train) - len(kept)} training prompts are held out too; they were left out")
-        train = kept
+        train = without_held_out(train, held_out, lambda one: one[1]["prompt"], "ifeval", "prompt", notes)
     if not (train or bare):
         raise ShoalError("task ifeval: every training prompt is held out too; give other data in task.path")
     return _task(_examples(train, not bare), {"held_out": _examples(held_out, not bare)}, notes, tags=not bare)

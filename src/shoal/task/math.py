@@ -14,7 +14,7 @@ from typing import Any
 from shoal.config.schema import TaskSection
 from shoal.task import math_check
 from shoal.task.answer import completion_text, extract_answer, format_reward, well_formed
-from shoal.task.data import Published, read_splits
+from shoal.task.data import Published, read_splits, without_held_out
 from shoal.task.final_answer import behind_hashes, last_boxed, said_answer, solution_of
 from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
@@ -45,12 +45,7 @@ def load(task: TaskSection) -> Task:
     train, held_out, notes = _rows(task)
     train = _gold(train, notes, "training") if train else []
     held_out = _gold(held_out, notes, "held-out")
-    known = {row["problem"].strip() for row in held_out}
-    kept = [row for row in train if row["problem"].strip() not in known]
-    if len(kept) < len(train):
-        notes.append(f"math: {len(train) - len(kept)} training problems are held out too; they were left out")
-    if train and not kept:
-        raise ShoalError("task math: every training problem is held out too; give other data in task.path")
+    kept = without_held_out(train, held_out, lambda row: row["problem"].strip(), "math", "problem", notes)
     return _task(_examples(kept), {"held_out": _examples(held_out)}, notes)
 
 

@@ -6,7 +6,7 @@ empty ones, so that neither the number of groups nor their lengths compile anyth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,14 @@ class Shape:
         return self.rows * (self.prefix + self.slots * self.length)
 
 
+Key = tuple[int, int]
+"""(group, completion)"""
+
 Place = tuple[int, int, int]
 """(row, slot, segment)"""
+
+TokenValues = dict[Key, np.ndarray]
+"""Values by token, float32[T] for each completion."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,9 @@ class MicroBatch:
     """A LearnerBatch of host arrays and where each (group, completion) lies in it."""
 
     arrays: LearnerBatch
-    places: dict[tuple[int, int], Place]
+    places: dict[Key, Place]
 
-    def take(self, values: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+    def take(self, values: np.ndarray) -> TokenValues:
         """values[R, S, C] -> each completion's own, by (group, completion)."""
         found = {}
         for key, (row, slot, segment) in self.places.items():
@@ -100,10 +106,6 @@ def _even(count: int, most: int) -> int:
     return -(-count // -(-count // most))
 
 
-TokenValues = Mapping[tuple[int, int], np.ndarray]
-"""Values by token, float32[T] for each (group, completion)."""
-
-
 def pack(
     groups: Sequence[Group],
     include: Sequence[int],
@@ -132,13 +134,10 @@ def pack(
     batches = [_fill(groups, advantages, weights, shape, temperature, rows[at : at + shape.rows], num_kept)
                for at in starts]
     for batch in batches:
-        for values, target in ((old, batch.arrays.old), (ref, batch.arrays.ref)):
+        for values, target in ((old, batch.arrays.old), (ref, batch.arrays.ref), (shift, batch.arrays.advantage)):
             for key, (row, slot, _) in batch.places.items() if values else ():
                 assert values is not None
-                target[row, slot, : len(values[key])] = values[key]
-        for key, (row, slot, _) in batch.places.items() if shift else ():
-            assert shift is not None
-            batch.arrays.advantage[row, slot, : len(shift[key])] += shift[key]
+                target[row, slot, : len(values[key])] += values[key]  # old and ref are 0 so far
     return batches
 
 
@@ -149,7 +148,7 @@ def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, 
     slots, segment, drawn = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
     weight, advantage, beh, old, ref = (np.zeros(grid, np.float32) for _ in range(5))
     kept = np.full((*grid, num_kept), -1, np.int32) if num_kept else None
-    places: dict[tuple[int, int], Place] = {}
+    places: dict[Key, Place] = {}
     for row, (number, members) in enumerate(rows):
         group = groups[number]
         prefix[row, : len(group.prompt_ids)], prefix_len[row] = group.prompt_ids, len(group.prompt_ids)

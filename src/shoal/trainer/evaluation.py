@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report.metrics import majority_at_k, pass_at_k, standard_error, wilson_interval
+from shoal.report.metrics import known_mean, majority_at_k, pass_at_k, standard_error, wilson_interval
 from shoal.task.task import Task
 from shoal.trainer.prompts import Prepared
 from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingParams
@@ -74,7 +74,7 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     """Accuracy and its interval where the task defines `correct`, the task's own figures, the share of answers in the
     asked form where it asks for one, the mean of each reward, lengths."""
     total = len(groups)
-    rewards = np.array([group.rewards[0] for group in groups])
+    rewards = [group.rewards[0] for group in groups]
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
     if total == 0:
         return figures
@@ -82,14 +82,14 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
         right = int(solved[:, 0].sum())
         figures |= {"accuracy": right / total, "accuracy_interval": list(wilson_interval(right, total))}
     else:
-        figures["mean_reward"] = _known_mean(rewards)
+        figures["mean_reward"] = known_mean(rewards)
     if task.figures is not None and task.verdict is not None:
         figures |= task.figures([task.verdict(group.texts[0], group.example) for group in groups])
     if task.well_formed is not None:
         figures["well_formed"] = float(np.mean([task.well_formed(group.texts[0]) for group in groups]))
-    figures.setdefault("mean_reward", _known_mean(rewards))
+    figures.setdefault("mean_reward", known_mean(rewards))
     for name in groups[0].reward_components:
-        figures[f"rewards/{name}"] = _known_mean(np.array([group.reward_components[name][0] for group in groups]))
+        figures[f"rewards/{name}"] = known_mean(group.reward_components[name][0] for group in groups)
     figures["mean_length"] = float(np.mean([len(group.completions[0]) for group in groups]))
     figures["cut"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
     return figures
@@ -117,7 +117,7 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
     figures: dict[str, Any] = {}
     for name, values in by_question.items():
         figures |= {name: float(np.mean(values)), f"{name}_error": standard_error(values)}
-    figures["sampled_mean_reward"] = _known_mean(np.concatenate([group.rewards for group in groups]))
+    figures["sampled_mean_reward"] = known_mean(np.concatenate([group.rewards for group in groups]))
     return figures | {"sampled_protocol": sampled_protocol(k, params)}
 
 
@@ -132,9 +132,3 @@ def _solved(groups: Sequence[Group]) -> np.ndarray | None:
     """bool[Q, G]: which completions are right; None where the task defines no `correct`."""
     known = [group.correct for group in groups if group.correct is not None]
     return np.stack(known) if known else None
-
-
-def _known_mean(values: np.ndarray) -> float | None:
-    """Mean of what is not NaN; None where all is."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None

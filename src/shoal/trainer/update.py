@@ -19,16 +19,24 @@ from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.kl import token_kl
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
-from shoal.trainer.batch import MicroBatch, Shape, choose_shape, pack
-from shoal.trainer.step import Applied, Learner, ParameterScorer, TrainState
+from shoal.trainer.batch import MicroBatch, Shape, TokenValues, choose_shape, pack
+from shoal.trainer.step import Applied, Learner, Objective, ParameterScorer, TrainState
 from shoal.types import Address, Group, Scorer, StopReason
 
-Key = tuple[int, int]
-"""(group, completion)"""
+
+def takes_every_group(a: AlgorithmSection, taught: bool) -> bool:
+    """Whether more than the advantage acts on a group: a divergence, an entropy bonus, a teacher (`taught`)."""
+    return a.kl_coef > 0 or a.entropy_coef > 0 or taught
 
 
-TokenValues = dict[Key, np.ndarray]
-"""float32[T] by (group, completion)."""
+def scores_old(a: AlgorithmSection, taught: bool) -> bool:
+    """Whether `old` takes a pass of its own: several updates read it, or a divergence in the reward, or a teacher."""
+    return Objective.of(a).use_old or (a.kl_in == "reward" and a.kl_coef > 0) or taught
+
+
+def num_scorings(a: AlgorithmSection, taught: bool) -> int:
+    """Passes over a step's batch beside the updates: for `old`, for the reference, for a teacher."""
+    return scores_old(a, taught) + (a.kl_coef > 0) + taught
 
 
 @dataclass(frozen=True)
@@ -154,24 +162,13 @@ class Updater:
 
     def _included(self, table: Table, members: np.ndarray) -> list[int]:
         """Groups to compute: those whose advantages are all 0 stay out where nothing else acts on them."""
-        a = self.algorithm
-        everyone = a.kl_coef > 0 or a.entropy_coef > 0 or self.teacher is not None
+        everyone = takes_every_group(self.algorithm, self.teacher is not None)
         return [int(n) for n in members if everyone or (table.advantages[n] != 0).any()]
-
-    @property
-    def num_scorings(self) -> int:
-        """Passes over a step's batch beside the updates."""
-        return sum(scorer is not None for scorer in (self.reference, self.teacher)) + self._scores_old
-
-    @property
-    def _scores_old(self) -> bool:
-        """`old` is read by several updates, by a divergence in the reward, by a teacher."""
-        a = self.algorithm
-        return self.learner.objective.use_old or (a.kl_in == "reward" and a.kl_coef > 0) or self.teacher is not None
 
     def _given(self, state: TrainState, groups: Sequence[Group], table: Table, shape: Shape) -> Given:
         """What needs a pass of its own before the first update."""
-        own = ParameterScorer(self.learner, state.trainable) if self._scores_old else None
+        scored = scores_old(self.algorithm, self.teacher is not None)
+        own = ParameterScorer(self.learner, state.trainable) if scored else None
         wanted = (own, self.reference, self.teacher)
         if wanted == (None, None, None):
             return Given()

@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices for every test; most use the first one alone."""
+"""Eight simulated CPU devices for every test, most use the first one alone; programs compiled once; the order."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,17 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
+import pytest
 
 jax.config.update("jax_default_matmul_precision", "highest")
 # Many tests compile the same small programs: once in a run is enough, and once for several runs.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+LONGEST = ("test_resume", "test_learning", "test_job", "test_objectives", "test_step", "test_examples")
+"""Files that take minutes: begun first, so that no worker ends with one of them while the other has nothing to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

@@ -115,7 +115,7 @@ def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2
             values[name][place] = np.where(c.drawn, value, garbage)
     lp, entropy = values.pop("lp"), values.pop("entropy")
     empty = np.zeros((rows, 1), np.int32)
-    batch = LearnerBatch(empty, empty[:, 0], segment * 0, segment, drawn, np.zeros(grid), temperature=np.float32(1),
+    batch = LearnerBatch(empty, empty[:, 0], segment * 0, segment, drawn, drawn * 1.0, temperature=np.float32(1),
                          **values)
     return Layout(jax.tree.map(jnp.asarray, batch), lp, entropy, places)
 

@@ -17,19 +17,16 @@ NOTEBOOK = EXAMPLES / "own_task.ipynb"
 SCRIPT = EXAMPLES / "own_task.py"
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Empty at first; what one example compiles the other need not."""
-    return tmp_path_factory.mktemp("cache")
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "examples"
+"""What one example compiles the other need not."""
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One device, a cache of their own, no user's settings."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "MPLBACKEND"):
         monkeypatch.delenv(name, raising=False)
 

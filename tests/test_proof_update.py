@@ -22,7 +22,7 @@ from shoal.model.attention import segment_index
 from shoal.model.transformer import Model
 from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.step import Learner, Objective, ParameterScorer
-from shoal.trainer.update import Outcome, Updater
+from shoal.trainer.update import Outcome, Updater, takes_every_group
 from shoal.types import Group, StopReason
 from small import QWEN3, random_groups, random_parameters, relative, roles
 
@@ -176,11 +176,13 @@ def advantages(a: AlgorithmSection, old: dict, ref: dict) -> list[list[float]]:
             taken[p, g] = a.kl_coef * (lp - ref[p, g])[drawn].sum()  # k1
     parts = [listed([group.reward_components[name] for group in groups()]) for name in ("first", "second")]
     rewards = listed(np.stack([group.rewards for group in groups()]) - taken)
-    return oracle_advantage.advantages(a.advantage, rewards, a.std_ddof, a.std_eps, a.std_eps_as, parts, [1.0, 0.5])
+    found = oracle_advantage.advantages(a.advantage, rewards, a.std_ddof, a.std_eps, a.std_eps_as, parts, [1.0, 0.5])
+    return [[0.0 if abs(x) < 1e-15 else x for x in row] for row in found]  # a bound goes by the sign: noise has none
 
 
-def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool) -> tuple[float, Any, list]:
-    """Loss, gradient by the parameters, and the oracle's completions of one update at these parameters."""
+def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool) -> tuple[float, Any, list, list]:
+    """Loss, gradient by the parameters, and the oracle's completions and entropies of one update at these
+    parameters."""
     batch = everything(groups())
     lp, entropy = (batch.take(np.asarray(x, np.float64)) for x in LOGPROBS(at, batch.arrays))
     several = a.num_epochs * a.num_minibatches > 1
@@ -208,29 +210,39 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
                 s, completions, entropies=[*entropies[:i], e, *entropies[i + 1:]]), entropies[i])
             by_entropy[row, slot, : len(slope)] = share
     value = oracle.loss(s, completions, entropies=entropies)
-    return float(value), pulled(at, batch.arrays, by_lp, by_entropy), completions
+    return float(value), pulled(at, batch.arrays, by_lp, by_entropy), completions, entropies
 
 
-def assert_equals_oracle(a: AlgorithmSection, done: list[Done], updater: Updater, teacher: bool = False) -> None:
+def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: Outcome, updater: Updater,
+                         teacher: bool = False) -> None:
+    """Each update's loss and gradient; the step's means over the tokens that are learnt from."""
     members = [m for epoch in range(a.num_epochs) for m in updater._minibatches(P, 0, epoch)]
     assert len(done) == len(members) == a.num_epochs * a.num_minibatches
-    completions = []
+    completions, told = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
     for update, chosen in zip(done, members, strict=True):
-        loss, gradient, completions = expected(a, update.parameters, [int(m) for m in chosen], teacher)
+        loss, gradient, completions, entropies = expected(a, update.parameters, [int(m) for m in chosen], teacher)
+        for c, entropy in zip(completions, entropies, strict=True):
+            told["tokens"].append(c.drawn.sum())
+            told["entropy"].append(entropy[c.drawn].sum())
+            told["kl"].append(oracle.token_kls(replace(settings(a), weighted=False), c, c.lp).sum())
+            told["clip/fraction"].append(sum(oracle.clipped_tokens(settings(a), c)))
         assert update.loss == pytest.approx(loss, rel=1e-4, abs=2e-6)
         assert max(float(np.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-4
         for ours, theirs in zip(jax.tree.leaves(update.gradient), jax.tree.leaves(gradient), strict=True):
             assert relative(ours, theirs) < 2e-3 or np.abs(ours - theirs).max() < 1e-6
     clipped = sum(np.sum(oracle.clipped_tokens(settings(a), c)) for c in completions)
     assert clipped > 0 or len(done) == 1  # the last update is off-policy enough to reach the bounds
+    if takes_every_group(a, teacher):
+        tokens, metrics = sum(told.pop("tokens")), outcome.metrics.result()
+        for name in told if a.kl_coef and a.kl_in == "loss" else ("entropy", "clip/fraction"):
+            assert metrics[name] == pytest.approx(sum(told[name]) / tokens, rel=1e-3), name
 
 
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_of_a_step_against_the_oracle(name: str):
     a = CASES[name]
-    done, _, updater = run(a, micro_tokens=60)
-    assert_equals_oracle(a, done, updater)
+    assert_equals_oracle(a, *run(a, micro_tokens=60))
 
 
 @pytest.mark.usefixtures("table")
@@ -238,7 +250,7 @@ def test_a_teacher_alone_and_beside_a_reward_against_the_oracle():
     for a in (AlgorithmSection(advantage="none"), AlgorithmSection(advantage="grpo")):
         a = replace(a, aggregation="token-mean", clip_low=0.02, clip_high=0.02, num_epochs=2)
         done, outcome, updater = run(a, teacher=True)
-        assert_equals_oracle(a, done, updater, teacher=True)
+        assert_equals_oracle(a, done, outcome, updater, teacher=True)
         old, taught = scores(groups(), 0), scores(groups(), 2)
         apart = np.concatenate([(old[p, g] - taught[p, g])[groups()[p].completions[g].drawn] for p, g in old])
         assert outcome.metrics.result()["teacher/kl"] == pytest.approx(apart.mean(), rel=1e-4)

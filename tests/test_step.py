@@ -192,7 +192,7 @@ def test_recomputing_blocks_changes_no_gradient():
     parameters = random_parameters(a)
 
     def of(model: Model):
-        return jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0])(parameters)
+        return jax.jit(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(parameters)
 
     kept, *others = (of(Model(a, roles().trainer, remat=remat)) for remat in ("none", "dots", "full"))
     for recomputed in others:

@@ -62,14 +62,14 @@ prompts/length_mean | tokens | mean | tokens of a prompt
 prompts/dropped | prompts | sum | prompts left out for being over the limit
 prompts/retired | prompts | last | prompts that are no longer drawn, being solved
 loss | 1 | mean | the loss that was differentiated, over updates
-kl | nats | mean | divergence from the reference by the configured estimator, over drawn tokens
+kl | nats | mean | divergence from the reference by the configured estimator, over trained tokens
 teacher/kl | nats | mean | reverse divergence from the teacher: log-prob of the policy minus the teacher's
-entropy | nats | mean | entropy of the next token, over trained tokens (groups that left the update have none)
-clip/fraction | share | mean | drawn tokens whose clipped term is the active one
-clip/low | share | mean | drawn tokens clipped below 1 - clip_low (negative advantage)
-clip/high | share | mean | drawn tokens clipped above 1 + clip_high (positive advantage)
-ratio/mean | 1 | mean | exp(lp - old), over drawn tokens
-mismatch/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over trained tokens
+entropy | nats | mean | entropy of the next token, over trained tokens: those of groups and completions in the loss
+clip/fraction | share | mean | trained tokens whose clipped term is the active one
+clip/low | share | mean | trained tokens clipped below 1 - clip_low (negative advantage)
+clip/high | share | mean | trained tokens clipped above 1 + clip_high (positive advantage)
+ratio/mean | 1 | mean | exp(lp - old), over trained tokens
+mismatch/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens computed
 mismatch/logprob_max | nats | max | its largest value
 mismatch/ess | share | mean | effective sample size of exp(old - beh): (sum w)^2 / (N sum w^2), 1 on-policy
 correction/weight | 1 | mean | importance weight of trained tokens for what sampler and trainer disagree on

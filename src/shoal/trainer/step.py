@@ -139,8 +139,9 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
 
 def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: LearnerBatch) -> Any:
     """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies: policy term, times its correction, plus
-    divergence, less entropy."""
-    mask = batch.drawn
+    divergence, less entropy. Tokens of weight 0 (of completions that were cut or could not be judged) count in what
+    sampler and trainer disagree on, and in no other metric."""
+    mask = batch.drawn & (batch.weight > 0)
     old = batch.old if o.use_old else jax.lax.stop_gradient(lp)
     count = mask.sum(dtype=jnp.float32)
     token_loss, policy = POLICY_LOSSES[o.loss](lp, old, batch.advantage, mask, batch.segment, o.bounds)
@@ -165,11 +166,11 @@ def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: Learner
         token_loss += o.kl_coef * divergence
     if o.entropy_coef:
         token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
-    apart = jnp.where(mask, old - batch.beh, 0.0)
-    difference, w = jnp.abs(apart), jnp.where(mask, jnp.exp(apart), 0.0)
-    sums["mismatch/logprob_mean"] = (difference.sum(), count)
-    sums["mismatch/w"] = (w.sum(), count)
-    sums["mismatch/w2"] = ((w * w).sum(), count)
+    apart, drawn = jnp.where(batch.drawn, old - batch.beh, 0.0), batch.drawn.sum(dtype=jnp.float32)
+    difference, w = jnp.abs(apart), jnp.where(batch.drawn, jnp.exp(apart), 0.0)
+    sums["mismatch/logprob_mean"] = (difference.sum(), drawn)
+    sums["mismatch/w"] = (w.sum(), drawn)
+    sums["mismatch/w2"] = ((w * w).sum(), drawn)
     return token_loss, sums, {"mismatch/logprob_max": difference.max()}
 
 

@@ -5,7 +5,7 @@ the token before, so that much compiles in little time; where it says so, a tran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ from shoal.trainer.step import Learner, Objective, ParameterScorer
 from shoal.trainer.update import Outcome, Updater, takes_every_group
 from shoal.types import Group, StopReason
 from small import QWEN3, random_groups, random_parameters, relative, roles
+from tiny_runs import forget_programs
 
 ARCHITECTURE = replace(QWEN3, num_layers=1, vocab_size=48)
 MAX_TOKENS, TEMPERATURE, TEACHER_COEF = 8, 0.9, 0.3
@@ -102,8 +103,11 @@ def table_logprobs(model: Model, parameters: Any, batch: Any, chunk: int, entrop
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> None:
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("shoal.trainer.step.batch_logprobs", table_logprobs)
+    forget_programs()
+    yield
+    forget_programs()
 
 
 LOGPROBS = jax.jit(lambda parameters, batch: table_logprobs(MODEL, parameters, batch, 0, True))

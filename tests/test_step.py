@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shoal.algorithm.policy_loss import POLICY_LOSSES, grpo
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
 from shoal.trainer.step import batch_logprobs, batch_loss
@@ -162,6 +163,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     for x, y in zip(jax.tree.leaves((after.trainable, after.optimizer)),
                     jax.tree.leaves((state.trainable, moments)), strict=True):
         assert (np.asarray(x) == np.asarray(y)).all()
+
+
+def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_taken(monkeypatch):
+    parameters = random_parameters(QWEN3)
+    (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
+
+    def norm() -> tuple[float, int]:
+        one = learner(QWEN3)
+        state = one.init(parameters)
+        total, _ = one.accumulate(None, state, batch)
+        _, applied = one.apply(state, total)
+        return float(applied.grad_norm), one._accumulate._cache_size()
+
+    first = norm()
+    assert norm() == first == (first[0], 1)
+
+    def doubled(*arguments):
+        token_loss, metrics = grpo(*arguments)
+        return 2 * token_loss, metrics
+
+    monkeypatch.setitem(POLICY_LOSSES, "grpo", doubled)
+    assert norm()[0] == pytest.approx(2 * first[0], rel=1e-6)
 
 
 def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():

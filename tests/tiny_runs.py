@@ -17,6 +17,8 @@ from shoal import cli
 from shoal.config.schema import MeshSection
 from shoal.mesh import Role, make_roles
 from shoal.model import hf
+from shoal.sampler import engine
+from shoal.trainer import step
 from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
 from tiny_models import write_model_with_tokenizer
 
@@ -96,6 +98,13 @@ def _set(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+    forget_programs()
+
+
+def forget_programs() -> None:
+    """The next engine and learner of this process are traced and compiled anew, or read from the cache of files."""
+    for programs in (engine._programs, step._optimizer_programs, step._gradient_programs):
+        programs.cache_clear()
 
 
 def write_data(folder: Path, count: int = 20, held_out: int = 4) -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -30,6 +30,9 @@ from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReaso
 
 CHUNK = 32
 """Tokens a slot draws in one dispatch of the decoder; at its end finished groups make room."""
+
+PROGRAMS_KEPT = 4
+"""Engines of this process, other by shape or model, of which the next one like it traces and compiles nothing."""
 
 MAX_IN_FLIGHT = 2
 """Compiled steps that may run undrained (DESIGN: contract 8)."""
@@ -112,14 +115,9 @@ class Engine:
         self._stopped = np.zeros((self.num_groups, group_size), bool)
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
-        make = partial(_empty_slots, model, *sizes)
-        self._layout = _layout(model.role, jax.eval_shape(make))
-        self._make_slots = jax.jit(make, out_shardings=self._layout)
         self._slots: Slots | None = None
-        static = {"model": model, "eos_ids": self.eos_ids, "truncated": truncated, "num_kept": self.num_kept}
-        out = (self._layout, model.role.replicated)
-        self._prefill = jax.jit(partial(_prefill, **static), donate_argnames="slots", out_shardings=out)
-        self._decode = jax.jit(partial(_decode, **static), donate_argnames="slots", out_shardings=out)
+        self._layout, self._make_slots, self._prefill, self._decode = _programs(
+            model, sizes, self.eos_ids, truncated, self.num_kept)
 
     # -- the Sampler protocol
 
@@ -321,6 +319,18 @@ def _ready(tree: Any) -> bool:
 
 
 # -- the compiled steps
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
+              num_kept: int) -> tuple[Slots, Callable[[], Slots], Callable, Callable]:
+    """Layout of the slots of `sizes` (groups, siblings, prompt, completion); making them, prefill, decode."""
+    make = partial(_empty_slots, model, *sizes)
+    layout = _layout(model.role, jax.eval_shape(make))
+    static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "num_kept": num_kept}
+    options: dict[str, Any] = {"donate_argnames": "slots", "out_shardings": (layout, model.role.replicated)}
+    return (layout, jax.jit(make, out_shardings=layout), jax.jit(partial(_prefill, **static), **options),
+            jax.jit(partial(_decode, **static), **options))
 
 
 def _empty_slots(model: Model, groups: int, siblings: int, prefix: int, own: int) -> Slots:

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -17,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shoal.algorithm.correction import correction_weights
-from shoal.algorithm.kl import token_kl
+from shoal.algorithm.correction import CORRECTIONS, correction_weights
+from shoal.algorithm.kl import KL_ESTIMATORS, token_kl
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
 from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds, log_ratio
 from shoal.config.schema import AlgorithmSection, OptimizerSection
+from shoal.mesh import Role
 from shoal.model.attention import segment_index, share_prefix
-from shoal.model.transformer import Model, declare, forward, is_declared, logits, shardings
+from shoal.model.transformer import Architecture, Declared, Model, declare, forward, is_declared, logits, shardings
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 from shoal.types import Params
@@ -32,6 +34,9 @@ SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "mism
         "mismatch/w2")
 MAXIMA = ("mismatch/logprob_max",)
 """What a micro-batch tells beside its loss: (sum, count) pairs, with those of `Objective.sums`, and largest values."""
+
+PROGRAMS_KEPT = 4
+"""Learners of this process, other by model or settings, of which the next one like it traces and compiles nothing."""
 
 MAX_IN_FLIGHT = 2
 """Compiled steps that may run undrained: more, with collectives, can deadlock simulated devices."""
@@ -85,6 +90,11 @@ class Objective:
             a.loss, bounds, a.kl, a.kl_coef if a.kl_in == "loss" else 0.0, a.num_epochs * a.num_minibatches > 1,
             (a.kl_clamp_input, a.kl_clamp_value), a.kl_weighted, a.entropy_coef, a.correction, a.correction_level,
             (a.correction_cap, a.correction_floor))
+
+    @property
+    def functions(self) -> tuple[Callable | None, ...]:
+        """What its names stand for in the registries."""
+        return POLICY_LOSSES[self.loss], KL_ESTIMATORS[self.kl], CORRECTIONS.get(self.correction)
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -190,22 +200,10 @@ class Learner:
 
     def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int):
         self.model, self.objective = model, objective
-        declared = declare(model.architecture)
-        decays = jax.tree.map(lambda d: d.decays, declared, is_leaf=is_declared)
-        self.rate = learning_rate(section, num_updates)
-        self.optimizer = make_optimizer(section, self.rate, decays)
-        split, everywhere = shardings(model.architecture, model.role), model.role.replicated
-        shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declared, is_leaf=is_declared)
-        moments = state_shardings(self.optimizer, shapes, split, everywhere)
-        nothing = jax.tree.map(lambda _: None, split)
-        self.layout = TrainState(split, nothing, moments, everywhere)
-        self._init = jax.jit(self.optimizer.init, out_shardings=moments)
-        sums = Accumulated(split, everywhere, everywhere, everywhere)
-        self._zero = jax.jit(partial(_zero, shapes, objective), out_shardings=sums)
-        self._accumulate = jax.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
-        self._apply = jax.jit(partial(_apply, self.optimizer, self.rate), donate_argnames=("gradient", "moments"),
-                              out_shardings=(self.layout, everywhere))
-        self._score = jax.jit(partial(_score, model, objective.chunk_elements))
+        self.optimizer, self.layout, self._init, self._apply = _optimizer_programs(
+            model.architecture, model.role, section, num_updates)
+        self._zero, self._accumulate, self._score = _gradient_programs(
+            model, objective, objective.functions)
         self._in_flight: deque[Any] = deque()
 
     def init(self, parameters: Params) -> TrainState:
@@ -283,6 +281,39 @@ class ModelScorer:
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
     temperature = jax.device_put(batch.temperature, model.role.replicated)
     return replace(model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, num_updates: int) -> tuple[
+        optax.GradientTransformation, TrainState, Callable, Callable]:
+    """The optimizer, the layout of its state, and its two programs: init and apply."""
+    rate = learning_rate(section, num_updates)
+    optimizer = make_optimizer(section, rate, _of_declared(lambda d: d.decays, a))
+    split, everywhere = shardings(a, role), role.replicated
+    moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere)
+    layout = TrainState(split, jax.tree.map(lambda _: None, split), moments, everywhere)
+    apply = jax.jit(partial(_apply, optimizer, rate), donate_argnames=("gradient", "moments"),
+                    out_shardings=(layout, everywhere))
+    return optimizer, layout, jax.jit(optimizer.init, out_shardings=moments), apply
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _gradient_programs(model: Model, objective: Objective, functions: tuple) -> tuple[Callable, Callable, Callable]:
+    """A gradient of zeros, the sum with a micro-batch's, log-probs alone. `functions`: those of the objective; others
+    under the same names make other programs."""
+    everywhere = model.role.replicated
+    sums = Accumulated(shardings(model.architecture, model.role), everywhere, everywhere, everywhere)
+    zero = jax.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
+    accumulate = jax.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
+    return zero, accumulate, jax.jit(partial(_score, model, objective.chunk_elements))
+
+
+def _of_declared(read: Callable[[Declared], Any], a: Architecture) -> Params:
+    return jax.tree.map(read, declare(a), is_leaf=is_declared)
+
+
+def _gradient_shapes(a: Architecture) -> Params:
+    return _of_declared(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), a)
 
 
 def _zero(shapes: Params, objective: Objective) -> Accumulated:

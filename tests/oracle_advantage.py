@@ -82,7 +82,7 @@ def advantages(
     if name == "reinforce++-baseline":
         return whiten(masked([centred(group) for group in groups], groups), ddof, eps, eps_as)
     if name == "maxrl":
-        return [within(group, lambda r, rewards: r / mean(rewards) - 1 if mean(rewards) > 0 else 0.0)
+        return [within(group, lambda r, rewards: r / mean(rewards) - 1 if min(rewards) >= 0 < mean(rewards) else 0.0)
                 for group in groups]
     if name == "gdpo":
         total = [[0.0] * len(group) for group in groups]

@@ -53,7 +53,7 @@ class Update:
 
 def draw_update(seed: int, prompts: int = 3, siblings: int = 4, longest: int = 6, plain: bool = False) -> Update:
     """Ragged completions with tokens that were not drawn, advantages of both signs and one of 0; unless `plain`, one
-    completion is not valid, one is cut and one does not count."""
+    completion is not valid, three are cut and one does not count."""
     rng = np.random.default_rng(seed)
 
     def one(p: int, g: int) -> oracle.Completion:
@@ -69,7 +69,8 @@ def draw_update(seed: int, prompts: int = 3, siblings: int = 4, longest: int = 6
     entropies = [[rng.exponential(1.0, len(c.lp)) for c in group] for group in completions]
     valid, counts, cut = (np.full((prompts, siblings), value) for value in (True, True, False))
     if not plain:
-        valid[0, 2], counts[2, 0], cut[1, 2] = False, False, True
+        valid[0, 2], counts[2, 0] = False, False
+        cut[[0, 1, 2], [1, 2, 3]] = True
     return Update(completions, entropies, valid, counts, cut)
 
 
@@ -97,11 +98,11 @@ class Layout:
 def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2, 24), garbage: float = 0.0,
            order: Sequence[int] | None = None, dtype: Any = np.float64) -> Layout:
     """`per_slot` completions in each slot, one after the other; `garbage` wherever no drawn token stands. One shape for
-    all, the grid [R, S, C], so that nothing compiles anew."""
+    all, the grid [R, S, C], so that nothing compiles anew. Tokens of a cut completion weigh nothing."""
     keys = update.keys if order is None else [update.keys[i] for i in order]
     rows, slots, _ = grid
     values = {name: np.full(grid, garbage, dtype) for name in ("lp", "old", "ref", "beh", "advantage", "entropy")}
-    segment, drawn, places = np.zeros(grid, np.int32), np.zeros(grid, bool), {}
+    segment, drawn, weight, places = np.zeros(grid, np.int32), np.zeros(grid, bool), np.zeros(grid), {}
     for number, (p, g) in enumerate(keys):
         slot, at = divmod(number, per_slot)
         row, slot = divmod(slot, slots)
@@ -109,13 +110,14 @@ def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2
         c = update.completions[p][g]
         place = (row, slot, slice(start, start + len(c.lp)))
         segment[place], drawn[place], places[p, g] = at + 1, c.drawn, place
+        weight[place] = c.drawn & ~update.cut[p, g]
         own = {"lp": c.lp, "old": c.old, "ref": c.ref, "beh": c.beh, "advantage": c.advantages,
                "entropy": update.entropies[p][g]}
         for name, value in own.items():
             values[name][place] = np.where(c.drawn, value, garbage)
     lp, entropy = values.pop("lp"), values.pop("entropy")
     empty = np.zeros((rows, 1), np.int32)
-    batch = LearnerBatch(empty, empty[:, 0], segment * 0, segment, drawn, drawn * 1.0, temperature=np.float32(1),
+    batch = LearnerBatch(empty, empty[:, 0], segment * 0, segment, drawn, weight, temperature=np.float32(1),
                          **values)
     return Layout(jax.tree.map(jnp.asarray, batch), lp, entropy, places)
 
@@ -135,6 +137,7 @@ class Outcome:
     laid: Layout
     tokens: np.ndarray
     sums: dict[str, tuple[float, float]]
+    maxima: dict[str, float]
     pull: Any
 
     def loss(self, weights: np.ndarray) -> float:
@@ -150,8 +153,9 @@ class Outcome:
 
 def by_shoal(laid: Layout, o: Objective) -> Outcome:
     def run(lp: jax.Array, entropy: jax.Array) -> Any:
-        tokens, sums, _ = token_losses(o, lp, entropy, laid.batch)
-        return tokens, sums
+        tokens, sums, maxima = token_losses(o, lp, entropy, laid.batch)
+        return tokens, (sums, maxima)
 
-    tokens, pull, sums = jax.vjp(run, jnp.asarray(laid.lp), jnp.asarray(laid.entropy), has_aux=True)
-    return Outcome(laid, np.asarray(tokens), {k: (float(a), float(b)) for k, (a, b) in sums.items()}, pull)
+    tokens, pull, (sums, maxima) = jax.vjp(run, jnp.asarray(laid.lp), jnp.asarray(laid.entropy), has_aux=True)
+    return Outcome(laid, np.asarray(tokens), {k: (float(a), float(b)) for k, (a, b) in sums.items()},
+                   {k: float(a) for k, a in maxima.items()}, pull)

@@ -185,6 +185,18 @@ def test_a_clipped_ratio_that_overflows_still_has_gradient_0(name: str) -> None:
     assert np.isinf(call(lp, old, bad)[0].item())  # where nothing clips, nothing hides it
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_soft_gate_is_shut_where_the_ratio_overflows(sign: float) -> None:
+    lp, old, advantage = slot([-1.0, -1.0], [-95.0, -1000.0], [sign, sign])
+    mask, segment = jnp.ones(lp.shape, bool), jnp.ones(lp.shape, int)
+
+    def loss(lp: jax.Array) -> jax.Array:
+        return POLICY_LOSSES["sapo"](lp, old, advantage, mask, segment, Bounds(0.2, 0.2))[0].sum()
+
+    value, gradient = jax.value_and_grad(loss)(lp)
+    assert value == pytest.approx(-8 * sign / (1.0 if sign > 0 else 1.05)) and (gradient == 0).all()
+
+
 # ---- k3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from shoal.report.console import Console
 from shoal.runtime.job import assemble_run
 from shoal.runtime.resume import settle
 from shoal.trainer.loop import Run, Schedule, sampling_params
-from shoal.trainer.prompts import PromptStream
+from shoal.trainer.prompts import PassRates, PromptStream
+from shoal.trainer.record import Recorder
 from shoal.types import Example, GroupRequest, Purpose
 from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
 
@@ -167,6 +169,114 @@ def test_every_step_is_asked_for_once_at_its_version(lag, every, steps):
 def test_checkpoints_at_the_period_and_the_end(period, saved):
     diary, _ = play(Schedule(), 7, period=period)
     assert [event[1:3] for event in diary.events if event[0] == "save"] == [(version, 2 * version) for version in saved]
+
+
+class Learning(Diary):
+    """A diary of a run in which row 0 is never solved and the others are before step `solved_until`; weights are let go
+    of as `LocalSource` does."""
+
+    def __init__(self, solved_until: int) -> None:
+        super().__init__()
+        self.solved_until = solved_until
+        self.waiting: dict[int, int] = {}  # step -> version
+        self.kept: set[int] = set()
+        self.saved: dict[int, dict] = {}
+        self.summary: dict = {}
+
+    def request(self, requests) -> None:
+        step, version = requests[0].step, requests[0].version
+        self.pending[step], self.waiting[step] = list(requests), version
+        self.events.append(("ask", step))
+
+    def take(self, purpose, step) -> list[SimpleNamespace]:
+        assert self.waiting[step] in self.kept, f"version {self.waiting[step]} was asked for, kept are {self.kept}"
+        groups = super().take(purpose, step)
+        for group in groups:
+            group.correct = np.full(3, group.example.row > 0 and step < self.solved_until)
+        del self.waiting[step]
+        return groups
+
+    def publish(self, version, params, subset=None, keep_from=None) -> None:
+        super().publish(version, params, subset, keep_from)
+        first = version if keep_from is None else keep_from
+        self.kept = {v for v in {*self.kept, version} if v >= first or v in self.waiting.values()}
+
+    def state(self) -> dict:
+        return {"published": {version: ("weights", version) for version in self.kept}}
+
+    def save(self, version, state, extra, published, scores) -> None:
+        self.events.append(("save", version))
+        self.saved[version] = json.loads(json.dumps({**extra, "older": sorted(published)}))
+
+    def learnt(self, text) -> None:
+        self.events.append(("learnt", text))
+
+    def restore(self, *args) -> None: ...
+
+
+def learn(lag: int, *words: str, before: Learning | None = None, version: int = -1) -> Learning:
+    """Four prompts, two a step, of which three are soon solved: a whole run, or the rest of one from a checkpoint."""
+    diary = Learning(solved_until=lag + 2)
+    config, _ = compose("train", [
+        "steps=20", "batch.prompts_per_step=2", "batch.group_size=3", "train.retire_above=0.9",
+        f"train.max_staleness={lag}", "train.evaluate_every=2", "checkpoint.checkpoint_period=1", *words])
+    prompts = PromptStream([Example(row, str(row)) for row in range(4)], lambda prompt: np.array([1]), 0, 10,
+                           rates=PassRates(config.train.retire_above))
+    restored = None
+    if before is not None:
+        extra = before.saved[version]
+        diary.evaluated.update({v: x for v, x in before.evaluated.items() if v < version + extra["evaluated"]})
+        restored = SimpleNamespace(version=version, state=SimpleNamespace(trainable=("weights", version)), extra=extra,
+                                   published={v: ("weights", v) for v in extra["older"]})
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag),  # type: ignore[arg-type]
+              restored=restored)  # type: ignore[arg-type]
+    diary.summary = run.train()
+    return diary
+
+
+def steps_of(events: list[tuple], kind: str) -> list[int]:
+    return [event[1] for event in events if event[0] == kind]
+
+
+LAGS = pytest.mark.parametrize("lag", [0, 1, 2, 3])
+
+
+@LAGS
+@pytest.mark.parametrize("dynamic", ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=false"])
+def test_once_the_data_is_learnt_nothing_more_is_asked_for(lag, dynamic):
+    """What is pending then is learnt from, though it may bring solved prompts back; the last version is evaluated once,
+    at the end."""
+    diary = learn(lag, dynamic)
+    last, updates = diary.summary["last"], steps_of(diary.events, "update")
+    assert updates == list(range(last)) and 1 <= last < 15
+    learnt = [event[0] for event in diary.events].index("learnt")
+    assert max(steps_of(diary.events, "ask")) == max(steps_of(diary.events[:learnt], "ask")) == last - 1
+    assert len(steps_of(diary.events[learnt:], "update")) == lag
+    assert [event[1:] for event in diary.events if event[0] == "evaluate"] == [
+        (0, True), *((v, False) for v in range(2, last, 2)), (last, True)]
+    assert steps_of(diary.events, "save") == list(range(1, last + 1))
+
+
+@LAGS
+def test_a_run_whose_data_is_learnt_resumes_to_the_same_end(lag):
+    whole = learn(lag)
+    for version in whole.saved:
+        rest = learn(lag, before=whole, version=version)
+        assert rest.summary["last"] == whole.summary["last"] and "learnt" in [event[0] for event in rest.events]
+        assert steps_of(rest.events, "update") == [step for step in steps_of(whole.events, "update") if step >= version]
+        late = version + whole.saved[version]["evaluated"]
+        assert [event for event in rest.events if event[0] == "evaluate"] == [
+            event for event in whole.events if event[0] == "evaluate" and event[1] >= late]
+    on = learn(lag, "train.retire_above=1", before=whole, version=max(whole.saved))
+    assert on.summary["last"] == 20
+
+
+def test_that_the_data_is_learnt_is_said_once():
+    said = []
+    recorder = SimpleNamespace(_learnt=False, console=SimpleNamespace(note=said.append))
+    for _ in range(3):
+        Recorder.learnt(recorder, "so it is")  # type: ignore[arg-type]
+    assert said == ["so it is; training ends here"]
 
 
 # ---- with the real source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from shoal.task.overlong import overlong_punishment, with_overlong
 from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
 from shoal.trainer.batch import choose_shape, pack
+from shoal.trainer.loop import PENALTY, Run
 from shoal.trainer.prompts import PromptStream
 from shoal.trainer.step import batch_logprobs
 from shoal.trainer.update import Given, Table, Updater
@@ -116,7 +118,61 @@ def choosy(completions, answer, **kwargs):
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [sum(map(ord, text)) % 3 if int(gold) % 2 else 1.0 for text, gold in zip(texts, answer)]
 ''')
-    return (f"reward={file}:choosy", "algorithm.dynamic_sampling=true", "batch.prompts_per_step=4", "steps=3")
+    return (f"reward={file}:choosy", "algorithm.dynamic_sampling=true", "algorithm.filter_by=reward",
+            "batch.prompts_per_step=4", "steps=3")
+
+
+def judged(correct=None, valid=(True, True, True), weights=None, **parts):
+    """A group whose reward functions gave these values, or could not judge (None)."""
+    components = {name: np.array(values, float) for name, values in parts.items()}
+    weights = weights or dict.fromkeys(parts, 1.0)
+    rewards = sum((weights[name] * np.nan_to_num(values) for name, values in components.items()), np.zeros(3))
+    return Group(Purpose.TRAIN, 0, 0, Example(0, "q"), np.ones(1, int), (), ("",) * 3, rewards, components,
+                 np.array(valid), None if correct is None else np.array(correct), reward_weights=weights)
+
+
+def useful(group, *words):
+    """As the loop asks with this command line."""
+    config, _ = compose("train", ["algorithm.dynamic_sampling=true", *words])
+    return Run.is_useful(SimpleNamespace(config=config), group)  # type: ignore[arg-type]
+
+
+OVERLONG = "reward.overlong_buffer_tokens=4"
+
+
+def test_groups_are_chosen_by_what_is_right_not_by_penalties():
+    """DAPO, eq. 11: 0 < number right < G. Length alone teaches nothing that the filter is for."""
+    wrong = judged([False] * 3, right=[0, 0, 0], overlong=[0, -0.5, -1])
+    assert not useful(wrong, OVERLONG) and useful(wrong, OVERLONG, "algorithm.filter_by=reward")
+    format = judged([True] * 3, right=[1, 1, 1], format=[0, 1, 1])
+    assert not useful(format) and useful(format, "algorithm.filter_by=reward")
+    partly = judged([True, False, False], right=[1, 0, 0])
+    assert useful(partly) and not useful(replace(partly, valid=np.array([False, True, True])))
+    hidden = judged([True, False, False], right=[1, 0, 0], overlong=[-1, 0, 0])  # the penalty evens the reward out
+    assert useful(hidden, OVERLONG) and not useful(hidden, OVERLONG, "algorithm.filter_by=reward")
+
+
+def test_without_a_check_groups_are_chosen_by_the_reward_less_the_penalty():
+    same = judged(right=[0.1, 0.1, 0.1], half=[0.7, 0.7, 0.7], overlong=[0, -0.35, -1])
+    assert not useful(same, OVERLONG) and useful(same)  # one's own function may have that name
+    assert useful(judged(right=[0.1, 0.1, 0.2], overlong=[0, 0, -0.1]), OVERLONG)
+    # A completion of which only the penalty says something is not compared.
+    assert not useful(judged(right=[1, np.nan, 1], overlong=[0, -1, 0]), OVERLONG)
+    added = with_overlong(Task("t", (), {}, ()), RewardSection(overlong_buffer_tokens=4), 8).rewards[-1].name
+    assert added == PENALTY
+
+
+def test_functions_that_are_normalised_apart_count_apart_where_they_have_a_weight():
+    even = {"first": [1, 0, 0], "second": [0, 1, 1]}
+    gdpo = "algorithm.advantage=gdpo"
+    assert useful(judged(**even), gdpo) and not useful(judged(**even))
+    logged = judged(weights={"first": 1.0, "logged": 0.0}, first=[0, 0, 0], logged=[0, 1, 2])
+    for words in ([gdpo], [gdpo, "algorithm.filter_by=reward"]):
+        assert not useful(logged, *words)
+    assert (Table.of([logged], AlgorithmSection(advantage="gdpo")).advantages == 0).all()
+    late = judged(first=[0, 0, 0], overlong=[0, 0, -1])
+    assert not useful(late, gdpo, OVERLONG) and useful(late, gdpo, OVERLONG, "algorithm.filter_by=reward")
+    assert not useful(replace(late, correct=np.array([True] * 3)), gdpo)
 
 
 def numbers(run):
@@ -259,6 +315,13 @@ def test_a_divergence_in_the_reward_by_hand():
     assert told.result()["kl"] == pytest.approx(4 / 3)
     np.testing.assert_allclose(Table.of(made, a, taken).advantages, [[0.4, -0.4]], rtol=1e-6)  # (0.7, -0.1) - 0.3
     np.testing.assert_allclose(Table.of(made, a).rewards, [[1.0, 0.0]])
+    # A completion that was cut and is masked loses its reward's part all the same; the metric is of those trained on.
+    first, second = made[0].completions
+    made[0] = replace(made[0], completions=(replace(first, stop_reason=StopReason.LENGTH), second))
+    told, masked = MetricSet(), replace(a, mask_cut=True)
+    again = updater(masked)._penalty(made, Given(old=old, ref=ref), choose_shape(made, 1, 2, 100, 1), told)
+    np.testing.assert_array_equal(again, taken)
+    assert told.result()["kl"] == pytest.approx(1.0)
 
 
 def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
@@ -323,12 +386,32 @@ def test_staleness_and_publication(words, lag, every):
     (["algorithm.loss=cispo", "algorithm.cispo_bound=absolute"], "5 is usual"),
     (["algorithm.kl_coef=1", "algorithm.kl_in=reward"], "k1 is the unbiased one"),
     (["algorithm.entropy_coef=1", "algorithm.degenerate=renormalise"], "renormalise has no effect"),
-    (["algorithm.advantage=maxrl", "reward.overlong_buffer_tokens=9"], "may be of any size"),
+    (["algorithm.advantage=maxrl", "reward.overlong_buffer_tokens=9"], "a group with one below 0"),
+    (["train.publish_every=3"], "samples may be 2 versions old"),
+    (["train.max_staleness=1", "algorithm.num_epochs=2"], "samples may be 1 version old"),
+    (["algorithm=gspo", "algorithm.advantage=none", "teacher.path=x"], "set algorithm.loss=gspo-token"),
+    (["algorithm=gmpo", "teacher.path=x"], "averaged over the completion"),
+    (["algorithm.dynamic_sampling=true", "reward=f.py:f"], "algorithm.filter_by=reward goes by these"),
+    (["algorithm.clip_low=0.1", "algorithm.clip_high=0.3"], "clip_low=0.1, algorithm.clip_high=0.3 cannot act"),
+    (["algorithm.clip_dual=3"], "algorithm.clip_dual=3 cannot act: with one update a step"),
+    (["algorithm=sapo", "algorithm.num_minibatches=1", "algorithm.sapo_negative=2"], "sapo_negative=2 cannot act"),
+    (["recipe=scalerl", "algorithm.clip_high=4"], "algorithm.clip_high=4 cannot act"),
+    (["algorithm.aggregation_tokens=64"], "algorithm.aggregation_tokens=64 has no effect"),
 ])
 def test_what_is_hardly_meant_is_said(words, text):
     [warning] = algorithm_warnings(compose("train", words)[0])
     assert text in warning
-    assert list(algorithm_warnings(compose("train", [])[0])) == []
+
+
+@pytest.mark.parametrize("words", [
+    [], ["recipe=scalerl"], ["recipe=verl", "algorithm.num_minibatches=1"],
+    ["algorithm=gmpo", "algorithm.num_minibatches=1"], ["algorithm=gspo-token", "teacher.path=x"],
+    ["train.max_staleness=1", "algorithm.correction=tis"], ["algorithm.clip_low=0.1", "algorithm.num_epochs=2"],
+    ["algorithm.dynamic_sampling=true", "task.name=custom", "task.path=x", "reward=f.py:f"],
+    ["algorithm.dynamic_sampling=true", "reward=f.py:f", "algorithm.filter_by=reward"],
+    ["algorithm.aggregation_tokens=64", "algorithm.aggregation=seq-mean-token-sum-norm"]])
+def test_what_is_meant_is_not_spoken_of(words):
+    assert list(algorithm_warnings(compose("train", words)[0])) == []
 
 
 @pytest.mark.parametrize(("words", "text"), [
@@ -336,6 +419,7 @@ def test_what_is_hardly_meant_is_said(words, text):
     (["algorithm.advantage=none"], "nothing teaches"),
     (["algorithm.advantage=none", "teacher.path=x", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "has no part"),
     (["algorithm.advantage=none", "teacher.path=x", "algorithm.dynamic_sampling=true"], "groups are chosen by their"),
+    (["algorithm.advantage=gdpo", "algorithm.kl_coef=1", "algorithm.kl_in=reward", "algorithm.kl=k1"], "would cancel"),
 ])
 def test_what_nothing_can_be_learnt_from(words, text):
     with pytest.raises(ShoalError, match=text):

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from shoal.trainer.prompts import PassRates, PromptStream, prepare
+from shoal.trainer.prompts import Learnt, PassRates, PromptStream, prepare
 from shoal.types import Example, Group, Purpose, ShoalError
 
 
@@ -124,6 +124,23 @@ def test_all_retired_is_an_error_that_says_so():
     s = stream(bound=0.5)
     s.rates.add([judged(p.example, [p.example.row > 1]) for p in s.next(12)])
     with pytest.raises(ShoalError, match=r"10 prompts are retired \(train.retire_above=0.5\), fewer than 4 are left"):
+        s.next(4)
+
+
+def test_what_is_learnt_stays_so_at_the_same_bound():
+    s = stream(bound=0.5)
+    for prepared in s.next(12):
+        s.rates.add([judged(prepared.example, [prepared.example.row > 1] * 2)])
+    before = s.state()
+    assert s.is_learnt(4) and not s.is_learnt(2) and s.state() == before and not stream(bound=0.5).is_learnt(12)
+    with pytest.raises(Learnt, match="fewer than 4 are left"):
+        s.next(4)
+    s.rates.add([judged(Example(row, str(row)), [False] * 9) for row in range(12)])  # nothing is solved any more
+    for bound, learnt in ((0.5, True), (0.9, False)):
+        again = stream(bound=bound)
+        again.restore(json.loads(json.dumps(s.state())))
+        assert again.is_learnt(4) == learnt and not again.is_learnt(3)
+    with pytest.raises(Learnt, match=r"10 prompts are retired .*fewer than 4 are left"):
         s.next(4)
 
 

@@ -143,28 +143,42 @@ def test_float32_against_the_oracle(name: str):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_metrics_against_the_oracle(name: str):
-    """All tokens that were drawn count, those of completions that leave the loss too."""
+    """What the loss does to tokens is told of those in it, what sampler and trainer disagree on of all that were drawn;
+    completions that were cut are in the batch and not in the loss."""
     everything = [update().completions[p][g] for p, g in update().keys]
-    reached = np.zeros(2, int)
+    trained = [(update().completions[p][g], update().entropies[p][g]) for p, g in update().keys
+               if not update().cut[p, g]]
+    cut = [update().completions[p][g] for p, g in update().keys if update().cut[p, g]]
+    drawn, tokens = (sum(int(c.drawn.sum()) for c in those) for those in (everything, [c for c, _ in trained]))
+    reached, left_out = np.zeros(2, int), np.zeros(2, int)
     for clip, kl in itertools.product(CLIPS, ["k1", "k3, clamped", "k3, weighted"]):
         s = replace(with_kl(LOSSES[name], kl), low=clip[0], high=clip[1], correction="mis", cap=1.2)
-        sums = by_shoal(layout(update(), per_slot=3, garbage=np.inf), objective(s)).sums
-        tokens = sum(int(c.drawn.sum()) for c in everything)
-        low, high = np.sum([oracle.clipped_tokens(s, c) for c in everything], axis=0)
-        reached += low, high
-        assert sums["clip/low"] == (low, tokens) and sums["clip/high"] == (high, tokens)
-        assert sums["clip/fraction"] == (low + high, tokens)
+        got = by_shoal(layout(update(), per_slot=3, garbage=np.inf), objective(s))
         unweighted = replace(s, weighted=False)  # the estimate is what is told, not its product with the ratio
-        kls = sum(oracle.token_kls(unweighted, c, c.lp).sum() for c in everything)
-        assert sums["kl"] == (pytest.approx(kls, rel=1e-11), tokens)
-        entropy = sum(update().entropies[p][g][update().completions[p][g].drawn].sum() for p, g in update().keys)
-        assert sums["entropy"] == (pytest.approx(entropy, rel=1e-11), tokens)
-        (w, count), (w2, _) = sums["mismatch/w"], sums["mismatch/w2"]
-        assert w**2 / (count * w2) == pytest.approx(oracle.effective_sample_size(everything), rel=1e-11)
-        weights = np.concatenate([oracle.corrections(s, c)[c.drawn] for c in everything])
-        assert sums["correction/weight"] == (pytest.approx(weights.sum(), rel=1e-11), tokens)
-        assert sums["correction/zero"] == ((weights == 0).sum(), tokens) and 0 < (weights == 0).sum() < tokens
-    assert name == "sapo" or reached[1] > 0
+        low, high = np.sum([oracle.clipped_tokens(s, c) for c, _ in trained], axis=0)
+        reached += low, high
+        left_out += np.sum([oracle.clipped_tokens(s, c) for c in cut], axis=0)
+        weights = np.concatenate([oracle.corrections(s, c)[c.drawn] for c, _ in trained])
+        apart = np.concatenate([(c.old - c.beh)[c.drawn] for c in everything])
+        want = {
+            "clip/low": (low, tokens), "clip/high": (high, tokens), "clip/fraction": (low + high, tokens),
+            "ratio/mean": (sum(oracle.told_ratios(s, c).sum() for c, _ in trained), tokens),
+            "entropy": (sum(entropy[c.drawn].sum() for c, entropy in trained), tokens),
+            "kl": (sum(oracle.token_kls(unweighted, c, c.lp).sum() for c, _ in trained), tokens),
+            "correction/weight": (weights.sum(), tokens), "correction/zero": ((weights == 0).sum(), tokens),
+            "mismatch/logprob_mean": (np.abs(apart).sum(), drawn),
+            "mismatch/w": (np.exp(apart).sum(), drawn), "mismatch/w2": (np.exp(2 * apart).sum(), drawn),
+        }
+        assert got.sums.keys() == want.keys()
+        for metric, pair in want.items():
+            assert got.sums[metric] == (pytest.approx(pair[0], rel=1e-11), pair[1]), metric
+        assert got.maxima == {"mismatch/logprob_max": pytest.approx(np.abs(apart).max(), rel=1e-11)}
+        ess = got.sums["mismatch/w"][0] ** 2 / (drawn * got.sums["mismatch/w2"][0])
+        assert ess == pytest.approx(oracle.effective_sample_size(everything), rel=1e-11)
+        assert 0 < (weights == 0).sum() < tokens
+        assert (np.concatenate([oracle.corrections(s, c)[c.drawn] for c in cut]) == 0).any()
+    assert tokens < drawn
+    assert name == "sapo" or (reached[1] > 0 and left_out.sum() > 0)
     assert name in ("sapo", "cispo", "cispo, absolute") or reached[0] > 0
 
 

@@ -55,8 +55,14 @@ def test_worked_by_hand(name: str, settings: dict[str, Any], want: Any):
     np.testing.assert_allclose(got, want, rtol=1e-14)
 
 
-def test_maxrl_where_the_mean_is_not_positive():
+def test_maxrl_is_for_rewards_of_0_or_more():
     np.testing.assert_array_equal(advantages("maxrl", [[-1, 1], [-3, 1], [0, 0]]), np.zeros((3, 2)))
+    # A mean of nearly 0, or above it, with a reward below 0: no quotient of any size.
+    np.testing.assert_array_equal(advantages("maxrl", [[0.1, 0.2, -0.3], [-1, 9, 9]]), np.zeros((2, 3)))
+    # What an invalid sibling holds has no part.
+    np.testing.assert_allclose(advantages("maxrl", [[-5, 1, 3]], [[False, True, True]]), [[0, -0.5, 0.5]])
+    many = advantages("maxrl", np.random.default_rng(0).exponential(size=(50, 4)) ** 9)
+    assert many.max() > 2.9 and np.abs(many).max() <= 3
     # One success among four: mean 1/4, so 3 for it and -1 for the rest.
     np.testing.assert_allclose(advantages("maxrl", [[1, 0, 0, 0]]), [[3, -1, -1, -1]])
 
@@ -70,8 +76,10 @@ def lists(values: np.ndarray, there: np.ndarray) -> list[list[float | None]]:
 def test_against_the_oracle(name: str, eps: float, eps_as: str):
     """Continuous, binary and constant rewards; siblings missing, alone, all missing; parts that could not judge."""
     rng = np.random.default_rng(5)
-    for ddof, draw in itertools.product((0, 1), range(6)):
+    for ddof, draw in itertools.product((0, 1), range(8)):
         parts = 4 + rng.standard_normal((3, 4, 5)) if draw % 2 else rng.integers(0, 2, (3, 4, 5)).astype(float)
+        if draw > 5:
+            parts[:, 0] -= 4 if draw == 6 else 0.5  # rewards below 0 too
         parts[:, 1] = 1.0  # a group without variance
         weights = [1.0, 0.25, 2.0]
         rewards = np.tensordot(weights, parts, 1)
@@ -84,7 +92,7 @@ def test_against_the_oracle(name: str, eps: float, eps_as: str):
         want = oracle_advantage.advantages(name, lists(rewards, valid), ddof, eps, eps_as, listed, weights)
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
         assert (got[~valid] == 0).all()
-        if name != "none" and valid[0].sum() > 1 and draw % 2:
+        if name != "none" and valid[0].sum() > 1 and draw % 2 and draw < 6:
             assert (got[0][valid[0]] != 0).all()
 
 

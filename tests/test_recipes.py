@@ -14,9 +14,12 @@ import pytest
 import oracle
 from proof_data import Update, by_shoal, layout
 from shoal.algorithm.aggregation import token_weights
+from shoal.config.aliases import FOREIGN
 from shoal.config.compose import PRESETS, compose
+from shoal.config.convert import leaves_of
 from shoal.config.keys import keys_of
 from shoal.config.schema import AlgorithmSection, Config
+from shoal.runtime.learning import algorithm_warnings
 from shoal.trainer.step import Objective
 from shoal.trainer.update import step_advantages
 from shoal.types import ShoalError
@@ -127,11 +130,12 @@ def torchrl(b: Batch, lp: np.ndarray) -> Any:
 
 
 def scalerl(b: Batch, lp: np.ndarray) -> Any:
-    """arXiv 2510.13786: CISPO with eps_max 5, advantages over their deviation in the batch, prompt average."""
+    """arXiv 2510.13786: CISPO with eps_max 5 and the ratio to the policy that drew the sample, advantages over their
+    deviation in the batch, prompt average."""
     assert not b.beta
     centred = (b.grouped - b.grouped.mean(axis=1, keepdims=True)).reshape(-1, 1)
     advantage = centred / (centred.std(ddof=1) + 1e-4)
-    tokens = -np.minimum(np.exp(b.lp - b.old), 5.0) * advantage * lp
+    tokens = -np.minimum(np.exp(b.lp - b.sampler), 5.0) * advantage * lp
     by_prompt, lengths = ((x * b.mask).reshape(P, -1).sum(axis=1) for x in (tokens, np.ones_like(b.lp)))
     return (by_prompt / lengths).mean()
 
@@ -139,10 +143,13 @@ def scalerl(b: Batch, lp: np.ndarray) -> Any:
 SYSTEMS: dict[str, Loss] = {"trl": trl, "verl": verl, "maxtext": maxtext, "tunix": tunix, "torchrl": torchrl,
                             "scalerl": scalerl}
 WITH_KL = ("trl", "verl", "maxtext", "tunix")
+ONE_UPDATE = ("scalerl",)
+"""Held as the recipe is, with one update a step; the others with several, where their bounds act."""
 
 
-def by_recipe(a: AlgorithmSection, b: Batch) -> tuple[float, np.ndarray]:
-    """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32."""
+def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[float, np.ndarray]:
+    """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if several updates
+    were made; else as the settings say."""
     advantages = step_advantages(a, b.grouped, np.ones((P, G), bool))
     rows = [oracle.Completion(b.lp[i][b.mask[i]], b.old[i][b.mask[i]], b.ref[i][b.mask[i]], b.mask[i][b.mask[i]],
                               advantages[i // G, i % G], b.sampler[i][b.mask[i]], i // G) for i in range(P * G)]
@@ -150,7 +157,8 @@ def by_recipe(a: AlgorithmSection, b: Batch) -> tuple[float, np.ndarray]:
     entropies = [[b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)] for p in range(P)]
     every = np.ones((P, G), bool)
     update = Update(grouped, entropies, every, every, ~every)
-    got = by_shoal(layout(update, per_slot=2, dtype=np.float32), replace(Objective.of(a), use_old=True))
+    objective = replace(Objective.of(a), use_old=True) if use_old else Objective.of(a)
+    got = by_shoal(layout(update, per_slot=2, dtype=np.float32), objective)
     weights = token_weights(a.aggregation, update.lengths, every, every, a.aggregation_tokens or T)
     gradient = np.zeros((P * G, T))
     for (p, g), own in got.gradients(weights)[0].items():
@@ -163,7 +171,7 @@ def test_a_recipe_gives_that_systems_loss(name: str, beta: float):
     config, _ = compose("train", [f"recipe={name}", f"algorithm.kl_coef={beta}"])
     for seed in (1, 2):
         b = draw(seed, beta)
-        value, gradient = by_recipe(config.algorithm, b)
+        value, gradient = by_recipe(config.algorithm, b, use_old=name not in ONE_UPDATE)
         want = SYSTEMS[name](b, b.lp)
         assert abs(want) > 1e-3 and value == pytest.approx(want, rel=1e-5, abs=1e-6)
         slope = oracle.derivative(lambda lp, b=b: SYSTEMS[name](b, lp), b.lp)
@@ -192,6 +200,110 @@ def test_verls_dual_clip_and_clamps_are_reached():
     np.testing.assert_allclose(gradient, oracle.derivative(lambda lp: verl(b, lp), b.lp), rtol=1e-4, atol=1e-6)
 
 
+def test_scalerls_samples_are_weighed_against_the_sampler_up_to_5():
+    """Samples up to 8 versions old: as the recipe is, with one update a step."""
+    b = draw(1, 0.0)
+    b = replace(b, sampler=b.sampler - 1.8 * (np.arange(T) % 2))
+    ratio = np.exp(b.lp - b.sampler)[b.mask]
+    assert (ratio > 5).sum() > 3 and (ratio < 0.8).sum() > 3
+    config, _ = compose("train", ["recipe=scalerl"])
+    assert config.train.max_staleness == 8 and config.algorithm.num_epochs * config.algorithm.num_minibatches == 1
+    value, gradient = by_recipe(config.algorithm, b, use_old=False)
+    assert value == pytest.approx(scalerl(b, b.lp), rel=1e-5)
+    np.testing.assert_allclose(gradient, oracle.derivative(lambda lp: scalerl(b, lp), b.lp), rtol=1e-4, atol=1e-6)
+
+
+PPO = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 0.0}
+PAPERS: dict[str, dict[str, Any]] = {
+    # MiniMax-M1: eps_low of no effect, no number for eps_high, no divergence; 16 rounds of off-policy updates.
+    "cispo": {"advantage": "grpo", "loss": "cispo", **PPO, "cispo_bound": "paper", "aggregation": "token-mean",
+              "kl_coef": 0.0, "num_minibatches": 16},
+    # DAPO, section 4.1: 512 prompts in mini-batches of 512 of their 8,192 completions, 0.2 and 0.28.
+    "dapo": {"advantage": "grpo", "loss": "grpo", **PPO, "clip_high": 0.28, "aggregation": "token-mean",
+             "kl_coef": 0.0, "dynamic_sampling": True, "degenerate": "renormalise", "num_minibatches": 16},
+    "dr_grpo": {"advantage": "dr_grpo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-sum-norm",
+                "kl_coef": 0.0},
+    "gdpo": {"advantage": "gdpo"},
+    # GMPO: (e^-0.4, e^0.4); eight updates a step.
+    "gmpo": {"advantage": "grpo", "loss": "gmpo", **PPO, "clip_low": 0.4, "clip_high": 0.4,
+             "aggregation": "seq-mean-token-mean", "num_minibatches": 8},
+    # DeepSeekMath, section 4.2: coefficient 0.04, a single update after each exploration.
+    "grpo": {"advantage": "grpo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-mean", "kl": "k3",
+             "kl_coef": 0.04, "kl_in": "loss", "num_epochs": 1, "num_minibatches": 1},
+    # GSPO, section 5.1: 3e-4 and 4e-4, each batch in four mini-batches.
+    **{name: {"advantage": "grpo", "loss": name, "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 0.0,
+              "aggregation": "seq-mean-token-mean", "kl_coef": 0.0, "num_minibatches": 4}
+       for name in ("gspo", "gspo-token")},
+    "lite_ppo": {"advantage": "batch_std", "loss": "grpo", **PPO, "aggregation": "token-mean"},
+    "maxrl": {"advantage": "maxrl"},
+    "reinforce++": {"advantage": "reinforce++", "loss": "grpo", **PPO, "kl": "k1", "kl_in": "reward"},
+    "reinforce++-baseline": {"advantage": "reinforce++-baseline", "loss": "grpo", **PPO, "kl": "k2", "kl_in": "loss"},
+    "rloo": {"advantage": "rloo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-sum", "kl": "k1",
+             "kl_in": "reward", "num_epochs": 1, "num_minibatches": 1},
+    # SAPO, section 5: 1.0 and 1.05, four mini-batches.
+    "sapo": {"advantage": "grpo", "loss": "sapo", "clip_dual": 0.0, "sapo_positive": 1.0, "sapo_negative": 1.05,
+             "aggregation": "seq-mean-token-mean", "num_minibatches": 4},
+}
+"""What each paper sets, of the keys that the loss reads; where it names no clip range, Shoal's own."""
+
+
+def test_each_algorithm_sets_what_its_paper_does():
+    import yaml
+
+    assert sorted(PAPERS) == ALGORITHMS
+    for name, paper in PAPERS.items():
+        values = yaml.safe_load((PRESETS / "algorithm" / f"{name}.yaml").read_text(encoding="utf-8"))
+        assert values.pop("algorithm") == paper, name
+        # DAPO, section 4.1: a cache of 4,096 tokens after 16,384, a fifth of all 20,480.
+        penalty = {"reward": {"overlong_buffer_tokens": -1, "overlong_penalty": 1.0}} if name == "dapo" else {}
+        assert values == penalty, name
+        settings = compose("train", [f"algorithm={name}"])[0].algorithm
+        assert {key: getattr(settings, key) for key in paper} == paper
+
+
+RECIPE_KEYS = ("advantage", "std_ddof", "std_eps", "std_eps_as", "loss", "clip_low", "clip_high", "clip_dual",
+               "cispo_bound", "kl", "kl_coef", "kl_in", "kl_clamp_input", "kl_clamp_value", "kl_weighted",
+               "entropy_coef", "aggregation", "correction", "correction_level", "correction_cap", "mask_cut",
+               "degenerate", "num_epochs", "num_minibatches")
+OWN = (0.2, 0.2, 0.0, "paper")
+NO_KL = ("k3", 0.0, "loss", 0.0, 0.0, False)
+ALONE = ("none", "token", 2.0, False, "count", 1)
+DEFAULTS_OF: dict[str, tuple[Any, ...]] = {
+    "trl": ("grpo", 1, 1e-4, "added", "grpo", 0.2, 0.2, 0.0, "absolute", "k3", 0.0, "loss", 0.0, 0.0, True, 0.0,
+            "token-mean", "mis", "sequence", 3.0, False, "count", 1, 1),
+    "verl": ("grpo", 1, 1e-6, "added", "grpo", 0.2, 0.2, 3.0, "both", "k3", 0.0, "loss", 20.0, 10.0, False, 0.0,
+             "token-mean", *ALONE, 4),  # 1,024 prompts in mini-batches of 256
+    "maxtext": ("grpo", 0, 1e-8, "added", "grpo", *OWN, "k3", 0.08, "loss", 0.0, 0.0, False, 0.0,
+                "seq-mean-token-mean", *ALONE, 1),
+    "tunix": ("grpo", 1, 1e-6, "added", "grpo", *OWN, "k1", 0.08, "loss", 0.0, 0.0, False, 0.0,
+              "seq-mean-token-mean", *ALONE, 1),
+    "torchrl": ("grpo", 1, 1e-6, "least", "grpo", *OWN, *NO_KL, 1e-4, "token-mean", *ALONE, 1),
+    "scalerl": ("reinforce++-baseline", 1, 1e-4, "added", "cispo", 0.2, 5.0, 0.0, "absolute", *NO_KL, 0.0,
+                "prompt-mean", "tis", "token", 5.0, False, "renormalise", 1, 1),
+}
+"""Each system's defaults, of the keys that the loss reads."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_sets_what_its_system_does(name: str):
+    config, _ = compose("train", [f"recipe={name}"])
+    want = dict(zip(RECIPE_KEYS, DEFAULTS_OF[name], strict=True))
+    assert {key: getattr(config.algorithm, key) for key in RECIPE_KEYS} == want
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_algorithm_over_a_recipe_has_its_own_bounds(recipe: str):
+    """A bound of the recipe's loss means another thing to the algorithm's."""
+    bounds = ("clip_low", "clip_high", "clip_dual", "cispo_bound")
+    for name, paper in PAPERS.items():
+        mixed = compose("train", [f"recipe={recipe}", f"algorithm={name}", "batch.prompts_per_step=1024"])[0]
+        alone = compose("train", [f"algorithm={name}"])[0].algorithm
+        reads = {"cispo": bounds, "sapo": ("clip_dual",)}.get(paper.get("loss", ""), bounds[:3])
+        for key in reads if "loss" in paper else ():
+            assert getattr(mixed.algorithm, key) == getattr(alone, key), f"{name}: {key}"
+        assert not [text for text in algorithm_warnings(mixed) if "clip" in text], name
+
+
 def test_every_recipe_and_algorithm_is_proven_or_named():
     assert set(SYSTEMS) == set(RECIPES)
     sections = [compose("train", [f"algorithm={name}"])[0].algorithm for name in ALGORITHMS]
@@ -207,9 +319,8 @@ def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
         values = yaml.safe_load(text)
-        keys = [f"{a}.{b}" if isinstance(inner, dict) else a for a, inner in values.items()
-                for b in (inner if isinstance(inner, dict) else [a])]
-        assert keys and not set(keys) - set(keys_of(Config)), file.name
+        names = {name for name, _ in leaves_of(Config, values)}
+        assert names and not names - set(keys_of(Config)) - set(FOREIGN if folder == "recipe" else ()), file.name
         if folder == "algorithm":
             assert {"algorithm"} <= set(values) <= {"algorithm", "reward"} and "arXiv" in text
 

@@ -88,11 +88,13 @@ def reinforce_pp_baseline(rewards: Rewards, valid: Valid, *, std_ddof: int, std_
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """(r - mean) / mean of the group: with rewards 0 and 1 the gradient's mean is one of a truncated log-likelihood of
-    success. Groups whose mean is not above 0 have advantage 0. MaxRL, arXiv 2602.02710."""
+    success. For rewards of 0 or more, where it is at most G - 1: groups with one below 0, or with none above, have
+    advantage 0. MaxRL, arXiv 2602.02710."""
     number = np.maximum(valid.sum(axis=1, keepdims=True), 1)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / number
+    outside = (mean <= 0) | (np.where(valid, rewards, 0.0) < 0).any(axis=1, keepdims=True)
     centred = _centred(rewards, valid)
-    return np.divide(centred, mean, out=np.zeros_like(centred), where=~(mean <= 0))
+    return np.divide(centred, mean, out=np.zeros_like(centred), where=~outside)
 
 
 def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",

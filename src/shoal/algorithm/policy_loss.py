@@ -113,9 +113,9 @@ def gmpo(lp: Tokens, old: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"],
 def sapo(lp: Tokens, old: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
          bounds: Bounds) -> tuple[Tokens, Metrics]:
     """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = `positive` where A > 0, else `negative`: a gate that closes softly
-    on both sides. Nothing is clipped. SAPO, arXiv 2511.20347."""
+    on both sides. Nothing is clipped; far beyond, the gate is shut. SAPO, arXiv 2511.20347."""
     lp, old, advantage = _zero_outside(mask, lp, old, advantage)
-    ratio = jnp.exp(lp - old)
+    ratio = jnp.exp(jnp.minimum(lp - old, 80.0))  # the slope of exp at infinity times that of the gate, 0, is NaN
     tau = jnp.where(advantage > 0, bounds.positive, bounds.negative)
     token_loss = -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantage
     never = jnp.zeros_like(mask)

@@ -210,6 +210,9 @@ class AlgorithmSection:
     """Leave completions that were cut at the limit out of the loss; they stay in mean and deviation."""
     dynamic_sampling: bool = False
     """DAPO: ask for further groups in place of those without variance, until the step is full."""
+    filter_by: Literal["correct", "reward"] = "correct"
+    """What has to vary in a group there. correct: what the task's check says of its completions (the paper: some are
+    right, some wrong), or without a check the reward less the overlong penalty; reward: the whole reward."""
     max_sampling_rounds: int = 10
     """Most times that a step asks for further groups; what is missing then stays without variance."""
     num_epochs: int = 1

@@ -65,9 +65,9 @@ loss | 1 | mean | the loss that was differentiated, over updates
 kl | nats | mean | divergence from the reference by the configured estimator, over trained tokens
 teacher/kl | nats | mean | reverse divergence from the teacher: log-prob of the policy minus the teacher's
 entropy | nats | mean | entropy of the next token, over trained tokens: those of groups and completions in the loss
-clip/fraction | share | mean | trained tokens whose clipped term is the active one
-clip/low | share | mean | trained tokens clipped below 1 - clip_low (negative advantage)
-clip/high | share | mean | trained tokens clipped above 1 + clip_high (positive advantage)
+clip/fraction | share | mean | trained tokens whose clipped term is the active one (cispo: whose weight is bounded)
+clip/low | share | mean | those at the lower bound of the loss (grpo: 1 - clip_low, the advantage below 0)
+clip/high | share | mean | those at its upper bound (grpo: 1 + clip_high, the advantage above 0; clip_dual, below 0)
 ratio/mean | 1 | mean | exp(lp - old), over trained tokens
 mismatch/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens computed
 mismatch/logprob_max | nats | max | its largest value

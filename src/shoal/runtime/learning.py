@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from shoal.config.schema import Config, TrainSection
+from shoal.config.compose import PRESETS
+from shoal.config.schema import AlgorithmSection, Config, TrainSection
 from shoal.model.transformer import Model
 from shoal.runtime.brief import num_updates
+from shoal.task.task import TASKS
 from shoal.trainer.loop import Schedule, sampling_params
 from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
 from shoal.trainer.update import Updater, takes_every_group
 from shoal.types import Params, ShoalError
+
+BOUNDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("grpo", "gspo", "gspo-token"), ("clip_low", "clip_high", "clip_dual")),
+    "cispo": ("clip_low", "clip_high"), "gmpo": ("clip_low", "clip_high"), "sapo": ("sapo_positive", "sapo_negative"),
+}
+"""By the policy loss, the keys that bound its ratio."""
+
+CHECKED = tuple(name for name in TASKS if name != "custom")
+"""Tasks that say of an answer whether it is right, whatever the reward functions are."""
 
 
 def check_trainable(config: Config) -> None:
@@ -25,6 +37,9 @@ def check_trainable(config: Config) -> None:
     if a.advantage == "none" and a.kl_in == "reward" and a.kl_coef:
         raise ShoalError("algorithm.kl_in=reward with algorithm.advantage=none: a divergence taken off the reward has "
                          "no part here; set algorithm.kl_in=loss")
+    if a.advantage == "gdpo" and a.kl_in == "reward" and a.kl_coef:
+        raise ShoalError("algorithm.kl_in=reward with algorithm.advantage=gdpo: each part of the reward is divided by "
+                         "its own deviation, so algorithm.kl_coef would cancel; set algorithm.kl_in=loss")
     if a.dynamic_sampling and a.advantage == "none":
         raise ShoalError("algorithm.dynamic_sampling=true with algorithm.advantage=none: groups are chosen by their "
                          "rewards, which have no part here; set one of them otherwise")
@@ -48,16 +63,26 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         if config.teacher.path:
             yield ("a teacher with truncated samples is asked about the kept tokens alone: where one is kept it says "
                    "nothing; set sampling.top_k=0, top_p=1, min_p=0")
+    if (oldest := max(config.train.max_staleness, config.train.publish_every - 1)) > 0 and a.correction == "none":
+        yield (f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, train.publish_every) "
+               "and with algorithm.correction=none are learnt from as if they were new: set algorithm.correction=tis")
+    if config.teacher.path and a.loss in ("gspo", "gmpo"):
+        yield (f"a teacher with algorithm.loss={a.loss}: what it says of each token is averaged over the completion, "
+               "all of whose tokens have one gradient; set algorithm.loss=gspo-token, or grpo")
+    own = config.reward.functions and config.task.name in CHECKED
+    if a.dynamic_sampling and a.filter_by == "correct" and own:
+        yield (f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
+               "reward.functions say of them; algorithm.filter_by=reward goes by these")
     yield from unread_settings(config)
 
 
 def unread_settings(config: Config) -> Iterator[str]:
     """Keys that were set and that nothing reads, or that mean another thing, beside the others."""
     a = config.algorithm
-    clips = ("grpo", "gspo", "gspo-token")
-    if a.clip_dual and a.loss not in clips:
-        yield (f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for "
-               f"{', '.join(clips)}")
+    yield from unread_bounds(config)
+    if a.aggregation_tokens and a.aggregation != "seq-mean-token-sum-norm":
+        yield (f"algorithm.aggregation_tokens={a.aggregation_tokens} has no effect on "
+               f"algorithm.aggregation={a.aggregation}: it is for seq-mean-token-sum-norm")
     if a.loss == "cispo" and a.cispo_bound == "absolute" and a.clip_high <= 1:
         yield (f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
                "1 that it starts from; 5 is usual")
@@ -70,8 +95,34 @@ def unread_settings(config: Config) -> Iterator[str]:
                "on every group")
     shifted = config.reward.overlong_buffer_tokens or (a.kl_coef and a.kl_in == "reward")
     if a.advantage == "maxrl" and (shifted or any(weight < 0 for weight in config.reward.weights)):
-        yield ("algorithm.advantage=maxrl divides by the group's mean reward: with rewards below 0 it may be of any "
-               "size, and groups whose mean is not above 0 teach nothing")
+        yield ("algorithm.advantage=maxrl divides by the group's mean reward, for rewards of 0 or more: a group with "
+               "one below 0 (a penalty, a divergence, a weight below 0) teaches nothing")
+
+
+def unread_bounds(config: Config) -> Iterator[str]:
+    """Bounds of the ratio that the loss does not read, or that cannot act since every ratio is 1; what a recipe or an
+    algorithm brought by name is not spoken of there."""
+    a, defaults, brought = config.algorithm, AlgorithmSection(), brought_by_name(config)
+    if a.clip_dual and "clip_dual" not in BOUNDS[a.loss]:
+        users = ", ".join(loss for loss, bounds in BOUNDS.items() if "clip_dual" in bounds)
+        yield f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for {users}"
+    own = [f"algorithm.{name}={getattr(a, name):g}" for name in BOUNDS[a.loss]
+           if getattr(a, name) not in (getattr(defaults, name), brought.get(name))]
+    if own and a.num_epochs * a.num_minibatches == 1:
+        yield (f"{', '.join(own)} cannot act: with one update a step every ratio is 1 and nothing is clipped; set "
+               "algorithm.num_minibatches or algorithm.num_epochs above 1")
+
+
+def brought_by_name(config: Config) -> dict[str, Any]:
+    """What the named recipe and algorithm set in the section `algorithm`."""
+    import yaml
+
+    files = [PRESETS / "recipe" / f"{config.recipe}.yaml", PRESETS / "algorithm" / f"{config.algorithm.name}.yaml"]
+    brought = {}
+    for file in files:
+        if file.is_file():
+            brought |= yaml.safe_load(file.read_text(encoding="utf-8")).get("algorithm", {})
+    return brought
 
 
 def num_kept(config: Config) -> int:

@@ -25,6 +25,9 @@ from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater
 from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, SamplingParams, ShoalError
 
+PENALTY = "overlong"
+"""The reward function that `reward.overlong_buffer_tokens` adds."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -81,7 +84,7 @@ class Run:
                 if self.publication_due(step + 1):
                     self.publish(step + 1, state.trainable, step + 1)
                 metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started, len(discarded))
-            if self.evaluation_due(step + 1):
+            if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
                 with self.saved_on_failure(step + 1, state):
                     self.evaluate(step + 1)
             if self.save_due(step + 1):
@@ -116,7 +119,8 @@ class Run:
         self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"])
         self.restored = None
-        if self.evaluation_due(version) and version not in self.recorder.evaluations:  # it had failed
+        failed = self.evaluation_due(version) and version not in self.recorder.evaluations
+        if failed and not self.ends_at(version):
             self.evaluate(version)
         return state, version
 
@@ -141,6 +145,10 @@ class Run:
             self.request(self.asked, prompts)
             self.asked += 1
 
+    def ends_at(self, version: int) -> bool:
+        """Whether the data is learnt and no step follows: what is evaluated of this version is evaluated at the end."""
+        return version not in self.pending and self.prompts.is_learnt(self.config.batch.prompts_per_step)
+
     def request(self, step: int, prompts: Sequence[Prepared]) -> None:
         """A step's groups; asked again after a restart, the same addresses give the same tokens."""
         self.pending[step] = [prompt.example.row for prompt in prompts]
@@ -163,7 +171,7 @@ class Run:
         before = self.prompts.state()
         try:
             for _ in range(a.max_sampling_rounds):
-                useful = sum(has_variance(group, a) for group in groups)
+                useful = sum(map(self.is_useful, groups))
                 if useful >= wanted:
                     break
                 count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
@@ -175,9 +183,12 @@ class Run:
             self.prompts.restore(before)
             self.ask_again()
             raise
-        order = sorted(range(len(groups)), key=lambda n: (not has_variance(groups[n], a), n))
+        order = sorted(range(len(groups)), key=lambda n: (not self.is_useful(groups[n]), n))
         chosen = sorted(order[:wanted])
         return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
+
+    def is_useful(self, group: Group) -> bool:
+        return has_variance(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
 
     def ask_again(self) -> None:
         """Puts every pending step as a whole before the source, in order: as a checkpoint will ask for them."""
@@ -192,8 +203,9 @@ class Run:
 
     def publish(self, version: int, params: Params, step: int) -> None:
         """Before `step`. What it samples from stays as long as it may ask for further groups; at the run's end too,
-        that may be given more steps."""
-        stays = self.config.algorithm.dynamic_sampling or step >= self.config.steps
+        that may be given more steps, or another bound where the data is learnt."""
+        ends = step >= self.config.steps or self.prompts.ended is not None
+        stays = self.config.algorithm.dynamic_sampling or ends
         self.source.publish(version, params, keep_from=self.schedule.version(step) if stays else None)
 
     def publication_due(self, version: int) -> bool:
@@ -247,10 +259,25 @@ class Run:
             raise KeyboardInterrupt(self.recorder.stopped(version, self.config))
 
 
-def has_variance(group: Group, a: AlgorithmSection) -> bool:
-    """Whether a group's rewards differ; where each function is normalised apart, those of any one."""
-    parts = [group.rewards, *(group.reward_components.values() if a.advantage == "gdpo" else ())]
+def has_variance(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
+    """Whether valid completions of a group differ in what `filter_by` names: in what the task's check says of them,
+    without a check in the reward less `penalty`, a function's name; or in the whole reward. Where each function is
+    normalised apart, the values of any one that has a weight count as the reward does."""
+    if a.filter_by == "correct" and group.correct is not None:
+        parts = [group.correct.astype(float)]
+    else:
+        left_out = penalty if a.filter_by == "correct" else ""
+        weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
+        own = [group.reward_components[name] for name, weight in weights.items() if weight]
+        parts = [group.rewards if not left_out else weighted(group, weights)]
+        parts += own if a.advantage == "gdpo" else []
     return any(informative(part[None], (group.valid & ~np.isnan(part))[None])[0] for part in parts)
+
+
+def weighted(group: Group, weights: Mapping[str, float]) -> np.ndarray:
+    """The reward by these functions alone, NaN where none of them could judge."""
+    values = np.array([weight * group.reward_components[name] for name, weight in weights.items()])
+    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:

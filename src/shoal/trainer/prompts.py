@@ -95,6 +95,7 @@ class PromptStream:
     epoch: int = 0
     cursor: int = 0  # within the epoch
     dropped: int = 0
+    ended: tuple[float, int] | None = None  # the bound of the rates, and how many `next` could not find under it
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def further(self, count: int, taken: Collection[int]) -> list[Prepared]:
@@ -115,24 +116,51 @@ class PromptStream:
         return list(found.values())
 
     def next(self, count: int) -> list[Prepared]:
-        """The next `count` prompts, no row twice."""
+        """The next `count` prompts, no row twice. Raises `Learnt` where too few are left, and from then on."""
         if len(self.examples) < count:
             raise ShoalError(f"the data has {len(self.examples)} prompts, fewer than batch.prompts_per_step={count}: "
                              "lower it, or bring more data")
+        if self.ended == (self.rates.bound, count):
+            raise self._learnt(count)
+        try:
+            found = self._walk(count)
+        except Learnt:
+            self.ended = self.rates.bound, count
+            raise
+        self.ended = None
+        return found
+
+    def is_learnt(self, count: int) -> bool:
+        """Whether `next` will raise `Learnt`. Nothing is taken."""
+        if not self.rates.active:
+            return False
+        before = self.state()
+        try:
+            self.next(count)
+        except Learnt:
+            return True
+        finally:
+            self.restore(before)
+        return False
+
+    def _walk(self, count: int) -> list[Prepared]:
         found: dict[int, Prepared] = {}
         looked = 0
         while len(found) < count:
             row = self._next_row()
             looked += 1
             if looked > 4 * len(self.examples) + count:
-                if retired := len(self.rates.retired()):
-                    raise Learnt(f"{retired} prompts are retired (train.retire_above={self.rates.bound:g}), fewer than "
-                                 f"{count} are left: the data is learnt")
+                if len(self.rates.retired()):
+                    raise self._learnt(count)
                 raise ShoalError(f"fewer than {count} prompts of the data have at most {self.max_tokens} tokens: "
                                  "raise sampling.max_prompt_tokens")
             if row not in found and (prepared := self._prepare(row)) is not None:
                 found[row] = prepared
         return list(found.values())
+
+    def _learnt(self, count: int) -> Learnt:
+        return Learnt(f"{len(self.rates.retired())} prompts are retired (train.retire_above={self.rates.bound:g}), "
+                      f"fewer than {count} are left: the data is learnt")
 
     def peek(self, count: int = 1, steps: int = 1) -> Prepared:
         """The first prompt that `next` will give. Nothing is taken, but the prompts of `steps` times `count` are looked
@@ -152,10 +180,13 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """All that resuming needs, as JSON holds it."""
-        return {"epoch": self.epoch, "cursor": self.cursor, "dropped": self.dropped, **self.rates.state()}
+        return {"epoch": self.epoch, "cursor": self.cursor, "dropped": self.dropped,
+                "ended": list(self.ended) if self.ended else None, **self.rates.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.cursor, self.dropped = state["epoch"], state["cursor"], state["dropped"]
+        ended = state.get("ended")  # older checkpoints have none
+        self.ended = (ended[0], ended[1]) if ended else None
         self.rates.restore(state)
         self._order = (-1, np.empty(0, np.int64))
 

@@ -51,6 +51,7 @@ class Recorder:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
     _first_answers: FirstAnswers = field(default_factory=dict)
     _dropped: int = 0
+    _learnt: bool = False
 
     def begin_training(self, first: int) -> None:
         if self.steps > first:
@@ -68,7 +69,10 @@ class Recorder:
         self.folder.write_pass_rates(self.prompts.rates.record())
 
     def learnt(self, text: str) -> None:
-        self.console.note(f"{text}; training ends here")
+        """Says once that no further step is asked for."""
+        if not self._learnt:
+            self._learnt = True
+            self.console.note(f"{text}; training ends here")
 
     def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
         """Goes on after `version`: what the folder holds of later steps is taken back, evaluations are read again, that

@@ -149,8 +149,8 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
 
 def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: LearnerBatch) -> Any:
     """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies: policy term, times its correction, plus
-    divergence, less entropy. Tokens of weight 0 (of completions that were cut or could not be judged) count in what
-    sampler and trainer disagree on, and in no other metric."""
+    divergence, less entropy. Tokens of weight 0 (with `mask_cut` those of completions that were cut) count in what
+    sampler and trainer disagree on, and in no other metric; completions that could not be judged are not in a batch."""
     mask = batch.drawn & (batch.weight > 0)
     old = batch.old if o.use_old else jax.lax.stop_gradient(lp)
     count = mask.sum(dtype=jnp.float32)

@@ -52,19 +52,15 @@ class Table:
 
     @classmethod
     def of(cls, groups: Sequence[Group], a: AlgorithmSection, penalty: np.ndarray | None = None) -> Table:
-        """`penalty[P, G]` is taken off the rewards before they become advantages."""
+        """`penalty[P, G]` is taken off the rewards before they become advantages; not for `gdpo`, which takes the
+        functions' own values."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
         lengths = np.array([[int(c.drawn.sum()) for c in group.completions] for group in groups])
         cut = np.array([[c.stop_reason == StopReason.LENGTH for c in group.completions] for group in groups])
-        components, weights = [group.reward_components for group in groups], dict(groups[0].reward_weights)
-        judged = rewards
-        if penalty is not None:
-            judged = rewards - penalty
-            name = "divergence taken off"  # no function has such a name
-            components = [{**parts, name: -taken} for parts, taken in zip(components, penalty, strict=True)]
-            weights[name] = 1.0
-        advantages = step_advantages(a, judged, valid, components, weights)
+        components = [group.reward_components for group in groups]
+        judged = rewards if penalty is None else rewards - penalty
+        advantages = step_advantages(a, judged, valid, components, groups[0].reward_weights)
         return cls(rewards, valid, lengths, cut, advantages, informative(rewards, valid))
 
 
@@ -178,20 +174,22 @@ class Updater:
         return Given(*(None if scorer is None else self._scores(scorer, batches) for scorer in wanted))
 
     def _penalty(self, groups: Sequence[Group], given: Given, shape: Shape, metrics: MetricSet) -> np.ndarray | None:
-        """What a divergence in the reward takes off it, [P, G]: the sum over a completion's drawn tokens."""
+        """What a divergence in the reward takes off it, [P, G]: the sum over a completion's drawn tokens. The metric is
+        over those that are trained on."""
         a = self.algorithm
         if a.kl_in == "loss" or given.ref is None or given.old is None:
             return None
         old, ref = (np.zeros((len(groups), groups[0].size, shape.length), np.float32) for _ in range(2))
-        drawn = np.zeros(old.shape, bool)
+        drawn, trained = np.zeros(old.shape, bool), np.zeros(old.shape, bool)
         for (group, index), values in given.old.items():
-            at = (group, index, slice(0, len(values)))
-            old[at], ref[at], drawn[at] = values, given.ref[group, index], groups[group].completions[index].drawn
+            at, completion = (group, index, slice(0, len(values))), groups[group].completions[index]
+            old[at], ref[at], drawn[at] = values, given.ref[group, index], completion.drawn
+            trained[at] = completion.drawn & (not a.mask_cut or completion.stop_reason != StopReason.LENGTH)
         apart = np.stack([
             np.asarray(token_kl(a.kl, *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
                                 clamp_value=a.kl_clamp_value), np.float64)
             for arrays in zip(old, ref, drawn, strict=True)])  # a group at a time: one shape, little memory
-        metrics.add("kl", apart.sum(), drawn.sum())
+        metrics.add("kl", apart[trained].sum(), trained.sum())
         return a.kl_coef * apart.sum(axis=-1)
 
     def _shift(self, groups: Sequence[Group], given: Given, metrics: MetricSet) -> TokenValues | None:

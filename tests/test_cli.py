@@ -118,10 +118,45 @@ def test_the_jobs_exist_under_the_names_that_are_called(module, name):
     assert "console" in function.__code__.co_varnames[:function.__code__.co_argcount]
 
 
-def test_resumption_reaches_the_job(calls):
-    assert cli.main(["train", "resume=last", "steps=200"]) == 0
-    [(_, (config, *_), _)] = calls
-    assert (config.resume, config.steps) == ("last", 200)
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run as far as its configuration, the last one started in its folder."""
+    run = tmp_path / "first"
+    run.mkdir()
+    words = ["sampling.max_prompt_tokens=100", "optimizer.lr=1e-3", f"base_output_directory={tmp_path}"]
+    (run / "config.yaml").write_text(compose("train", [*words, "run_name=first"])[1].text)
+    (tmp_path / "last").write_text("first\n")
+    return run
+
+
+def test_resumption_reaches_the_job(calls, run):
+    assert cli.main(["train", "resume=last", f"base_output_directory={run.parent}", "steps=200"]) == 0
+    [(_, (config, resolved, *_), _)] = calls
+    assert (config.resume, config.steps, config.optimizer.lr) == (str(run), 200, 1e-3)
+    assert resolved.arguments.config_name == str(run / "config.yaml")
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
+    words = [command, f"resume={run}", "max_target_length=150", "task=gsm8k"]
+    assert cli.main(words) == 0
+    assert calls[0][1][0].sampling.max_completion_tokens == 50
+    said = capsys.readouterr().out
+    assert said.startswith("max_target_length=150 became sampling.max_completion_tokens=50") and "preset" not in said
+    assert cli.main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"\nresume: {run}\n" in shown and "  max_completion_tokens: 50\n" in shown and "  lr: 0.001\n" in shown
+    assert cli.main([command, f"resume={run}", "max_target_length=100"]) == 2
+    assert "expected more than sampling.max_prompt_tokens=100" in capsys.readouterr().err
+
+
+def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
+    for words, part in ((["resume=last", f"base_output_directory={run}"], f"no run was started under {run} yet"),
+                        ([f"resume={run.parent}"], "is no run folder"),
+                        (["resume=last", "base_output_directory=gs://a"], "storage in a cloud is not there yet")):
+        assert cli.main(["train", *words, "--dry-run"]) == cli.main(["train", *words]) == 2
+        assert capsys.readouterr().err.count(part) == 2
+    assert calls == []
 
 
 @pytest.mark.parametrize(("words", "part"), [
@@ -129,7 +164,7 @@ def test_resumption_reaches_the_job(calls):
     (["diff", "a"], "expected `shoal diff RUN OTHER`: OTHER is missing"),
     (["diff", "a", "b", "c"], "c: one word too many, expected `shoal diff RUN OTHER`"),
     (["replay", "a", "stpe=3"], "did you mean step?"),
-    (["export-rollouts", "a", "--format", "trl"], "--format: expected a value (trl | verl): write format=VALUE"),
+    (["export-rollouts", "a", "--format"], "--format: expected a value (trl | verl): write format=VALUE"),
 ])
 def test_words_that_are_missing_or_too_many(capsys, calls, words, part):
     assert cli.main(words) == 2
@@ -170,6 +205,10 @@ def test_what_the_doctor_finds_is_exit_code_2(calls, monkeypatch, capfd):
     (["complete"], "did you mean completion?"),
     (["train", "stpes=3"], "did you mean steps?"),
     (["train", "steps=x"], "steps='x': expected a whole number"),
+    (["eval", "steps=3"], "steps: shoal eval has no use for it, shoal train does: leave it out here"),
+    (["eval", "optimizer.lr=1"], "optimizer.lr: shoal eval has no use for it, shoal train does"),
+    (["eval", "train.pass_k=8"], "did you mean pass_k?"),
+    (["replay", "a", "steps=3"], "did you mean step?"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, calls, words, part):
     assert cli.main(words) == 2

@@ -150,6 +150,15 @@ def test_what_touches_something_would_be_seen(code, tmp_path):
     assert ran.returncode == 9 and "TOUCHED" in ran.stderr
 
 
+def test_maxtexts_doors_read_the_environment(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICES_FRACTION", "0.5")
+    monkeypatch.setenv("SAMPLER_DEVICES_FRACTION", "0.5")
+    words = cli.door_words("grpo_demo", ["trainer_devices_fraction=0.25"])
+    config, _ = compose(words[0], words[1:])
+    assert (config.mesh.trainer, config.mesh.sampler) == ("0.25", "0.5")
+    assert cli.door_words("grpo", []) == ["train", "--config-name", "grpo_gsm8k"]
+
+
 def test_the_asynchronous_door_lets_samples_be_a_version_old():
     assert cli.door_words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
     assert cli.door_words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"

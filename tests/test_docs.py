@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import shoal
+from shoal import cli
 from shoal.config.arguments import names_of
 from shoal.config.compose import compose
 from shoal.config.help import command_help
@@ -81,6 +82,17 @@ def test_every_command_composes(page: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     for line in commands(page):
         check_command(line, tmp_path)
+
+
+def test_help_in_the_pages_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("COLUMNS", "110")
+    shown = dict(text[2:].split("\n", 1) for page in PAGES for text in blocks(page, "console")
+                 if re.match(r"\$ shoal .*--help", text))
+    assert shown.keys() >= {"shoal --help", "shoal train --help optimizer"}
+    for line, output in shown.items():
+        assert cli.main(line.split()[1:]) == 0
+        assert capsys.readouterr().out == output, line
 
 
 def test_commands_are_found():
@@ -168,7 +180,7 @@ def errors() -> Iterator[tuple[str, list[Part], str]]:
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args and \
-                    node.func.id in ("ShoalError", "_Wrong"):
+                    node.func.id in ("ShoalError", "UnknownKey", "_Wrong"):
                 for parts in variants(node.args[0]):
                     yield f"{path.relative_to(SOURCE)}:{node.lineno}", parts, ast.unparse(node.args[0])
 

@@ -42,6 +42,40 @@ from shoal.types import ShoalError
     (["actor_rollout_ref.actor.kl_loss_coef=0.5"], {}),
     (["reward.custom_reward_function.path=a.py", "reward.custom_reward_function.name=f"],
      {"reward.functions": ("a.py:f",)}),
+    (["per_device_train_batch_size=8", "steps_per_generation=4", "max_steps=10", "save_steps=5"],
+     {"batch.prompts_per_device": 4, "batch.micro_tokens": 2560, "algorithm.num_minibatches": 4, "steps": 3,
+      "checkpoint.checkpoint_period": 2}),
+    (["gradient_accumulation_steps=8"], {"batch.prompts_per_device": 8, "batch.micro_tokens": 2560}),
+    (["gradient_accumulation_steps=2", "steps_per_generation=4", "num_iterations=2", "max_steps=8"],
+     {"batch.prompts_per_device": 4, "batch.micro_tokens": 2560, "algorithm.num_minibatches": 2,
+      "algorithm.num_epochs": 2, "steps": 2}),
+    (["per_device_train_batch_size=8", "batch.prompts_per_step=4"],
+     {"batch.prompts_per_step": 4, "batch.micro_tokens": 2560}),
+    (["importance_sampling_level=sequence", "loss_type=grpo"],
+     {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"}),
+    (["loss_type=grpo", "importance_sampling_level=sequence"],
+     {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"}),
+    (["loss_type=cispo", "importance_sampling_level=token"],
+     {"algorithm.loss": "cispo", "algorithm.cispo_bound": "absolute"}),
+    (["algorithm.norm_adv_by_std_in_grpo=False", "algorithm.adv_estimator=grpo"], {"algorithm.advantage": "dr_grpo"}),
+    (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=True"], {"algorithm.advantage": "rloo"}),
+    (["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio=0.1"],
+     {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.28}),
+    (["algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=False"],
+     {"algorithm.kl_coef": 0.001, "algorithm.kl_in": "reward"}),
+    (["reward_weights=1.0,0.2", "reward_funcs=[a.py:f,b.py:g]"],
+     {"reward.weights": (1.0, 0.2), "reward.functions": ("a.py:f", "b.py:g")}),
+    (["epsilon_high=None", "epsilon=0.1", "top_k=None", "max_prompt_length=None", "load_parameters_path="],
+     {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
+    (["sampler_devices_fraction=0.5", "trainer_devices_fraction=0.5", "inference_replicas=2"],
+     {"mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.sampler_tensor": 4}),
+    (["trainer.nnodes=2"], {"mesh.trainer": "16", "mesh.fsdp": -1}),
+    (["env.repeats=16", "train.dialog_turns_per_batch=32", "train.total_dialog_turns=320"],
+     {"batch.group_size": 16, "batch.prompts_per_step": 2, "steps": 10}),
+    (["steps=50", "warmup_ratio=0.1", "num_iterations=2"],
+     {"steps": 50, "algorithm.num_epochs": 2, "optimizer.warmup_steps": 10}),
+    (["algorithm.filter_groups.metric=seq_reward", "algorithm.filter_groups.max_num_gen_batches=4"],
+     {"algorithm.filter_by": "reward", "algorithm.max_sampling_rounds": 3}),
     (["trainer.save_freq=-1", "trainer.test_freq=5", "trainer.logger=[console,wandb]"],
      {"checkpoint.checkpoint_period": 0, "train.evaluate_every": 5, "report.wandb.mode": "online"}),
 ])
@@ -89,6 +123,14 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     (["--num_generations"], "--num_generations: expected a value: write num_generations=VALUE"),
     (["train.total_dialog_turns=100", "per_device_batch_size=1"], "needs env.num_envs"),
     (["per_device_train_batch_size=3"], "expected a multiple of num_generations=8"),
+    (["steps_per_generation=2", "gradient_accumulation_steps=4"], "a multiple of gradient_accumulation_steps=4"),
+    (["loss_type=sapo", "importance_sampling_level=sequence"], "the loss has a ratio of its own"),
+    (["loss_type=luspo"], "loss_type=luspo: expected one of grpo"),
+    (["warmup_steps_fraction=10"], "expected a share of the run, 0 to 1"),
+    (["train.dialog_turns_per_batch=30"], "expected a multiple of batch.group_size=8"),
+    (["algorithm.use_kl_in_reward=1", "actor_rollout_ref.actor.use_kl_loss=1"], "there is one divergence at a time"),
+    (["nokey=1", "--other", "x", "steps=2", "third=3"],
+     "nokey, other, third: there are no such keys; the first: nokey"),
     (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "expected a divisor of batch.prompts_per_step=32"),
     (["data.truncation=left"], "data.truncation=left: expected one of error"),
     (["algorithm.adv_estimator=gae"], "expected one of grpo, rloo"),
@@ -105,6 +147,72 @@ def test_what_cannot_be_is_named(words, part):
     with pytest.raises(ShoalError) as caught:
         compose("train", words)
     assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_value_may_be_the_next_word():
+    config, _ = compose("train", ["--learning_rate", "1e-5", "--bf16", "true", "--scan_layers", "--report.groups",
+                                  "--steps", "7", "--seed=1"])
+    assert (config.optimizer.lr, config.model.dtype, config.steps, config.seed) == (1e-5, "bfloat16", 7, 1)
+    assert config.model.scan_layers and config.report.groups
+    with pytest.raises(ShoalError, match="--steps: expected a value"):
+        compose("train", ["--steps", "--seed=1"])
+
+
+def test_a_function_goes_by_their_name_too():
+    def right(completions, **_):
+        return [1.0] * len(completions)
+
+    assert from_overrides(Config, reward_funcs=[right])[2] == (right,)
+
+
+def test_what_gave_way_is_not_said_to_have_become():
+    _, resolved = compose("train", ["per_device_batch_size=2", "batch.prompts_per_step=4"])
+    assert not resolved.became and resolved.notes == (
+        "per_device_batch_size and batch.prompts_per_step both set how many prompts a step has: the later one stands, "
+        "batch.prompts_per_step",)
+    _, resolved = compose("train", ["max_target_length=768", "sampling.max_completion_tokens=9"])
+    assert not resolved.became
+
+
+def test_a_flag_of_the_line_and_its_partner_in_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("epsilon_high: 0.28\nimportance_sampling_level: sequence\nloss_type: grpo\n")
+    config, _ = compose("train", [str(file), "epsilon=0.1"])
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.28)
+    assert (config.algorithm.loss, config.algorithm.aggregation) == ("gspo", "seq-mean-token-mean")
+
+
+def test_a_recipe_keeps_the_systems_rules_where_other_keys_change():
+    def of(*words):
+        config = compose("train", list(words))[0]
+        return config, config.optimizer.warmup_steps, config.algorithm.num_minibatches, config.batch.prompts_per_device
+
+    assert of("recipe=maxtext", "steps=20")[1] == 2 and of("recipe=maxtext")[1] == 10
+    assert of("recipe=maxtext", "optimizer.warmup_steps=5")[1] == 5 and of("grpo.yml", "steps=1000")[1] == 100
+    assert of("recipe=maxtext", "max_prefill_predict_length=128")[0].sampling.max_completion_tokens == 640
+    assert of("recipe=verl")[2] == 4 and of("recipe=verl", "data.train_batch_size=512")[2] == 2
+    assert of("recipe=verl", "algorithm.num_minibatches=8")[2] == 8 and of("recipe=verl", "batch.prompts_per_step=4")[
+        2] == 1
+    assert of("recipe=trl")[3] == 1 and of("recipe=trl", "num_generations=4")[3] == 2
+    assert of("recipe=trl", "gradient_accumulation_steps=8")[3] == 8 and of("recipe=trl", "batch.prompts_per_step=4")[
+        0].batch.prompts_per_device == 0
+
+
+def test_a_file_that_leaves_a_tasks_preset_out_says_so(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("task: gsm8k\noptimizer: {lr: 1.0e-6}\n")
+    config, resolved = compose("train", [str(file)])
+    assert config.sampling.max_completion_tokens == 64
+    [note] = resolved.notes
+    assert "mine.yaml is not laid over the preset of task=gsm8k" in note and "defaults: [gsm8k, _self_]" in note
+    file.write_text("defaults: [gsm8k, _self_]\noptimizer: {lr: 1.0e-5}\n")
+    config, resolved = compose("train", [str(file)])
+    assert (config.sampling.max_completion_tokens, config.optimizer.lr, resolved.notes) == (512, 1e-5, ())
+
+
+def test_data_files_of_ones_own_bring_the_preset_of_such_data():
+    config, _ = compose("train", ["data.train_files=a/x.parquet"])
+    assert (config.task.name, config.task.path, config.sampling.max_prompt_tokens) == ("custom", "a/x.parquet", 1024)
 
 
 def test_flags_stand_in_files_too(tmp_path):

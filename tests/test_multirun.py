@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
+from shoal.config.compose import compose, get_value
 from shoal.config.schema import Config
 from shoal.runtime import multirun
 from shoal.types import ShoalError
@@ -63,8 +64,6 @@ def test_what_is_no_sweep_stays_whole(word, plain):
 
 
 def test_lists_arrive_as_they_were_meant():
-    from shoal.config.compose import compose
-
     found = [compose("train", words)[0].sampling.stop
              for _, words in multirun.combine(Config, ["sampling.stop=['a,\"b\\\\',c],[]"])]
     assert found == [('a,"b\\', "c"), ()]
@@ -78,6 +77,41 @@ def test_combinations_are_every_one_in_order():
         {"steps": "1"}, {"steps": "2"}]
     assert next(multirun.combine(Config, ["gsm8k.yml", "--config-name=a,b", "seed=1,2"]))[1] == [
         "gsm8k.yml", "--config-name=a,b", "seed=1"]
+
+
+@pytest.mark.parametrize(("words", "lines"), [
+    (["seed=1,2", "--steps=5", "run_name=a"], [["seed=1", "--steps=5", "run_name=a"],
+                                               ["seed=2", "--steps=5", "run_name=a"]]),
+    (["steps=3,4", "run_name=a", "steps=1,2"], [["run_name=a", "steps=1"], ["run_name=a", "steps=2"]]),
+    (["steps=3", "run_name=a", "steps=1,2", "seed=5"], [["steps=3", "run_name=a", "steps=1", "seed=5"],
+                                                        ["steps=3", "run_name=a", "steps=2", "seed=5"]]),
+    (["--seed", "1,2", "--steps", "5"], [["seed=1", "--steps=5"], ["seed=2", "--steps=5"]]),
+    (["seed=choice(1)", "", "steps=2"], [["seed=1", "", "steps=2"]]),
+])
+def test_each_word_keeps_its_place(words, lines):
+    assert [line for _, line in multirun.combine(Config, words)] == lines
+
+
+def test_a_sweeps_folder_is_under_the_base(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert multirun.root_of(compose("train", ["base_output_directory=~/x", "run_name=a"])[0]) == tmp_path / "x" / "a"
+    assert multirun.root_of(compose("train", ["base_output_directory=~/x"])[0]).is_relative_to(tmp_path / "x")
+    with pytest.raises(ShoalError, match="expected a name under base_output_directory"):
+        multirun.root_of(compose("train", ["run_name=../x"])[0])
+
+
+@pytest.mark.parametrize(("words", "keys", "values"), [
+    (["grpo_epsilon=0.1,0.2", "algorithm.clip_low=0.3"], ("algorithm.clip_low", "algorithm.clip_high"),
+     [(0.3, 0.1), (0.3, 0.2)]),
+    (["algorithm.clip_low=0.3", "grpo_epsilon=0.1,0.2"], ("algorithm.clip_low", "algorithm.clip_high"),
+     [(0.1, 0.1), (0.2, 0.2)]),
+    (["per_device_batch_size=1,2", "batch.prompts_per_step=8"], ("batch.prompts_per_device", "batch.prompts_per_step"),
+     [(0, 8), (0, 8)]),
+    (["batch.prompts_per_step=8", "per_device_batch_size=1,2"], ("batch.prompts_per_device",), [(1,), (2,)]),
+])
+def test_of_two_names_for_one_key_the_later_stands_in_a_sweep_too(words, keys, values):
+    found = [compose("train", line)[0] for _, line in multirun.combine(Config, words)]
+    assert [tuple(get_value(config, key) for key in keys) for config in found] == values
 
 
 @pytest.mark.parametrize(("words", "part"), [
@@ -135,7 +169,7 @@ def ran(monkeypatch, tmp_path):
 def test_runs_their_cost_their_table_and_their_record(ran, capsys):
     words = ["seed=1,13,2", "steps=5", "batch.group_size=4", "run_name=sweep"]
     assert cli.main(["train", "--multirun", *words]) == 1
-    assert ran == [["train", "steps=5", "batch.group_size=4", "run_name=sweep", f"seed={seed}",
+    assert ran == [["train", f"seed={seed}", "steps=5", "batch.group_size=4", "run_name=sweep",
                     "base_output_directory=outputs/sweep", f"run_name={number}"]
                    for number, seed in enumerate((1, 13, 2))]
     lines = capsys.readouterr().out.splitlines()
@@ -186,6 +220,29 @@ def test_a_dry_run_of_a_sweep_starts_nothing(ran, capsys):
     assert cli.main(["train", "-m", "--dry-run", "seed=1,2", "run_name=a"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["outputs/a/0: seed=1", "outputs/a/1: seed=2"]
     assert ran == [] and list(Path().iterdir()) == []
+
+
+def test_a_dry_run_of_a_sweep_says_what_flags_of_others_became(ran, capsys):
+    words = ["seed=1,2", "run_name=a", "max_target_length=768", "num_generations=4", "algorithm=dapo"]
+    assert cli.main(["train", "-m", "--dry-run", *words]) == 0
+    first, *said, last, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 runs") and last == "outputs/a/0: seed=1"
+    assert {line.partition(": ")[0] for line in said} == {"run 0"} and len(said) == len(set(said)) == 3
+    for part in ("max_target_length=768 became sampling.max_completion_tokens=512", "num_generations=4 became batch",
+                 "algorithm=dapo differs from Shoal's defaults in: "):
+        assert sum(line.startswith(f"run 0: {part}") for line in said) == 1
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["seed=1,2"], "6 steps, 48 completions to train on, and"),
+    (["seed=1,2", "per_device_batch_size=5"], "6 steps, 120 completions on each device to train on, and"),
+    (["batch.prompts_per_device=0,5"],
+     "6 steps, 24 completions (1 run) and 60 completions on each device (1 run) to train on, and"),
+])
+def test_the_cost_is_told_by_what_is_counted(words, part):
+    words = ["steps=3", "batch.prompts_per_step=2", "batch.group_size=4", *words]
+    configs = [compose("train", line)[0] for _, line in multirun.combine(Config, words)]
+    assert multirun.cost_text(configs) == f"2 runs, one after the other: {part} their evaluations"
 
 
 # ---- processes

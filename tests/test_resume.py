@@ -19,13 +19,15 @@ from safetensors.numpy import load_file, save_file
 
 from shoal import cli
 from shoal.config.compose import compose
+from shoal.config.schema import Config
 from shoal.report import folder
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run
 from shoal.report.metrics import METRICS
 from shoal.report.sink import JsonlSink
+from shoal.runtime import resume
 from shoal.runtime.job import assemble_run
-from shoal.runtime.resume import machine, settle
+from shoal.runtime.resume import Settled, compose_job, machine, settle
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.loop import Run, Schedule
@@ -371,6 +373,46 @@ def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, s
     assert [f"{row['lr']:g}" for row in metrics(stopped)] == ["0.01", "0.01", "0.001"]
     stored = (stopped / "config.yaml").read_text()
     assert "steps: 3\n" in stored and f"run_name: {stopped.name}\n" in stored and "resume: ''\n" in stored
+
+
+@pytest.fixture
+def begun(tmp_path) -> Path:
+    """A run as far as its configuration, which stands no flag that the defaults would."""
+    with RunFolder.create(tmp_path, "begun") as made:
+        words = ["sampling.max_prompt_tokens=100", f"base_output_directory={tmp_path}", "run_name=begun"]
+        made.write_config(compose("train", words)[1].text, "")
+        made.remember(tmp_path)
+    return made.path
+
+
+@pytest.mark.parametrize("words", [
+    ["resume=RUN"], ["resume=last", "base_output_directory=BASE"], ["gsm8k.yml", "resume=last", "output_dir=BASE"],
+    ["FILE"], ["FILE", "resume=RUN"],
+])
+def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys, words):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"resume: last\noutput_dir: {tmp_path}\nsampling: {{max_prompt_tokens: 300}}\n")
+    for name, path in (("RUN", begun), ("BASE", tmp_path), ("FILE", file)):
+        words = [word.replace(name, str(path)) for word in words]
+    config, resolved = compose_job(Config, [*words, "max_target_length=150"])
+    assert (config.resume, config.sampling.max_prompt_tokens) == (str(begun), 100)
+    assert (config.sampling.max_completion_tokens, config.task.name, config.run_name) == (50, "words", "begun")
+    [note] = resolved.notes
+    assert note.startswith("max_target_length=150 became sampling.max_completion_tokens=50")
+    monkeypatch.setattr(resume, "recompose", None)
+    assert settle(config, resolved, Console()) == Settled(replace(config, resume=""), begun)
+    assert "sampling.max_completion_tokens changes from 64 to 50" in capsys.readouterr().out
+
+
+def test_a_job_that_names_no_run_is_composed_as_ever(begun, tmp_path):
+    for words in ([], ["gsm8k.yml", "steps=3"], ["resume=", f"base_output_directory={tmp_path}"]):
+        assert compose_job(Config, words) == compose(Config, words)
+
+
+def test_a_configuration_that_was_not_composed_on_the_run_yields_to_it(begun):
+    config, resolved = compose("train", [f"resume={begun}", "steps=3"])
+    assert settle(config, resolved, Console()).config == compose("train", [str(begun / "config.yaml"), "steps=3"])[0]
+    assert settle(config, None, Console()).config == compose("train", [str(begun / "config.yaml")])[0]
 
 
 def test_what_cannot_change(workshop, stopped, capsys):

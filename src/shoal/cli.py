@@ -60,6 +60,9 @@ DOORS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 }
 """Entry point that users of other systems type -> the command, its preset unless another is named, its first words."""
 
+MAXTEXT_ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
+"""Flags that MaxText's trainers also read from the environment."""
+
 
 def door(name: str) -> int:
     """An entry point of another system, with the words that were typed after it."""
@@ -74,6 +77,8 @@ def door_words(name: str, words: Sequence[str]) -> list[str]:
     ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
     """
     command, preset, first = DOORS[name]
+    if preset in ("grpo", "rl"):
+        first = tuple(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag))
     begins = int(bool(words) and words[0].endswith((".yml", ".yaml")) and "=" not in words[0])
     named = begins or any(word.partition("=")[0] in (*CONFIG_NAMES, "config_file") for word in words)
     chosen = [] if named else ["--config-name", preset]
@@ -136,9 +141,7 @@ def _run_command(command: str, words: list[str]) -> int:
     words = [word for word in words if word not in (*DRY_RUN, *MULTIRUN)]
     if swept:
         return _sweep(command, words, only_shown)
-    from shoal.config.compose import compose
-
-    config, resolved = compose(command, words)
+    config, resolved = _compose(command, words)
     if only_shown:
         print(dry_run(config, resolved), end="")
         return 0
@@ -152,6 +155,17 @@ def _run_command(command: str, words: list[str]) -> int:
 
         print(json.dumps(json_ready(result), indent=2, ensure_ascii=False, allow_nan=False))
     return USAGE_EXIT_CODE if isinstance(result, Mapping) and result.get("ok") is False else 0
+
+
+def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
+    """The configuration; where a job goes on with a run, on top of the run's own."""
+    if "resume" in keys_of(COMMANDS[command]):
+        from shoal.runtime.resume import compose_job
+
+        return compose_job(COMMANDS[command], words)
+    from shoal.config.compose import compose
+
+    return compose(command, words)
 
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:

@@ -93,9 +93,13 @@ def _only(wanted: str, instead: str) -> Reader:
     return read
 
 
-def _sequence_level(name: str, text: str) -> Values:
-    return choice({"token": {}, "sequence": {"algorithm.loss": "gspo"}, "sequence_token": {
-        "algorithm.loss": "gspo-token"}})(name, text)
+def _rounds(name: str, text: str) -> Values:
+    """Rounds in all, 0 without limit -> rounds beyond the first."""
+    rounds = to_int(name, text, 0)
+    return {"algorithm.max_sampling_rounds": str(max(1, rounds - 1) if rounds else 1000)}
+
+
+_REMAT: Reader = _if_true({"model.remat": "full"}, {"model.remat": "none"})
 
 
 # ---- kinds of rows
@@ -172,6 +176,8 @@ MAXTEXT: list[Foreign] = [
     *_derived("MaxText", "replicas", "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
               "inference_devices_per_replica devices (1 and 4 where only the other is given)",
               "inference_devices_per_replica", "inference_replicas"),
+    *_derived("MaxText", "warmup", "optimizer.warmup_steps", "that share of the run's updates",
+              "warmup_steps_fraction"),
     _accepted("MaxText", TOKEN, "taken as HF_TOKEN of this process, written nowhere"),
     _accepted("MaxText", "use_pathways", "where JAX runs over Pathways its devices are found by themselves"),
     _accepted("MaxText", "skip_jax_distributed_system", "one process starts no distributed system"),
@@ -184,12 +190,17 @@ TORCHRL: list[Foreign] = [
     *_same("TorchRL", train_model__num_devices="mesh.trainer", ref_model__num_devices="mesh.reference",
            inference_model__num_devices="mesh.sampler", train_model__devices="mesh.trainer",
            ref_model__devices="mesh.reference", inference_model__devices="mesh.sampler",
-           env__num_envs="batch.prompts_per_step", env__repeats="batch.group_size", policy__kl_coef="algorithm.kl_coef",
+           env__repeats="batch.group_size", policy__kl_coef="algorithm.kl_coef",
            train__kl_to_ref_coeff="algorithm.kl_coef", train__checkpoint_frequency="checkpoint.checkpoint_period"),
+    _turned("TorchRL", "env.num_envs", "batch.prompts_per_step", _each("batch.prompts_per_step"),
+            "prompts of a step, each with env.repeats completions; train.dialog_turns_per_batch says how many in all",
+            tail="prompts of a step, each with env.repeats completions"),
     _turned("TorchRL", "env.dataset", "task.name task.path", choice(
         {name: _data_set("", name) for name in ("gsm8k", "ifeval")}), "the task of that name"),
     _turned("TorchRL", "model.name", "model.path", _each("model.path"),
             "with a / in it, a folder or hub id; without, our name of the architecture", only=_share, quiet=True),
+    *_derived("TorchRL", "turns_per_batch", "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
+              "train.dialog_turns_per_batch"),
     *_derived("TorchRL", "turns", "steps", "turns / (prompts x completions of a step), rounded up",
               "train.total_dialog_turns"),
     *_derived("TorchRL", "micro_batch", "batch.micro_tokens", "optim_batch_size / gradient_accumulation_steps "
@@ -204,10 +215,6 @@ TORCHRL: list[Foreign] = [
 ]
 
 _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer."
-_ESTIMATORS: dict[str, Values] = {
-    name: {"algorithm.advantage": ours} for name, ours in (
-        ("grpo", "grpo"), ("rloo", "rloo"), ("reinforce_plus_plus", "reinforce++"),
-        ("reinforce_plus_plus_baseline", "reinforce++-baseline"), ("gdpo", "gdpo"))}
 _MODES: dict[str, Values] = {
     "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo"}, "geo_mean": {"algorithm.loss": "gmpo"},
     "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "both"}, "sapo": {"algorithm.loss": "sapo"}}
@@ -225,35 +232,43 @@ VERL: list[Foreign] = [
            trainer__total_training_steps="steps", trainer__project_name="report.wandb.project",
            trainer__experiment_name="run_name", trainer__default_local_dir="base_output_directory"),
     *[Foreign("same", "verl", _A + name, (key,)) for name, key in (
-        ("ppo_epochs", "algorithm.num_epochs"), ("clip_ratio_low", "algorithm.clip_low"),
-        ("clip_ratio_high", "algorithm.clip_high"), ("clip_ratio_c", "algorithm.clip_dual"),
+        ("ppo_epochs", "algorithm.num_epochs"), ("clip_ratio_c", "algorithm.clip_dual"),
         ("entropy_coeff", "algorithm.entropy_coef"), ("optim.lr", "optimizer.lr"),
         ("optim.weight_decay", "optimizer.weight_decay"), ("grad_clip", "optimizer.clip_grad_norm"),
         ("ppo_max_token_len_per_gpu", "batch.micro_tokens"))],
     *[Foreign("same", "verl", _R + name, (key,)) for name, key in (
         ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
     _turned("verl", _R + "top_k", "sampling.top_k", _least_zero("sampling.top_k"), "-1 is 0: all", quiet=True),
-    _turned("verl", _A + "clip_ratio", _CLIPS, _symmetric, "both bounds", quiet=True),
+    *_derived("verl", "verl_clip", _CLIPS, "both bounds, where one is not given apart", _A + "clip_ratio"),
+    *_derived("verl", "verl_clip", "algorithm.clip_low", "", _A + "clip_ratio_low"),
+    *_derived("verl", "verl_clip", "algorithm.clip_high", "", _A + "clip_ratio_high"),
     _turned("verl", _A + "loss_agg_mode", "algorithm.aggregation", choice(_AGGREGATIONS), "the same names", quiet=True),
     _turned("verl", _A + "kl_loss_type", "algorithm.kl", choice(_ESTIMATES), "low_var_kl, k3: k3 with verl's clamps"),
     _turned("verl", _A + "policy_loss.loss_mode", "algorithm.loss", choice(_MODES), "the loss of that name"),
-    *_derived("verl", "kl_loss", "algorithm.kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "use_kl_loss",
-              _A + "kl_loss_coef"),
-    *_derived("verl", "kl_reward", "algorithm.kl_coef algorithm.kl_in", "taken off the reward where switched on",
+    *_derived("verl", "divergence", "algorithm.kl_coef algorithm.kl_in", "counts only with use_kl_loss=true (0.001)",
+              _A + "use_kl_loss", _A + "kl_loss_coef"),
+    *_derived("verl", "divergence", "algorithm.kl_coef algorithm.kl_in", "taken off the reward where switched on",
               "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
     *_derived("verl", "mini_batches", "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
     *_derived("verl", "micro_batch_per_gpu", "batch.micro_tokens", "completions at once on a device",
-              _A + "ppo_micro_batch_size_per_gpu"),
+              _A + "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
     *_derived("verl", "train_files", "task.path", "a parquet file, or some of one folder", "data.train_files"),
     *_derived("verl", "gpus", "mesh.trainer", "devices of all nodes together, split by fsdp", _T + "n_gpus_per_node",
               _T + "nnodes"),
     *_derived("verl", "reward_file", "reward.functions", "file and name of the reward function",
               *(f"{head}custom_reward_function.{part}" for head in ("reward.", "") for part in ("path", "name"))),
-    _turned("verl", "algorithm.adv_estimator", "algorithm.advantage", choice(_ESTIMATORS), "of groups; there is no "
-            "critic, so no gae", quiet=True),
-    _turned("verl", "algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", _if_true(
-        {"algorithm.advantage": "grpo"}, {"algorithm.advantage": "dr_grpo"}), "false: the group's mean alone"),
+    *_derived("verl", "estimator", "algorithm.advantage", "of groups; there is no critic, so no gae",
+              "algorithm.adv_estimator"),
+    *_derived("verl", "estimator", "algorithm.advantage", "false: the group's mean alone; counts for grpo",
+              "algorithm.norm_adv_by_std_in_grpo"),
     Foreign("same", "verl", "algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), flag=True),
+    _turned("verl", "algorithm.filter_groups.metric", "algorithm.filter_by", choice(
+        {"acc": {"algorithm.filter_by": "correct"}, **{name: {"algorithm.filter_by": "reward"} for name in (
+            "score", "seq_reward", "seq_final_reward")}}), "acc: by correctness; else by the reward", quiet=True),
+    _turned("verl", "algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", _rounds,
+            "rounds beyond the first; 0, no limit there, is 1,000"),
+    _turned("verl", "actor_rollout_ref.model.enable_gradient_checkpointing", "model.remat", _REMAT,
+            "true: whole blocks are computed again", flag=True),
     _turned("verl", "data.truncation", "sampling.long_prompts", choice({"error": {"sampling.long_prompts": "error"}}),
             "error only: a prompt is never cut", quiet=True),
     _turned("verl", "data.filter_overlong_prompts", "sampling.long_prompts", _if_true(
@@ -265,6 +280,18 @@ VERL: list[Foreign] = [
     _turned("verl", _T + "logger", "report.wandb.mode report.tensorboard", _loggers, "console, wandb, tensorboard",
             quiet=True),
     _accepted("verl", "data.val_files", "the evaluation split lies beside the training file, else it is its last rows"),
+    _accepted("verl", "actor_rollout_ref.model.use_remove_padding", "micro-batches are always packed by tokens"),
+    _accepted("verl", "data.val_batch_size", "an evaluation fills the sampler's slots: sampling.slots_per_device"),
+    *[_accepted("verl", f"{head}fsdp_config.{name}_offload", "nothing is moved to the host") for head, name in (
+        (_A, "param"), (_A, "optimizer"), (_A, "grad"), ("actor_rollout_ref.ref.", "param"))],
+    *[_accepted("verl", f"{head}log_prob_{name}", "scoring is packed as training is: batch.micro_tokens")
+      for head in (_R, "actor_rollout_ref.ref.") for name in (
+          "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")],
+    *[_accepted("verl", _R + name, "a setting of vLLM; the sampler is the model itself") for name in (
+        "enforce_eager", "free_cache_engine", "enable_chunked_prefill", "max_num_batched_tokens", "max_num_seqs",
+        "max_model_len", "load_format", "dtype", "layered_summon", "mode")],
+    _accepted("verl", _T + "critic_warmup", "there is no critic"),
+    _accepted("verl", _T + "balance_batch", "micro-batches are always packed by tokens"),
     _accepted("verl", _A + "use_dynamic_bsz", "micro-batches are always packed by tokens: batch.micro_tokens"),
     _accepted("verl", _A + "use_prefix_grouper", "a group's prompt is always computed once"),
     _accepted("verl", _R + "name", "the sampler is the model itself"),
@@ -280,36 +307,33 @@ VERL: list[Foreign] = [
                "algorithm.correction_level and algorithm.correction_cap") for name in ("rollout_is", "rollout_rs")],
 ]
 
-_TOKEN_MEAN = {"algorithm.loss": "grpo", "algorithm.aggregation": "token-mean"}
-_LOSS_TYPES: dict[str, Values] = {
-    "grpo": {"algorithm.loss": "grpo", "algorithm.aggregation": "seq-mean-token-mean"}, "bnpo": _TOKEN_MEAN,
-    "dapo": _TOKEN_MEAN, "dr_grpo": {"algorithm.loss": "grpo", "algorithm.aggregation": "seq-mean-token-sum-norm"},
-    "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "absolute", "algorithm.aggregation": "token-mean"},
-    "sapo": {"algorithm.loss": "sapo", "algorithm.aggregation": "seq-mean-token-mean"}}
 _SCALES: dict[str, Values] = {text: {"algorithm.advantage": ours} for text, ours in (
     ("group", "grpo"), ("true", "grpo"), ("True", "grpo"), ("batch", "batch_std"), ("none", "dr_grpo"),
     ("false", "dr_grpo"), ("False", "dr_grpo"))}
 
 TRL: list[Foreign] = [
-    *_same("TRL", model_name_or_path="model.path", beta="algorithm.kl_coef", epsilon_high="algorithm.clip_high",
+    *_same("TRL", model_name_or_path="model.path", beta="algorithm.kl_coef",
            max_completion_length="sampling.max_completion_tokens", max_prompt_length="sampling.max_prompt_tokens",
            temperature="sampling.temperature", top_p="sampling.top_p", top_k="sampling.top_k",
-           entropy_coef="algorithm.entropy_coef", max_steps="steps", weight_decay="optimizer.weight_decay",
+           entropy_coef="algorithm.entropy_coef", weight_decay="optimizer.weight_decay",
            max_grad_norm="optimizer.clip_grad_norm", adam_beta1="optimizer.beta1", adam_beta2="optimizer.beta2",
-           warmup_steps="optimizer.warmup_steps", save_steps="checkpoint.checkpoint_period",
-           save_total_limit="checkpoint.keep_last", eval_steps="train.evaluate_every",
+           warmup_steps="optimizer.warmup_steps", save_total_limit="checkpoint.keep_last",
            reward_weights="reward.weights", reward_funcs="reward.functions", output_dir="base_output_directory",
            dataset_config="task.subset", dataset_train_split="task.split", dataset_test_split="task.eval_split"),
     *[Foreign("same", "TRL", name, (key,), flag=True) for name, key in (
         ("mask_truncated_completions", "algorithm.mask_cut"), ("use_bias_correction_kl", "algorithm.kl_weighted"))],
-    _turned("TRL", "epsilon", "algorithm.clip_low", _symmetric, "both bounds, unless epsilon_high is given",
-            quiet=True),
+    *_derived("TRL", "trl_clip", _CLIPS, "both bounds, unless epsilon_high is given", "epsilon"),
+    *_derived("TRL", "trl_clip", "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
+    *_derived("TRL", "trl_updates", "steps", "counted in updates, of which a step may make several", "max_steps"),
+    *_derived("TRL", "trl_updates", "checkpoint.checkpoint_period", "likewise", "save_steps"),
+    *_derived("TRL", "trl_updates", "train.evaluate_every", "likewise", "eval_steps"),
+    *_derived("TRL", "warmup", "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
     _turned("TRL", "delta", "algorithm.clip_dual", _optional("algorithm.clip_dual"), "None is 0: off", quiet=True),
     _turned("TRL", "min_p", "sampling.min_p", _optional("sampling.min_p"), "None is 0: off", quiet=True),
-    _turned("TRL", "loss_type", "algorithm.loss algorithm.aggregation", choice(_LOSS_TYPES),
-            "which loss, and how token losses become one number"),
-    _turned("TRL", "importance_sampling_level", "algorithm.loss", _sequence_level,
-            "sequence: gspo; token: the loss as it is", quiet=True),
+    *_derived("TRL", "trl_loss", "algorithm.loss algorithm.aggregation", "which loss, and how token losses become one "
+              "number", "loss_type"),
+    *_derived("TRL", "trl_loss", "algorithm.loss", "sequence: gspo with loss_type's aggregation; token: the loss as it "
+              "is", "importance_sampling_level"),
     _turned("TRL", "scale_rewards", "algorithm.advantage", choice(_SCALES),
             "group: grpo; batch: batch_std; none: dr_grpo", quiet=True),
     _turned("TRL", "dataset_name", "task.name task.path", _data_set, "as hf_path"),
@@ -320,12 +344,14 @@ TRL: list[Foreign] = [
     _turned("TRL", "bf16", "model.dtype", _if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
             "true: computed in bfloat16, with float32 masters", flag=True,
             tail="of the computation; masters and optimizer stay float32"),
-    _turned("TRL", "gradient_checkpointing", "model.remat", _if_true({"model.remat": "full"}, {"model.remat": "none"}),
+    _turned("TRL", "gradient_checkpointing", "model.remat", _REMAT,
             "true: whole blocks are computed again", flag=True),
-    *_derived("TRL", "trl_batch", "batch.prompts_per_device batch.micro_tokens", "completions on each device: that "
-              "many / num_generations prompts", "per_device_train_batch_size"),
-    *_derived("TRL", "trl_batch", "", "multiplies per_device_train_batch_size", "gradient_accumulation_steps",
-              "steps_per_generation"),
+    *_derived("TRL", "trl_batch", "batch.prompts_per_device batch.micro_tokens", "completions on each device: with "
+              "those of steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
+    *_derived("TRL", "trl_batch", "batch.prompts_per_device", "batches of an update; multiplies "
+              "per_device_train_batch_size (8)", "gradient_accumulation_steps"),
+    *_derived("TRL", "trl_batch", "batch.prompts_per_device algorithm.num_minibatches", "batches of a step; divided by "
+              "gradient_accumulation_steps, its updates", "steps_per_generation"),
     *_derived("TRL", "rollout_correction", "algorithm.correction algorithm.correction_level algorithm.correction_cap",
               "weights for what sampler and trainer disagree on", "vllm_importance_sampling_correction",
               "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),

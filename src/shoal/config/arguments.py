@@ -16,8 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.aliases import FOREIGN, foreign_of
-from shoal.config.foreign import TOKEN, Became, Foreign, became, blank_token, take_token, text_of
-from shoal.config.keys import Key, command_of, dataclass_of, keys_of, sections_of, unknown_key
+from shoal.config.foreign import NOTHING, TOKEN, Became, Foreign, became, blank_token, take_token, text_of
+from shoal.config.keys import (
+    CLOSE,
+    Key,
+    UnknownKey,
+    command_of,
+    dataclass_of,
+    keys_of,
+    likeness,
+    sections_of,
+    unknown_key,
+)
 from shoal.config.schema import Config
 from shoal.types import ShoalError
 
@@ -77,6 +87,10 @@ class Arguments:
     became: tuple[Became, ...] = ()  # what all other flags of theirs became
     notes: tuple[str, ...] = ()  # keys that were set twice, under two names
 
+    @property
+    def settled(self) -> Mapping[str, str | list[str]]:
+        return self.values
+
 
 def aliases_of(config_type: type) -> dict[str, Alias]:
     """The aliases that a command takes."""
@@ -98,13 +112,18 @@ def find_key(config_type: type, name: str) -> Key:
         if name in sections_of(config_type):
             inside = next(key for key in names if key.startswith(f"{name}."))
             raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
-        if name in FOREIGN and FOREIGN[name].fits(Config):
+        last = name.rpartition(".")[2]
+        alike = any(likeness(last, known.rpartition(".")[2]) > CLOSE for known in names)
+        if (name in FOREIGN and FOREIGN[name].fits(Config)) or (name in names_of(Config) and not alike):
             raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it "
                              "out here")
         theirs = {row.name: ", ".join(row.keys) for row in FOREIGN.values() if row.keys and row.fits(config_type)}
         raise unknown_key(name, config_type, {**names, **{one: theirs[one] for one in theirs if one not in names}})
     return keys_of(config_type)[names[name]]
 
+
+OPTIONAL = ("steps_per_generation", "epsilon_high", "data.train_files")
+"""Flags whose derivation says what nothing means for them."""
 
 EITHER = ("batch.prompts_per_step", "batch.prompts_per_device")
 """Two keys for one thing: who sets one sets the other back."""
@@ -123,19 +142,22 @@ class Gathered:
         self.config_type, self.place = config_type, place
         self.values: dict[str, Any] = {}
         self.derived: dict[str, str] = {}
-        self.became: dict[str, Became] = {}
+        self._became: dict[str, Became] = {}
         self.notes: list[str] = []
         self._names: dict[str, str] = {}  # key -> the name that set it
         self._yielding: dict[str, Any] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """One name with its value: text, or what YAML or Python gave."""
+        """One name with its value: text, or what YAML or Python gave. Another system's flag that is given nothing
+        stays at its default."""
         row = foreign_of(self.config_type, name, text_of(value))
         if row is None or (name in names_of(self.config_type) and row.only is None):
             self._set(find_key(self.config_type, name).name, value, name)
+        elif row.kind in ("same", "derived") and row.name not in OPTIONAL and text_of(value).lower() in NOTHING:
+            self._became[name] = Became(name, text_of(value) or "empty", {}, "it stays at its default")
         elif row.name == TOKEN:
             take_token(text_of(value))
-            self.became[name] = Became(name, "...", {}, row.meaning, said=True)
+            self._became[name] = Became(name, "...", {}, row.meaning, said=True)
         elif row.kind == "derived":
             for key in row.keys:
                 self._set(key, _LATER, name)
@@ -154,13 +176,17 @@ class Gathered:
                 self._set(key, text, row.name)
             else:
                 self._yielding[key] = text
-        self.became.pop(row.name, None)
-        self.became[row.name] = became(row, value, found)
+        self._became.pop(row.name, None)
+        self._became[row.name] = became(row, value, found)
 
     def _set(self, key: str, value: Any, name: str) -> None:
         for other in EITHER if key in EITHER and not self.place and text_of(value) != "0" else ():
             if other != key:
                 self.values.pop(other, None)
+                earlier = self._names.pop(other, name)
+                if {earlier, name} & set(FOREIGN) and not _together(earlier, name):
+                    self.notes.append(f"{earlier} and {name} both set how many prompts a step has: the later one "
+                                      f"stands, {name}")
         before, old = self._names.get(key, name), self.values.pop(key, _LATER)
         self._names[key] = name
         if {before, name} & set(FOREIGN) and text_of(old) != text_of(value) and not _together(before, name):
@@ -170,6 +196,10 @@ class Gathered:
         self.values[key] = value
 
     @property
+    def became(self) -> tuple[Became, ...]:
+        return tuple(self._became.values())
+
+    @property
     def settled(self) -> dict[str, Any]:
         """Every value, by dotted key."""
         return {**{key: text for key, text in self._yielding.items() if key not in self.values}, **self.values}
@@ -177,8 +207,7 @@ class Gathered:
     def arguments(self, config_name: str = "") -> Arguments:
         """Of a line, whose values are texts."""
         overrides = tuple(f"++{key}={quote(value)}" for key, value in self.settled.items())
-        return Arguments(config_name, self.settled, overrides, self.derived, tuple(self.became.values()),
-                         tuple(self.notes))
+        return Arguments(config_name, self.settled, overrides, self.derived, self.became, tuple(self.notes))
 
 
 def _together(one: str, other: str) -> bool:
@@ -192,11 +221,44 @@ def rewrite(command: str | type, argv: Sequence[str]) -> Arguments:
     config_type = dataclass_of(command)
     config_name, words = _take_config_name(blank_token(argv))
     gathered = Gathered(config_type)
-    for word in _named(config_type, words):
-        name, value = read_word(config_type, word)
-        key = keys_of(config_type).get(names_of(config_type).get(name, ""))
+    unknown: list[UnknownKey] = []
+    for word in _named(config_type, joined(config_type, words)):
+        try:
+            name, value = read_word(config_type, word)
+        except UnknownKey as error:
+            unknown.append(error)
+            continue
+        key = key_of(config_type, name)
         gathered.add(name, split_list(key, value) if key and key.is_list else value)
+    if len(unknown) > 1:
+        raise ShoalError(f"{', '.join(error.name for error in unknown)}: there are no such keys; the first: "
+                         f"{unknown[0]}")
+    for error in unknown:
+        raise error
     return gathered.arguments(config_name)
+
+
+def key_of(config_type: type, name: str) -> Key | None:
+    """The key that a name of ours, or another system's name for it, stands for."""
+    names, row = names_of(config_type), FOREIGN.get(name)
+    same = row.keys[0] if row and row.kind == "same" and name not in names else names.get(name, "")
+    return keys_of(config_type).get(same)
+
+
+def joined(config_type: type, words: Sequence[str]) -> list[str]:
+    """The words, with `--name VALUE` as `--name=VALUE`; a switch takes true or false only."""
+    rest, whole = list(words), []
+    while rest:
+        word = rest.pop(0)
+        name = word.lstrip("-").replace("-", "_")
+        behind = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("--") else None
+        if word.startswith("--") and "=" not in word and behind is not None:
+            key, row = key_of(config_type, name), FOREIGN.get(name)
+            switch = row.flag if row else key is not None and key.type is bool
+            if not switch or behind.lower() in ("true", "false"):
+                word = f"{word}={rest.pop(0)}"
+        whole.append(word)
+    return whole
 
 
 def _take_config_name(argv: Sequence[str]) -> tuple[str, list[str]]:

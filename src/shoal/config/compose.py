@@ -16,24 +16,27 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.config.aliases import FOREIGN, foreign_of
 from shoal.config.arguments import (
     ALIASES,
+    COMMA_LISTS,
     EITHER,
     Arguments,
     Gathered,
     aliases_of,
     escape_interpolation,
+    key_of,
     names_of,
     quote,
     rewrite,
+    split_list,
 )
 from shoal.config.convert import build, convert_value, leaves_of
 from shoal.config.convert import convert as convert
 from shoal.config.derivations import DERIVATIONS
-from shoal.config.foreign import Became, text_of
+from shoal.config.foreign import Became, Values, text_of
 from shoal.config.help import shown
 from shoal.config.keys import command_of, dataclass_of, keys_of, nearest, sections_of
 from shoal.config.schema import Config
@@ -44,6 +47,15 @@ PRESETS = Path(__file__).parent / "presets"
 
 PRESET_FOLDERS: Mapping[str, str] = {"doctor": "train"}
 """Commands that take the presets of another."""
+
+
+class Layer(Protocol):
+    """What lies over and under other settings: values by key, and flags of other systems that need other settings."""
+
+    @property
+    def settled(self) -> Mapping[str, Any]: ...
+    @property
+    def derived(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,9 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
     config_name = overrides.pop("config_name", "")
     gathered, functions = Gathered(config_type), ()
     for name, value in leaves_of(config_type, _nested_names(overrides)):
-        key = keys_of(config_type).get(names_of(config_type).get(name, ""))
+        key = key_of(config_type, name)
+        if key and key.name in COMMA_LISTS and isinstance(value, str):
+            value = split_list(key, value)
         if key and key.name == "reward.functions":
             value, functions = _take_callables(value)
         gathered.add(name, _texts(value) if key and key.is_list else _text(value))
@@ -123,7 +137,8 @@ def _compose(config_type: type, arguments: Arguments, file: Path | None = None) 
     own keys lies over the file. Then what other systems' flags become of all that."""
     command, name, task_preset, own = command_of(config_type), arguments.config_name, None, arguments.values
     if not name and not file:
-        task_preset = _preset(command, str(own.get("task.name", "")))
+        own_data = "custom" if "data.train_files" in arguments.derived else ""
+        task_preset = _preset(command, str(own.get("task.name", own_data)))
     file = file or task_preset or (find_preset(command, name) if name else None)
     values, passed = _pass_over(config_type, compose_values(command, file, arguments.overrides))
     layer = _layer(config_type, values, own, file)
@@ -132,18 +147,23 @@ def _compose(config_type: type, arguments: Arguments, file: Path | None = None) 
     packaged = {key: _packaged(config_type, key, chosen) for key, chosen in named.items() if chosen}
     under = [packaged[key] for key in packaged if key not in own and not task_preset]
     over = [packaged[key] for key in packaged if key in own or task_preset]
-    flat = _merge([*under, layer.settled, *over, own])
-    above = _merge([*over, own])
-    derived = _derive(config_type, flat, layer.derived, arguments.derived, above, own)
+    layers = [*under, layer, *over, arguments]
+    flat = _merge([one.settled for one in layers])
+    derived = _derive(config_type, flat, layers)
     config = build(config_type, {key: convert_value(keys_of(config_type)[key], value) for key, value in flat.items()})
-    notes = list(_passed_notes(file, passed))
+    notes = [*_passed_notes(file, passed), *_task_notes(command, config, layer.settled, own, file, task_preset)]
     if task_preset:
+        above = _merge([one.settled for one in (*over, arguments)])
         notes += _preset_notes(task_preset.stem, convert(config_type, _nest(layer.settled)), above)
-    for key, values in packaged.items():
-        later = over[over.index(values) + 1:] if values in over else [layer.settled, *over]
-        higher = _merge([*later, own])
-        notes += _packaged_notes(key, named[key], config, values, higher)
-    mine = [*(() if file and file.is_relative_to(PRESETS) else layer.became.values()), *arguments.became, *derived]
+    for key, one in packaged.items():
+        place = layers.index(one)
+        higher = _merge([later.settled for later in layers[place + 1:]])
+        theirs = [values for found, values, _ in derived if found == place]
+        notes += _packaged_notes(key, named[key], config, _merge([one.settled, *theirs]), higher)
+    users = (arguments,) if file and file.is_relative_to(PRESETS) else (layer, arguments)
+    told = [*(one for theirs in users for one in theirs.became),
+            *(one for place, _, one in derived if layers[place] in users)]
+    mine = [left for one in told if (left := _standing(one, flat))]
     notes += [*arguments.notes, *(one.line for one in mine if one.said)]
     return config, Resolved(str(file.stem if file else ""), arguments.overrides, tuple(notes), to_yaml(config),
                             to_yaml(_nest(difference_from_defaults(config))), arguments,
@@ -169,37 +189,49 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return flat
 
 
-def _derive(config_type: type, flat: dict[str, Any], files: Mapping[str, str], line: Mapping[str, str],
-            above: Mapping[str, Any], own: Mapping[str, Any]) -> list[Became]:
-    """Adds to `flat` what other systems' flags become that need other settings, of a file and of the line; keys that
-    stand above them stay. Returns what those of the line became."""
-    keys, told = keys_of(config_type), []
+def _derive(config_type: type, flat: dict[str, Any], layers: Sequence[Layer]) -> list[tuple[int, Values, Became]]:
+    """Adds to `flat` what other systems' flags become that need other settings. What they become lies where the
+    topmost of them stands: keys of the layers above stay, and on the line those that stand behind them. Returns, for
+    each group of flags, that layer's number, what they became, and a line on it."""
+    keys, last, told = keys_of(config_type), len(layers) - 1, []
 
     def get(key: str) -> Any:
         return convert_value(keys[key], flat[key]) if key in flat else keys[key].default
 
     for group, derivation in DERIVATIONS.items():
-        given = {name: text for name, text in {**files, **line}.items() if FOREIGN[name].group == group}
-        fixed = own if set(given) & set(line) else above
+        places = [(place, name, text) for place, layer in enumerate(layers) for name, text in layer.derived.items()
+                  if FOREIGN[name].group == group]
+        given = {name: text for _, name, text in places}
+        if not given:
+            continue
+        top = max(place for place, _, _ in places)
+        fixed = {key for layer in layers[min(top + 1, last):] for key in layer.settled}
+        fixed |= set(EITHER) if fixed & set(EITHER) else set()
         wanted = [key for name in given for key in FOREIGN[name].keys]
-        if not given or (wanted and all(key in fixed for key in wanted)):
+        if wanted and all(key in fixed for key in wanted):
             continue
         found, said = derivation(given, get)
         values = {key: value for key, value in found.items() if key in keys and key not in fixed}
-        flat |= values
-        if set(given) & set(line):
-            *first, (name, text) = given.items()
-            joined = "".join(f"{one}={value}, " for one, value in first)
-            told.append(Became(joined + name, text, values, said, said=True))
+        flat |= _merge([values]) | ({EITHER[1]: "0"} if EITHER[0] in values and EITHER[1] not in values else {})
+        *first, (name, text) = given.items()
+        joined = "".join(f"{one}={value}, " for one, value in first)
+        whole = "" if set(values) < set(found) & set(keys) else said  # else it tells of what does not stand
+        told.append((top, values, Became(joined + name, text, values, whole, said=bool(said))))
     return told
+
+
+def _standing(one: Became, flat: Mapping[str, Any]) -> Became | None:
+    """What a flag became, without the values that gave way to another setting; None where all did."""
+    left = {key: value for key, value in one.values.items() if text_of(flat.get(key)) == text_of(value)}
+    return dataclasses.replace(one, values=left) if left or not one.values else None
 
 
 PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"}
 """Key that names a packaged set of settings -> the folder of presets that holds them, a file each."""
 
 
-def _packaged(config_type: type, key: str, name: str) -> dict[str, Any]:
-    """The values of a recipe or an algorithm, by dotted key."""
+def _packaged(config_type: type, key: str, name: str) -> Gathered:
+    """What a recipe or an algorithm sets."""
     folder = PRESETS / PACKAGED[key]
     known = sorted(file.stem for file in folder.glob("*.yaml"))
     if name not in known:
@@ -207,7 +239,7 @@ def _packaged(config_type: type, key: str, name: str) -> dict[str, Any]:
         raise ShoalError(f"{PACKAGED[key]}={name}: there is no such {PACKAGED[key]}{near} There are: "
                          f"{', '.join(known) or 'none'}")
     file = folder / f"{name}.yaml"
-    return dict(_layer(config_type, compose_values("", file), {}, file).settled)
+    return _layer(config_type, compose_values("", file), {}, file)
 
 
 def _packaged_notes(key: str, name: str, config: Any, values: Mapping[str, Any],
@@ -247,6 +279,20 @@ def _passed_notes(file: Path | None, passed: Sequence[str]) -> tuple[str, ...]:
     shown = ", ".join(passed[:3]) + (", ..." if len(passed) > 3 else "")
     count = "1 key" if len(passed) == 1 else f"{len(passed)} keys"
     return (f"{file} holds {count} that only training reads, passed over: {shown}",) if passed else ()
+
+
+def _task_notes(command: str, config: Any, file_keys: Mapping[str, Any], own: Mapping[str, Any], file: Path | None,
+                task_preset: Path | None) -> tuple[str, ...]:
+    """That a task's preset is not brought under a user's file, where it would change something."""
+    if task_preset or file is None or file.is_relative_to(PRESETS) or "task.name" not in {**file_keys, **own}:
+        return ()
+    preset = _preset(command, config.task.name)
+    values = _layer(type(config), compose_values(command, preset), {}, preset).settled if preset else {}
+    left = [key for key in values if key not in file_keys and key not in own]
+    if not left:
+        return ()
+    return (f"{file.name} is not laid over the preset of task={config.task.name} ({left[0]} and {len(left) - 1} more "
+            f"stay as they are): `defaults: [{config.task.name}, _self_]` in the file brings it",)
 
 
 def _preset_notes(name: str, preset: Any, own: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.config.foreign import OFF, Get, Values, items_of, to_bool, to_float, to_int
+from shoal.config.foreign import NOTHING, OFF, Get, Values, chosen, items_of, to_bool, to_float, to_int
 from shoal.types import ShoalError
 
 Given = Mapping[str, str]
@@ -48,6 +48,9 @@ def replicas(given: Given, get: Get) -> tuple[Values, str]:
     """So many samplers of so many devices each; where fsdp is fixed, the trainer's number is known with it."""
     each = to_int("inference_devices_per_replica", given.get("inference_devices_per_replica", "4"))
     number = to_int("inference_replicas", given.get("inference_replicas", "1"))
+    if "." in str(get("mesh.sampler")):  # a share of the devices, of sampler_devices_fraction
+        return {"mesh.sampler_tensor": str(each)}, f"each sampler over {each} devices; how many there are follows " \
+            "from sampler_devices_fraction"
     values = {"mesh.sampler": str(each * number), "mesh.sampler_tensor": str(each)}
     if get("mesh.fsdp") != -1 and not get("mesh.trainer"):
         values["mesh.trainer"] = str(get("mesh.data") * get("mesh.fsdp") * get("mesh.tensor"))
@@ -55,8 +58,19 @@ def replicas(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def gpus(given: Given, get: Get) -> tuple[Values, str]:
-    number = math.prod(to_int(name, text) for name, text in given.items())
+    """verl: nodes times devices of each, 8 where only the nodes are given."""
+    number = math.prod(to_int(name, given.get(name, default)) for name, default in (
+        ("trainer.n_gpus_per_node", "8"), ("trainer.nnodes", "1")))
     return {"mesh.trainer": str(number), "mesh.fsdp": "-1"}, "devices in all"
+
+
+def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
+    """A dialog turn is one completion: so many a step, of whole groups."""
+    [(name, text)] = given.items()
+    size, group = to_int(name, text), get("batch.group_size")
+    if size % group:
+        raise ShoalError(f"{name}={text}: expected a multiple of batch.group_size={group}")
+    return {"batch.prompts_per_step": str(size // group)}, f"{size} completions a step, {group} a prompt"
 
 
 def turns(given: Given, get: Get) -> tuple[Values, str]:
@@ -89,42 +103,122 @@ def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: a step samples per_device_train_batch_size x steps_per_generation completions on each device."""
+    """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and makes
+    steps_per_generation / gradient_accumulation_steps updates of them."""
+    size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
     generation = given.get("steps_per_generation", "")
-    parts = parts if generation.lower() in OFF else to_int("steps_per_generation", generation)
-    if "per_device_train_batch_size" not in given:
-        return {}, "a step's completions are computed in parts of batch.micro_tokens"
-    size, group = to_int("per_device_train_batch_size", given["per_device_train_batch_size"]), get("batch.group_size")
-    if size * parts % group:
-        raise ShoalError(f"per_device_train_batch_size={size} x {parts} accumulated: expected a multiple of "
+    batches = parts if generation.lower() in OFF else to_int("steps_per_generation", generation)
+    if batches % parts:
+        raise ShoalError(f"steps_per_generation={batches}: expected a multiple of gradient_accumulation_steps={parts}, "
+                         "so that a step ends with an update")
+    group, total, updates = get("batch.group_size"), size * batches, batches // parts
+    if total % group:
+        raise ShoalError(f"per_device_train_batch_size={size} x {batches} batches: expected a multiple of "
                          f"num_generations={group}")
+    prompts, several = total // group, f" in {updates} updates" if updates > 1 else ""
     values, said = _micro(size, get)
-    return {"batch.prompts_per_device": str(size * parts // group), **values}, \
-        f"{size * parts} completions a device and step are {size * parts // group} prompts; {said}"
+    return {"batch.prompts_per_device": str(prompts), "algorithm.num_minibatches": str(updates), **values}, \
+        f"{total} completions a device and step, {group} a prompt{several}; {said}"
+
+
+UPDATES = {"max_steps": "steps", "save_steps": "checkpoint.checkpoint_period", "eval_steps": "train.evaluate_every"}
+
+
+def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL counts updates, of which a step here may make several."""
+    each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
+    values = {UPDATES[name]: str(-(-to_int(name, text, 0) // each)) for name, text in given.items()}
+    return values, f"counted in updates there, {each} to a step here" if each > 1 else ""
+
+
+def warmup(given: Given, get: Get) -> tuple[Values, str]:
+    """A share of all updates."""
+    *_, (name, text) = given.items()
+    share = to_float(name, text)
+    if not 0 <= share <= 1:
+        raise ShoalError(f"{name}={text}: expected a share of the run, 0 to 1")
+    updates = get("steps") * get("algorithm.num_minibatches") * get("algorithm.num_epochs")
+    return {"optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
+
+
+def trl_loss(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL: loss_type says how token losses become one number, and for some which loss; importance_sampling_level whose
+    ratio is clipped."""
+    kind, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
+    loss, aggregation = chosen("loss_type", kind, _LOSS_TYPES) if kind else ("", "")
+    if level != "token" and loss not in ("grpo", ""):
+        raise ShoalError(f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss has a "
+                         "ratio of its own")
+    loss = chosen("importance_sampling_level", level, _LEVELS) or loss
+    values = {"algorithm.loss": loss, "algorithm.aggregation": aggregation,
+              "algorithm.cispo_bound": "absolute" if loss == "cispo" else ""}
+    return {key: text for key, text in values.items() if text}, \
+        "which loss, and how token losses become one number" if kind else ""
+
+
+_LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-mean"), "dapo": ("grpo", "token-mean"),
+               "dr_grpo": ("grpo", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
+               "sapo": ("sapo", "seq-mean-token-mean")}
+_LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
+
+
+def trl_clip(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL: epsilon is both bounds, unless epsilon_high is given."""
+    low, high = given.get("epsilon", ""), given.get("epsilon_high", "")
+    high = low if high.lower() in NOTHING else high
+    values = {"algorithm.clip_low": low, "algorithm.clip_high": high}
+    return {key: str(to_float("epsilon", text)) for key, text in values.items() if text}, ""
+
+
+def verl_clip(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: clip_ratio is both bounds, where the one is not given apart."""
+    named = {name.rpartition(".")[2]: text for name, text in given.items()}
+    values = {f"algorithm.clip_{side}": named.get(f"clip_ratio_{side}", named.get("clip_ratio", ""))
+              for side in ("low", "high")}
+    return {key: str(to_float("clip_ratio", text)) for key, text in values.items() if text}, ""
+
+
+def estimator(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: whether the deviation is divided by is asked for `grpo` alone."""
+    name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
+    by_deviation = to_bool(flag, given.get(flag, "true"))
+    if advantage != "grpo":
+        return {"algorithm.advantage": advantage}, f"{flag} counts for grpo alone" if flag in given else ""
+    return {"algorithm.advantage": "grpo" if by_deviation else "dr_grpo"}, \
+        "" if by_deviation else "the group's mean alone is taken off"
+
+
+_ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce++",
+               "reinforce_plus_plus_baseline": "reinforce++-baseline", "gdpo": "gdpo"}
 
 
 def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: prompts of an update; a step of fewer is one update."""
     [(name, text)] = given.items()
-    size, prompts = to_int(name, text), get("batch.prompts_per_step")
+    prompts = get("batch.prompts_per_step")
+    size = min(to_int(name, text), prompts)
     if prompts % size:
         raise ShoalError(f"{name}={text}: expected a divisor of batch.prompts_per_step={prompts}")
     return {"algorithm.num_minibatches": str(prompts // size)}, f"{prompts} prompts a step, {size} an update"
 
 
-def kl_loss(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: the coefficient counts only where the term is switched on."""
+def divergence(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: two places for a divergence, each switched on apart; its coefficient counts only there."""
     head = "actor_rollout_ref.actor."
-    used = to_bool(head + "use_kl_loss", given.get(head + "use_kl_loss", "false"))
-    coef = given.get(head + "kl_loss_coef", "0.001") if used else "0"
-    return {"algorithm.kl_coef": coef, "algorithm.kl_in": "loss"}, "" if used else "off without use_kl_loss=true"
-
-
-def kl_reward(given: Given, get: Get) -> tuple[Values, str]:
-    used = to_bool("algorithm.use_kl_in_reward", given.get("algorithm.use_kl_in_reward", "false"))
-    if not used:
-        return {}, "off without algorithm.use_kl_in_reward=true"
-    return {"algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"), "algorithm.kl_in": "reward"}, ""
+    in_loss, in_reward = (to_bool(name, given.get(name, "false"))
+                          for name in (head + "use_kl_loss", "algorithm.use_kl_in_reward"))
+    if in_loss and in_reward:
+        raise ShoalError("use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: switch "
+                         "one of them off")
+    if in_loss:
+        return {"algorithm.kl_coef": given.get(head + "kl_loss_coef", "0.001"), "algorithm.kl_in": "loss"}, \
+            "a term of the loss"
+    if in_reward:
+        return {"algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"), "algorithm.kl_in": "reward"}, \
+            "taken off the reward"
+    return {"algorithm.kl_coef": "0"}, "off without use_kl_loss=true or use_kl_in_reward=true"
 
 
 def reward_file(given: Given, get: Get) -> tuple[Values, str]:
@@ -132,7 +226,8 @@ def reward_file(given: Given, get: Get) -> tuple[Values, str]:
     named = {name.rpartition(".")[2]: text for name, text in given.items()}
     if not named.get("path"):
         raise ShoalError(f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in")
-    return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}, ""
+    return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}, \
+        "the function, in its file"
 
 
 def rollout_correction(given: Given, get: Get) -> tuple[Values, str]:
@@ -164,12 +259,13 @@ def train_files(given: Given, get: Get) -> tuple[Values, str]:
         values = {"task.path": folders.pop() or ".", "task.files": [file.rpartition("/")[2] for file in files]}
     if get("task.name") == "words":
         values["task.name"] = "custom"
-    return values, ""
+    return values, "the data set"
 
 
 DERIVATIONS: Mapping[str, Derivation] = {
-    one.__name__: one for one in (lengths, fractions, replicas, gpus, turns, micro_batch, micro_batch_per_gpu,
-                                  trl_batch, mini_batches, kl_loss, kl_reward, reward_file, rollout_correction,
-                                  train_files)
+    one.__name__: one for one in (
+        lengths, fractions, replicas, gpus, turns_per_batch, micro_batch, micro_batch_per_gpu, trl_batch, mini_batches,
+        turns, trl_updates, warmup, trl_loss, trl_clip, verl_clip, estimator, divergence, reward_file,
+        rollout_correction, train_files)
 }
 """In the order in which they are made: later ones see what earlier ones gave."""

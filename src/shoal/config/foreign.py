@@ -13,16 +13,21 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shoal.config.keys import command_of, keys_of
 from shoal.types import ShoalError
+
+Chosen = TypeVar("Chosen")
 
 Values = Mapping[str, Any]
 """Dotted key -> text, or list of texts."""
 
 Get = Callable[[str], Any]
 """The value of one of our keys as all else resolves it."""
+
+NOTHING = ("", "none", "null")
+"""Texts of a flag that is left at its default."""
 
 OFF = ("", "false", "no", "off", "0", "none", "null", "-1")
 """Texts of a flag that is not switched on."""
@@ -148,13 +153,14 @@ def items_of(text: str) -> list[str]:
 
 def choice(options: Mapping[str, Values]) -> Callable[[str, str], Values]:
     """A reader that knows these texts."""
+    return lambda name, text: chosen(name, text, options)
 
-    def read(name: str, text: str) -> Values:
-        if text not in options:
-            raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
-        return options[text]
 
-    return read
+def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
+    """What a text stands for."""
+    if text not in options:
+        raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
+    return options[text]
 
 
 # ---- secrets

@@ -140,13 +140,21 @@ def _help_texts(config_type: type) -> dict[str, str]:
     return texts
 
 
-def unknown_key(key: str, config_type: type, names: Mapping[str, str]) -> ShoalError:
+class UnknownKey(ShoalError):
+    """There is no such key; `name` is what was given."""
+
+    name: str
+
+
+def unknown_key(key: str, config_type: type, names: Mapping[str, str]) -> UnknownKey:
     """The error for a key that does not exist; `names` maps every accepted name to its dotted key."""
     name = _nearest_by_help(key, config_type) or nearest(key, names)
     meant = name if names[name] == name else f"{name} ({names[name]})"
     command = command_of(config_type)
     listed = f" `shoal {command} --help` lists all keys" if command else ""
-    return ShoalError(f"{key}: there is no such key, did you mean {meant}?{listed}")
+    error = UnknownKey(f"{key}: there is no such key, did you mean {meant}?{listed}")
+    error.name = key
+    return error
 
 
 def _nearest_by_help(key: str, config_type: type) -> str:

@@ -15,8 +15,9 @@ _HEAD = """\
 <!-- made by `python -m shoal.config.migrating`; change `src/shoal/config/aliases.py` instead -->
 
 Flags of MaxText, TorchRL, TRL and verl are taken under their own names by `shoal train` and `shoal doctor`, and by
-`shoal eval` and `shoal convert` where they have a use there; on the command line, in files, in sweeps and in Python. A
-flag whose meaning differs says at the start what it became; `--dry-run` lists them all:
+`shoal eval` and `shoal convert` where they have a use there; on the command line (`name=value`, `--name=value`,
+`--name value`), in files, in sweeps and in Python. One that is given `None` or nothing stays at its default. A flag
+whose meaning differs says at the start what it became; `--dry-run` lists them all:
 
 ```bash
 shoal train grpo.yml --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 --dry-run
@@ -31,8 +32,8 @@ A flag changes only what it names. All other settings stay Shoal's own, unless a
 stands, and that is said."""
 
 _PLACES = (
-    ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`, also with a path in front: "
-     "`shoal train grpo.yml`"),
+    ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`, also with a path in front, "
+     "where there is no such file (one that is there is read): `shoal train grpo.yml`"),
     ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
     ("all defaults of a system, with your own model and data", "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
      "`recipe=trl`, `recipe=verl`, `recipe=scalerl`"),

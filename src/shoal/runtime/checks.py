@@ -114,7 +114,7 @@ def check_size(config: Config, parameters: int, findings: Findings) -> None:
 
 def _check_place(config: Config, findings: Findings) -> None:
     """Whether the run folder can be made."""
-    base = Path(config.base_output_directory)
+    base = Path(config.base_output_directory).expanduser()
     place = base / config.run_name if config.run_name else base
     above = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
     cure = "choose another base_output_directory"

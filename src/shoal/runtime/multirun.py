@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.aliases import same_key
-from shoal.config.arguments import CONFIG_NAMES, read_word
+from shoal.config.arguments import CONFIG_NAMES, joined, read_word
 from shoal.config.compose import compose, difference_from_defaults
 from shoal.config.help import count, step_sizes
 from shoal.config.keys import dataclass_of
 from shoal.config.schema import Config
 from shoal.report.console import Console
+from shoal.report.folder import named_folder
 from shoal.report.lines import json_ready, write_atomically
 from shoal.types import ShoalError
 
@@ -66,7 +67,8 @@ def multirun(command: str, words: Sequence[str], console: Console, only_shown: b
     All combinations are composed before the first one starts. One that fails does not stop the others, Ctrl-C does."""
     config_type = dataclass_of(command)
     combinations = list(combine(config_type, words))
-    configs = [compose(command, each)[0] for _, each in combinations]
+    composed = [compose(command, each) for _, each in combinations]
+    configs, first = [config for config, _ in composed], composed[0][1]
     if configs[0].resume:
         raise ShoalError(f"resume={configs[0].resume}: a sweep goes on by the same run_name and base_output_directory")
     root = root_of(configs[0])
@@ -74,6 +76,8 @@ def multirun(command: str, words: Sequence[str], console: Console, only_shown: b
     check_same_sweep(root, runs)
     console.note(cost_text(configs))
     if only_shown:
+        for line in dict.fromkeys([*first.notes, *first.became]):
+            console.note(f"run 0: {line}")
         for run in runs:
             console.note(f"{run.folder}: {' '.join(_pairs(run)) or 'nothing swept'}")
         return _record(root, runs)
@@ -102,33 +106,37 @@ def multirun(command: str, words: Sequence[str], console: Console, only_shown: b
 
 
 def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Every combination of swept values, the last key fastest: (dotted key -> text, the whole command line).
+    """Every combination of swept values, the last key fastest: (dotted key -> text, the whole command line, each word
+    in its place).
 
-    >>> list(combine(Config, ["steps=3", "optimizer.lr=1e-4,1e-5"]))
-    [({'optimizer.lr': '0.0001'}, ['steps=3', 'optimizer.lr=0.0001']), ({'optimizer.lr': '1e-05'}, [...])]
+    >>> list(combine(Config, ["optimizer.lr=1e-4,1e-5", "steps=3"]))
+    [({'optimizer.lr': '0.0001'}, ['optimizer.lr=0.0001', 'steps=3']), ({'optimizer.lr': '1e-05'}, [...])]
     """
     choices: dict[str, list[str]] = {}  # the later of two words on one key stands
-    plain = []
-    for place, word in enumerate(words):
+    places: dict[str, int] = {}  # of the words that are swept
+    line: list[str | None] = []
+    for place, word in enumerate(joined(config_type, words)):
+        line.append(word)
         name, equals, value = word.partition("=")
         if not equals or name in (*CONFIG_NAMES, "config_file") or (
                 place == 0 and value.endswith((".yml", ".yaml")) and Path(word).is_file()):
-            plain.append(word)
             continue
         key, text = read_word(config_type, word)
         key = same_key(key)
         texts = sweep_texts(f"{name}={text}", text)
-        choices.pop(key, None)
+        if choices.pop(key, None):
+            line[places.pop(key)] = None
         if isinstance(texts, str):
-            plain.append(f"{name}={texts}")
+            line[place] = f"{name}={texts}"
             continue
         if key in _FIXED:
             raise ShoalError(f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; put "
                              "quotes around a value that holds commas")
-        choices[key] = texts
+        choices[key], places[key] = texts, place
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
-        yield chosen, [*plain, *(f"{name}={text}" for name, text in chosen.items())]
+        swept = {places[name]: f"{name}={text}" for name, text in chosen.items()}
+        yield chosen, [found for place, word in enumerate(line) if (found := swept.get(place, word)) is not None]
 
 
 def sweep_texts(shown: str, text: str) -> list[str] | str:
@@ -169,10 +177,10 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
     """The folder of a sweep."""
     base = config.base_output_directory
     if config.run_name:
-        return Path(base) / config.run_name
+        return named_folder(base, config.run_name)
     if "base_output_directory" not in difference_from_defaults(config):
         base = MULTIRUN_FOLDER
-    return Path(base) / (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
+    return Path(base).expanduser() / (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
@@ -234,12 +242,15 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 
 
 def cost_text(configs: Sequence[Config]) -> str:
-    """`6 runs, one after the other: 480 steps, 122880 completions`."""
+    """`6 runs, one after the other: 480 steps, 122880 completions to train on, and their evaluations`."""
     steps = sum(config.steps for config in configs)
-    completions = sum(config.steps * step_sizes(config)[0] for config in configs)
-    on_each = " on each device" if any(config.batch.prompts_per_device for config in configs) else ""
+    kinds = {"": [config for config in configs if not config.batch.prompts_per_device],
+             " on each device": [config for config in configs if config.batch.prompts_per_device]}
+    parts = [count(sum(one.steps * step_sizes(one)[0] for one in some), "completion") + on_each +
+             (f" ({count(len(some), 'run')})" if len(some) < len(configs) else "")
+             for on_each, some in kinds.items() if some]
     return (f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
-            f"{count(completions, 'completion')} to train on{on_each}, and their evaluations")
+            f"{' and '.join(parts)} to train on, and their evaluations")
 
 
 def table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -13,13 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import Arguments
-from shoal.config.compose import Resolved, get_value, recompose
-from shoal.config.keys import keys_of
+from shoal.config.aliases import same_key
+from shoal.config.arguments import quote, rewrite
+from shoal.config.compose import Resolved, compose, compose_values, find_preset, get_value, recompose
+from shoal.config.convert import convert_value, leaves_of
+from shoal.config.keys import command_of, keys_of
 from shoal.config.schema import Config
 from shoal.report.console import Console
 from shoal.report.difference import is_under
-from shoal.report.folder import find_run, is_run, named_folder
+from shoal.report.folder import CONFIG, find_run, is_run, named_folder
 from shoal.report.lines import json_line
 from shoal.report.reading import read_config
 from shoal.runtime.output import check_local
@@ -35,6 +37,9 @@ but `steps` where the learning rate falls to its last."""
 FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name")
 """Keys that no part of a run can change."""
 
+PLACE = ("resume", "base_output_directory")
+"""Keys that tell which run to go on with."""
+
 MOST_ROWS = 50_000
 NUM_ROWS_LOOKED_AT = 1000
 
@@ -47,15 +52,62 @@ class Settled:
     run: Path | None = None
 
 
+def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
+    """`compose` for a command that takes `resume`: where that names a run, the run's own configuration with the user's
+    keys over it. What they become, and whether they can be, is judged by the run's settings.
+
+    >>> config, resolved = compose_job(Config, ["resume=last", "steps=200"])
+    """
+    arguments = rewrite(config_type, argv)
+    run = named_run(config_type, arguments.values, arguments.config_name, arguments.overrides)
+    if run is None:
+        return compose(config_type, argv)
+    file = run / CONFIG
+    arguments = replace(arguments, config_name=str(file), values={**arguments.values, "resume": str(run)},
+                        overrides=(*arguments.overrides, f"++resume={quote(str(run))}"))
+    return recompose(config_type, file, arguments)
+
+
+def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from Python: what `from_overrides` is to compose.
+
+    >>> from_overrides(Config, **on_run({"resume": "last", "steps": 200}))
+    """
+    names = {name.replace("__", "."): value for name, value in overrides.items() if name != "config_name"}
+    own = {same_key(name): str(value) for name, value in leaves_of(Config, names) if same_key(name) in PLACE}
+    run = named_run(Config, own, str(overrides.get("config_name", "")))
+    return {**overrides, "config_name": str(run / CONFIG), "resume": str(run)} if run else dict(overrides)
+
+
+def named_run(config_type: type, own: Mapping[str, Any], config_name: str = "",
+              overrides: Sequence[str] = ()) -> Path | None:
+    """The run that `resume` names, among the user's own keys or in the preset or file that they name; None where none
+    does."""
+    given: dict[str, Any] = {}
+    if config_name:
+        command = command_of(config_type)
+        values = compose_values(command, find_preset(command, config_name), overrides)
+        given = {same_key(name): value for name, value in leaves_of(config_type, values)}
+    given |= own
+    keys = keys_of(config_type)
+    resume, base = (convert_value(keys[name], given.get(name, keys[name].default)) for name in PLACE)
+    if not resume:
+        return None
+    check_local(base, "base_output_directory")
+    return find_run(resume, base)
+
+
 def settle(config: Config, resolved: Resolved | None, console: Console) -> Settled:
     """`resume=` names a run, whose configuration is taken, the user's own keys over it; the name of a run that is
     there already must come with its own configuration."""
     check_local(config.base_output_directory, "base_output_directory")
     if config.resume:
         run = find_run(config.resume, config.base_output_directory)
-        arguments = resolved.arguments if resolved else Arguments("", {}, ())
-        config, _ = recompose(Config, run / "config.yaml", arguments)
         stored = read_config(run)
+        if resolved is None:
+            config = stored
+        elif resolved.arguments.config_name != str(run / CONFIG):  # else it was composed on the run
+            config, _ = recompose(Config, run / CONFIG, resolved.arguments)
         for key in changed(stored, config):
             if key in FIXED:
                 raise ShoalError(f"resume={run}: {key} was {get_value(stored, key)!r} and cannot become "

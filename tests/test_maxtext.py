@@ -14,14 +14,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from shoal import cli
-from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
+from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelSection
 from shoal.mesh import make_roles
-from shoal.model import hf, maxtext
-from shoal.model.names import MODELS, model_named
+from shoal.model import hf, maxtext, names
+from shoal.model.names import MODELS, Named, model_named
 from shoal.model.transformer import declare, is_declared, shardings
 from shoal.report.console import Console
 from shoal.runtime.convert import convert
-from shoal.runtime.job import copy_model_files, open_model
+from shoal.runtime.job import copy_model_files, export, open_model
 from shoal.runtime.source import find_model
 from shoal.types import ShoalError
 from test_parity import shoal_logits
@@ -289,12 +289,29 @@ def test_queries_scaled_by_a_root_that_is_no_power_of_two_come_back_to_the_last_
     assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize(("family", "width", "warned"),
+                         [("llama3", 8, True), ("llama3", 16, False), ("qwen3", 8, False)])
+def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family, width, warned):
+    folder = write_model(tmp_path / "hf", family, dtype=jax.numpy.bfloat16, vocab_size=270, head_dim=width)
+    run_convert(source=folder, to=tmp_path / "items", dtype="bfloat16")
+    line = f"divided by the square root of head_dim={width}, which rounds them once more; dtype=float32 keeps"
+    out = " ".join(capsys.readouterr().out.split())
+    assert (line in out) == warned
+    run_convert(source=tmp_path / "items", to=tmp_path / "back", format="huggingface", tokenizer=folder,
+                dtype="bfloat16")
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "back"))
+    changed = {name.split(".")[-2] for name, tensor in before.items() if not np.array_equal(after[name], tensor)}
+    assert changed == ({"q_proj"} if warned else set())
+    assert "divided" not in capsys.readouterr().out
+
+
 def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
-    from shoal.runtime.convert import _open, unread
+    from shoal.runtime.convert import find, unread
     from shoal.trainer import checkpoint
 
     folder = folder_of(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
-    a, read = _open(str(folder), ROLE)
+    a, opened = find(str(folder))
+    read = opened(ROLE)
     asked: list[tuple[str, int, int]] = []
 
     def counted(path: str, part: tuple[slice, ...]) -> np.ndarray:
@@ -315,19 +332,49 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
 
 
-def test_names_decide_the_order_of_rotary_dimensions(tmp_path):
+def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
+    """Makes the model in a folder the one that a name of MaxText's stands for."""
+    monkeypatch.setattr(names, "MODELS", {**MODELS, name: Named("org/model", hf.architecture_of(folder))})
+
+
+def test_names_decide_the_order_of_rotary_dimensions(tmp_path, monkeypatch):
     llama3 = model_named("llama3.3-70b").architecture
     assert maxtext.in_pairs("", llama3) and maxtext.in_pairs("llama3.1-70b-Instruct", llama3)
     assert not maxtext.in_pairs("llama3.3-70b", llama3) and not maxtext.in_pairs("llama3-8b", llama3)
     folder = folder_of(tmp_path / "hf", "llama3")
-    for name, pairs in (("", True), ("llama3.3-70b", False)):
-        items = tmp_path / f"m{name}"
+    small_model_called(monkeypatch, "llama3.3-70b", folder)
+    for name, pairs in (("", True), ("org/model", True), ("llama3.3-70b", False)):
+        items = tmp_path / f"m{Path(name).name}"
         run_convert(source=folder, to=items, model_name=name)
         wanted = flat(maxtext_tree(folder, pairs, True))["decoder/layers/self_attention/key/kernel"]
         np.testing.assert_array_equal(arrays_of(items)["decoder/layers/self_attention/key/kernel"], wanted)
         # and what was written says so itself
         section = ModelSection(path=str(items), tokenizer=str(folder))
         assert same_bits(by_path(load(section).blocks.k), by_path(load(ModelSection(path=str(folder))).blocks.k))
+
+
+@pytest.mark.parametrize(("family", "name", "parts"), [
+    ("llama3", "llama-3.1-8b", ["no model is called 'llama-3.1-8b', did you mean llama3.1-8b?", "without a name"]),
+    ("llama3", "llama3.1-8b", ["model_name=llama3.1-8b is not the model at ", "hf: vocab_size ",
+                               " instead of 128256, hidden_size 32 instead of 4096, ",
+                               "; leave model_name out, or give the right one"]),
+    ("llama3", "qwen3-4b", ["hf: model_type llama instead of qwen3, "]),
+], ids=["unknown", "another size", "another family"])
+def test_a_name_that_is_not_the_models_is_refused(tmp_path, family, name, parts):
+    """Else it would decide the order of rotary dimensions, and MaxText would read rubbish."""
+    folder = folder_of(tmp_path / "hf", family)
+    with pytest.raises(ShoalError) as error:
+        run_convert(source=folder, to=tmp_path / "m", model_name=name)
+    assert not [part for part in parts if part not in str(error.value)] and "\n" not in str(error.value)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_name_whose_frequencies_differ_is_refused(tmp_path, monkeypatch):
+    folder, other = folder_of(tmp_path / "hf", "llama3"), folder_of(tmp_path / "other", "llama3", rope_scaling=None)
+    small_model_called(monkeypatch, "llama3-8b", other)
+    with pytest.raises(ShoalError, match=r"hf: rope_scaling \{'rope_type': 'llama3', .*\} instead of none; leave"):
+        run_convert(source=folder, to=tmp_path / "m", model_name="llama3-8b")
+    run_convert(source=other, to=tmp_path / "m", model_name="LLAMA3-8b")  # of any case
 
 
 # In use
@@ -392,7 +439,8 @@ def test_what_does_not_fit_is_refused(place, tmp_path):
     own = str(place / "hf")
     assert "give scan_layers=false" in refusal(ModelSection(path=apart, tokenizer=own))
     assert "give scan_layers=true" in refusal(ModelSection(path=stacked, tokenizer=own, scan_layers=False))
-    assert "does not say what model it is" in refusal(ModelSection(path=stacked))
+    told = refusal(ModelSection(path=stacked))
+    assert "does not say what model it is: give model.name (llama3.1-8b, ...), or as model.tokenizer a folder" in told
     told = refusal(ModelSection(path=stacked, tokenizer=own, name="llama3.1-8b"))
     assert "does not fit llama3.1-8b: token_embedder/embedding is [" in told and "instead of [128256, 4096]" in told
     assert "did you mean llama3.1-8b?" in refusal(ModelSection(path=stacked, tokenizer=own, name="llama31-8b"))
@@ -446,10 +494,67 @@ def test_convert_refuses(place, tmp_path):
     assert "nothing was given" in refused(source=own)
     assert "is a MaxText checkpoint already" in refused(source=items, to=tmp_path / "new")
     assert "is no MaxText checkpoint" in refused(source=own, to=tmp_path / "new", format="huggingface")
-    assert "does not say what model it is" in refused(source=items, to=tmp_path / "new", format="huggingface")
+    assert "give model_name (llama3.1-8b, ...), or as tokenizer a folder that also holds config.json" in refused(
+        source=items, to=tmp_path / "new", format="huggingface")
+    for key, others in (("from", {"source": "gs://bucket/m", "to": tmp_path / "new"}),
+                        ("to", {"source": own, "to": "gs://bucket/m"}),
+                        ("base_output_directory", {"source": own, "base_output_directory": "gs://bucket/m"}),
+                        ("tokenizer", {"source": items, "to": tmp_path / "new", "format": "huggingface",
+                                       "tokenizer": "gs://bucket/m"})):
+        assert f"{key}=gs://bucket/m: storage in a cloud is not there yet" in refused(**others)
+    for name in ("../esc", "/esc", "a/../../esc", "."):
+        told = refused(source=own, base_output_directory=tmp_path / "out", run_name=name)
+        assert f"run_name={name!r}: expected a name under base_output_directory" in told
+    assert "no home folder is known for that user" in refused(source=own, to="~no-such-user/m")
     write_model(tmp_path / "biased", "llama-linear")
     assert "MaxText has no model with these biases" in refused(source=tmp_path / "biased", to=tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["biased", "taken"]
+
+
+def test_export_names_the_command_that_reads_a_maxtext_checkpoint(place, tmp_path):
+    for items in (place / "m" / "0" / "items", place / "m" / "0"):
+        with pytest.raises(ShoalError, match=r"is a MaxText checkpoint: take `shoal convert format=huggingface`"):
+            export(ExportConfig(source=str(items), to=str(tmp_path / "to")))
+
+
+def test_what_convert_has_no_use_for_is_said(place, tmp_path, capsys):
+    run_convert(source=place / "hf", to=tmp_path / "a", base_output_directory=tmp_path / "b", run_name="c",
+                tokenizer=place / "hf")
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"to={tmp_path}/a is the folder that is written: base_output_directory and run_name beside it have" in out
+    assert f"tokenizer={place}/hf has no effect: there is no tokenizer in MaxText's layout" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    run_convert(source=place / "hf", base_output_directory=tmp_path, run_name="c")
+    run_convert(source=tmp_path / "a", to=tmp_path / "back", format="huggingface", tokenizer=place / "hf")
+    assert "no effect" not in capsys.readouterr().out
+
+
+def test_targets_are_in_the_users_home(place, tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    assert run_convert(source=place / "hf", to="~/items")["to"] == str(home / "items")
+    run_convert(source=place / "hf", base_output_directory="~/out", run_name="r")
+    run_convert(source="~/items", to="~/back", format="huggingface", tokenizer=place / "hf")
+    run_convert(source="~/items", base_output_directory="~/out", run_name="hf", format="huggingface",
+                tokenizer=place / "hf")
+    assert export(ExportConfig(source="~/back", to="~/exported")) == {"to": str(home / "exported")}
+    a = hf.architecture_of(place / "hf")
+    hf.save("~/saved", hf.load(place / "hf", a, ROLE), a)
+    (home / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
+    assert cli.main(["generate", f"model={place / 'hf'}", "prompts=~/prompts.jsonl", "output=~/said.jsonl",
+                     "max_new_tokens=2"]) == 0
+    assert cli.main(["eval", f"model={place / 'hf'}", "task=words", "task.num_questions=1", "pass_k=0", "batch=1",
+                     "max_new_tokens=2", "output=~/eval.json"]) == 0
+    with pytest.raises(ShoalError, match=f"to={home}/items exists and is not empty"):
+        run_convert(source=place / "hf", to="~/items")
+    assert list(here.iterdir()) == []
+    assert sorted(str(path.relative_to(home)) for path in home.iterdir()) == [
+        "back", "eval.json", "exported", "items", "out", "prompts.jsonl", "said.jsonl", "saved"]
+    assert (home / "out" / "r" / "0" / "items" / "_METADATA").is_file()
+    assert (home / "out" / "hf" / "config.json").is_file()
 
 
 def test_nothing_is_left_of_a_conversion_that_failed(place, tmp_path, monkeypatch):

@@ -250,6 +250,15 @@ def test_an_export_never_goes_over_what_is_there(exported):
         exported("trl")
 
 
+def test_an_export_goes_to_the_users_home(run, tmp_path, monkeypatch):
+    write_tokenizer(run / "model")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    told = export_rollouts(ExportRolloutsConfig(run=str(run), to="~/out"))
+    assert told["to"] == str(tmp_path / "home" / "out") and len(list((tmp_path / "home" / "out").iterdir())) == 2
+    assert not (tmp_path / "~").exists()
+
+
 def test_what_is_taken_for_the_ground_truth():
     assert ground_truth({"reward_model": {"ground_truth": "5"}, "answer": "6"}) == "5"
     assert ground_truth({"question": "?", "answer": "6"}) == "6" and ground_truth({"question": "?"}) is None

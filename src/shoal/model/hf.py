@@ -315,7 +315,7 @@ def save(
     architecture. Parameters may be `Later`: each is then read when its turn comes.
     Everything is written beside the folder and moved into its place at the end. ShoalError where it holds files.
     """
-    folder, source = Path(folder), None if source_folder is None else Path(source_folder)
+    folder, source = Path(folder).expanduser(), None if source_folder is None else Path(source_folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ShoalError(f"{folder} exists and is not empty: give another folder, or remove it.")
     dtype = np.dtype(jnp.dtype(dtype))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.config.keys import nearest
+from shoal.model.hf_config import config_of
 from shoal.model.transformer import Architecture, RopeScaling
 from shoal.types import ShoalError
 
@@ -85,5 +86,21 @@ def model_named(name: str) -> Named:
     by_lower = {known.lower(): model for known, model in MODELS.items()}
     if name.lower() not in by_lower:
         raise ShoalError(f"no model is called {name!r}, did you mean {nearest(name, MODELS)}? Names: "
-                         f"{', '.join(MODELS)}; any other model goes by its folder or hub id, as model.path")
+                         f"{', '.join(MODELS)}; any other model goes by its folder or hub id, without a name")
     return by_lower[name.lower()]
+
+
+MOST_TOLD = 3
+"""Entries of config.json that are named where two models differ."""
+
+
+def check_name(name: str, a: Architecture, where: object, key: str) -> None:
+    """ShoalError unless `a`, the model at `where`, is the one that `name`, the value of `key`, means; with the first
+    entries of config.json that differ."""
+    found, named = config_of(a), config_of(model_named(name).architecture)
+    wrong = [f"{entry} {found.get(entry, 'none')} instead of {named.get(entry, 'none')}"
+             for entry in dict.fromkeys((*found, *named))
+             if entry != "architectures" and found.get(entry) != named.get(entry)]
+    if wrong:
+        raise ShoalError(f"{key}={name} is not the model at {where}: {', '.join(wrong[:MOST_TOLD])}; leave {key} out, "
+                         "or give the right one")

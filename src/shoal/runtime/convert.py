@@ -6,6 +6,7 @@ of all layers, twice (of one layer, where they lie one by one). A run's own chec
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -22,10 +23,12 @@ import numpy as np
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
 from shoal.mesh import Role, make_roles
 from shoal.model import hf, maxtext
+from shoal.model.names import check_name, model_named
 from shoal.model.transformer import Architecture
 from shoal.report.console import Console
+from shoal.report.folder import named_folder
 from shoal.runtime.output import check_local, check_new_folder, writing
-from shoal.runtime.source import find_maxtext, own_path
+from shoal.runtime.source import find_maxtext, own_path, unnamed
 from shoal.trainer.checkpoint import (
     ITEM,
     MODEL_FOLDER,
@@ -51,9 +54,12 @@ TELL_ABOVE_BYTES = 1 << 30
 def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes the folder whole or not at all; one that is there already is left as it is."""
     source, target, started = _source(config), _target(config), time.perf_counter()
+    tree = find_tree(check_local(source, "from"))
+    if _name(config):
+        model_named(_name(config))
     with console or Console() as console:
+        _show_unused(config, console)
         role = make_roles(MeshSection(fsdp=1)).trainer
-        tree = find_tree(Path(source).expanduser())
         if config.format == "maxtext":
             if tree:
                 raise ShoalError(f"from={source} is a MaxText checkpoint already: give format=huggingface, or another "
@@ -78,27 +84,41 @@ def _source(config: ConvertConfig) -> str:
 
 def _target(config: ConvertConfig) -> Path:
     """The folder to write, which is not there yet."""
-    check_local(config.to, "to")
-    check_local(config.base_output_directory, "base_output_directory")
     if config.to:
-        key, target = "to", Path(config.to)
-    elif config.base_output_directory:
-        key, target = "base_output_directory", Path(config.base_output_directory, config.run_name)
-        if config.format == "maxtext":
-            target = target / STEP / ITEM
-    else:
+        return check_new_folder(config.to, "to")
+    if not config.base_output_directory:
         raise ShoalError("to: nothing was given; expected the folder to write, or base_output_directory")
-    check_new_folder(target, key)
-    return target
+    target = check_local(config.base_output_directory, "base_output_directory")
+    if config.run_name:
+        target = named_folder(target, config.run_name)
+    return check_new_folder(target / STEP / ITEM if config.format == "maxtext" else target, "base_output_directory")
+
+
+def _name(config: ConvertConfig) -> str:
+    """MaxText's name of the model, where one was given: a hub id is none."""
+    return "" if "/" in config.model_name else config.model_name
+
+
+def _show_unused(config: ConvertConfig, console: Console) -> None:
+    """Warns of keys that say nothing beside the others."""
+    beside = [key for key in ("base_output_directory", "run_name") if getattr(config, key)]
+    if config.to and beside:
+        console.warning(f"to={config.to} is the folder that is written: {' and '.join(beside)} beside it "
+                        f"{'has' if len(beside) == 1 else 'have'} no effect")
+    if config.tokenizer and config.format == "maxtext":
+        console.warning(f"tokenizer={config.tokenizer} has no effect: there is no tokenizer in MaxText's layout")
 
 
 # To MaxText
 
 
 def _to_maxtext(config: ConvertConfig, source: str, target: Path, role: Role, console: Console) -> dict[str, Any]:
-    architecture, read = _open(source, role)
-    pairs = maxtext.in_pairs("" if "/" in config.model_name else config.model_name, architecture)
-    arrays = unread(read, architecture, pairs, config.scan_layers, np.dtype(jnp.dtype(config.dtype)))
+    architecture, opened = find(source)
+    if _name(config) and config.source:
+        check_name(_name(config), architecture, source, "model_name")
+    _show_rounding(config.dtype, architecture, console)
+    pairs = maxtext.in_pairs(_name(config), architecture)
+    arrays = unread(opened(role), architecture, pairs, config.scan_layers, np.dtype(jnp.dtype(config.dtype)))
     size = sum(array.nbytes for array in arrays.values())
     console.note(f"reads {source}; writes {len(arrays)} tensors as {config.dtype}, {_size(size)}, layers "
                  f"{'stacked' if config.scan_layers else 'one by one'}, rotary dimensions in "
@@ -113,16 +133,28 @@ def _to_maxtext(config: ConvertConfig, source: str, target: Path, role: Role, co
     return {"tensors": len(arrays), "bytes": size}
 
 
-def _open(source: str, role: Role) -> tuple[Architecture, Read]:
-    """A folder of Hugging Face's or a run's checkpoint: what it is, and how to read a part of it."""
+def _show_rounding(dtype: str, a: Architecture, console: Console) -> None:
+    """Warns where bfloat16 weights would not be themselves again on the way back."""
+    inexact = [place for place in maxtext.places(a).values() if math.frexp(place.factor)[0] != 0.5]
+    if inexact and dtype == "bfloat16":
+        console.warning(f"dtype=bfloat16: MaxText's queries are divided by the square root of head_dim={a.head_width}, "
+                        "which rounds them once more; dtype=float32 keeps bfloat16 weights as they are")
+
+
+def find(source: str) -> tuple[Architecture, Callable[[Role], Read]]:
+    """A folder of Hugging Face's or a run's checkpoint: what it is, and what opens it to be read in parts."""
     local = Path(source).expanduser()
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hf.locate(source)
     architecture = hf.architecture_of(folder)
-    if checkpoint:
+
+    def opened(role: Role) -> Read:
+        if checkpoint is None:
+            return partial(hf.open_tensors(folder, architecture).read, dtype=np.float32)
         leaves = _by_path(load_parameters(*checkpoint, architecture, role))
-        return architecture, lambda path, part: np.asarray(leaves[path][part])
-    return architecture, partial(hf.open_tensors(folder, architecture).read, dtype=np.float32)
+        return lambda path, part: np.asarray(leaves[path][part])
+
+    return architecture, opened
 
 
 def _by_path(parameters: Params) -> dict[str, jax.Array]:
@@ -163,6 +195,10 @@ def unread(read: Read, a: Architecture, pairs: bool, scan_layers: bool, dtype: n
 
 
 def _to_hugging_face(config: ConvertConfig, tree: Path, target: Path, role: Role, console: Console) -> dict[str, Any]:
+    if not (config.tokenizer or config.model_name):
+        raise unnamed(tree, "model_name", "tokenizer")
+    if config.tokenizer:
+        check_local(config.tokenizer, "tokenizer")
     tokenizer = hf.locate(config.tokenizer, weights=False) if config.tokenizer else None
     found = find_maxtext(tree, config.model_name, tokenizer, config.scan_layers)
     console.note(found.told())

@@ -32,8 +32,7 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
     """Writes a file a step to the folder `config.to`, which must be new or empty."""
     require_given(config, "run", "to")
     with console or Console() as console:
-        run, to = find_run(config.run), Path(config.to)
-        check_new_folder(to, "to")
+        run, to = find_run(config.run), check_new_folder(config.to, "to")
         files = require_groups(run)
         decode = Tokenizer.load(run / MODEL_FOLDER).decode
         if not is_finished(run):

@@ -46,7 +46,7 @@ from shoal.runtime.learning import (
     schedule_of,
 )
 from shoal.runtime.local import LocalSource, drive, publish_to
-from shoal.runtime.output import check_new_folder, check_writable, write_text, writing
+from shoal.runtime.output import check_local, check_new_folder, check_writable, write_text, writing
 from shoal.runtime.profile import Profiler
 from shoal.runtime.prompt_file import completion_rows, read_prompts
 from shoal.runtime.resume import Settled, compare, facts, settle
@@ -59,6 +59,7 @@ from shoal.trainer.checkpoint import (
     MODEL_FOLDER,
     Checkpoints,
     Restored,
+    find_tree,
     restore_newest,
 )
 from shoal.trainer.evaluation import Evaluator
@@ -379,9 +380,9 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     from shoal.config.compose import require_given
 
     require_given(config, "prompts", "output")
-    check_writable(config.output, "output")
+    output = check_writable(config.output, "output")
     with console or Console() as console:
-        prompts = read_prompts(Path(config.prompts))
+        prompts = read_prompts(check_local(config.prompts, "prompts"))
         roles = make_roles(config.mesh)
         opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
         model, tokenizer = make_model(config.model, opened, roles.sampler, 0), opened.tokenizer
@@ -394,9 +395,9 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
             SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
             for number, ids in enumerate(prompt_ids)])
         lines = list(completion_rows(prompt_ids, drive(engine), tokenizer.decode, count))
-        write_text(config.output, "".join(line + "\n" for line in lines))
-        console.note(f"wrote {len(lines)} completions to {config.output}")
-    return {"completions": len(lines), "output": config.output}
+        write_text(output, "".join(line + "\n" for line in lines))
+        console.note(f"wrote {len(lines)} completions to {output}")
+    return {"completions": len(lines), "output": str(output)}
 
 
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
@@ -404,11 +405,14 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     from shoal.config.compose import require_given
 
     require_given(config, "source", "to")
-    check_new_folder(config.to, "to")
+    to, source = check_new_folder(config.to, "to"), check_local(config.source, "from")
+    if find_tree(source):
+        raise ShoalError(f"from={config.source} is a MaxText checkpoint: take `shoal convert format=huggingface`, "
+                         "which writes it as a folder that transformers loads")
     with console or Console() as console:
         roles = make_roles(MeshSection())
         opened = open_model(ModelSection(path=config.source), roles.trainer, console)
-        with writing(config.to, "to"):
-            hf.save(config.to, opened.load(), opened.architecture, opened.folder, config.dtype, config=opened.config)
-        console.note(f"wrote {config.to}")
-    return {"to": config.to}
+        with writing(to, "to"):
+            hf.save(to, opened.load(), opened.architecture, opened.folder, config.dtype, config=opened.config)
+        console.note(f"wrote {to}")
+    return {"to": str(to)}

@@ -20,26 +20,34 @@ def writing(path: str | Path, key: str) -> Iterator[None]:
         raise ShoalError(f"{key}={path} cannot be written: {error.strerror or error}; choose another place") from error
 
 
-def check_local(path: str | Path, key: str) -> None:
-    """ShoalError for a place in a cloud's storage: as a path it would be a folder of that name here."""
+def check_local(path: str | Path, key: str) -> Path:
+    """`path`, the value of `key`, with the user's home for `~`. ShoalError for a place in a cloud's storage: as a path
+    it would be a folder of that name here."""
     if "://" in str(path):
         raise ShoalError(f"{key}={path}: storage in a cloud is not there yet; give a local folder")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ShoalError(f"{key}={path}: no home folder is known for that user; give the whole path") from error
 
 
-def check_writable(path: str | Path, key: str) -> None:
-    """ShoalError where no file can be at `path`: met before the work that would be lost."""
-    path = Path(path)
+def check_writable(path: str | Path, key: str) -> Path:
+    """The place of a file, as `check_local` has it; ShoalError where none can be: met before the work that would be
+    lost."""
+    path = check_local(path, key)
     if path.is_dir():
         raise ShoalError(f"{key}={path} is a folder: give the name of a file")
     _check_place(path, key)
+    return path
 
 
-def check_new_folder(path: str | Path, key: str) -> None:
-    """ShoalError unless `path` is free, or an empty folder."""
-    path = Path(path)
+def check_new_folder(path: str | Path, key: str) -> Path:
+    """The place of a folder, as `check_local` has it; ShoalError unless it is free, or an empty folder."""
+    path = check_local(path, key)
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ShoalError(f"{key}={path} exists and is not empty: choose another folder, or remove it")
     _check_place(path, key)
+    return path
 
 
 def _check_place(path: Path, key: str) -> None:
@@ -55,7 +63,7 @@ def _check_place(path: Path, key: str) -> None:
 
 def write_text(path: str | Path, text: str, key: str = "output") -> None:
     """A text file that appears whole or not at all; folders above it are made."""
-    path = Path(path)
+    path = check_local(path, key)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with writing(path, key):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -43,8 +43,9 @@ class Source:
 def find_model(section: ModelSection) -> Source:
     """The model of a configuration: where it lies and what it is."""
     path = own_path(section)
-    check_local(path, "model.path")
-    local = Path(path).expanduser()
+    local = check_local(path, "model.path")
+    if section.tokenizer:
+        check_local(section.tokenizer, "model.tokenizer")
     if tree := find_tree(local):
         return _maxtext_source(section, tree)
     checkpoint = find_checkpoint(local) if local.is_dir() else None
@@ -80,26 +81,27 @@ def _name_notes(section: ModelSection, path: str, architecture: Architecture) ->
 def _maxtext_source(section: ModelSection, tree: Path) -> Source:
     hub_id = section.name if "/" in section.name else model_named(section.name).hub_id if section.name else ""
     if not (section.tokenizer or hub_id):
-        raise unnamed(tree)
+        raise unnamed(tree, "model.name", "model.tokenizer")
     tokenizer = hf.locate(section.tokenizer or hub_id, weights=False)
     found = find_maxtext(tree, section.name, tokenizer, section.scan_layers)
     config = None if hf.own_config(found.architecture, tokenizer) else hf.made_config(found.architecture, tokenizer)
     return Source(tokenizer, found.architecture, found.load, config, (found.told(),))
 
 
-def unnamed(tree: Path) -> ShoalError:
-    return ShoalError(f"{tree} is a MaxText checkpoint, which does not say what model it is: give its name "
-                      "(llama3.1-8b, ...), or as tokenizer a folder that also holds config.json")
+def unnamed(tree: Path, name: str, tokenizer: str) -> ShoalError:
+    """The error of a tree that nothing says more of; `name` and `tokenizer` are the keys that could."""
+    return ShoalError(f"{tree} is a MaxText checkpoint, which does not say what model it is: give {name} "
+                      f"(llama3.1-8b, ...), or as {tokenizer} a folder that also holds config.json")
 
 
 def find_maxtext(tree: Path, name: str, reference: Path | None, scan_layers: bool) -> MaxText:
-    """The checkpoint at a path, checked against the model of a name, else of the config.json in `reference`."""
+    """The checkpoint at a path, checked against the model of a name, else of the config.json in `reference`; one of
+    them must be there."""
     if name and "/" not in name:
         architecture, model = model_named(name).architecture, name
     else:
         folder = reference if not name else hf.locate(name, weights=False)
-        if folder is None:
-            raise unnamed(tree)
+        assert folder is not None
         architecture, model, name = hf.architecture_of(folder), f"{folder}/config.json", ""
     found = look_at_tree(tree)
     root = maxtext.check(found.shapes, architecture, scan_layers, tree, model)

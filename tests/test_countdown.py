@@ -108,6 +108,7 @@ def test_rewards() -> None:
     np.testing.assert_allclose(scores.rewards, [[1, 0.1, 0.1, 0.1, 0, 0, 0.1, 0.1]], rtol=1e-12)
     assert task.correct and task.well_formed and task.extract
     assert [task.correct(text, one) for text in texts] == [True] + [False] * 7
+    assert task.extract(texts[0]) == right and task.extract("<answer> </answer>") is None
     assert [task.well_formed(text) for text in texts] == [True] * 4 + [False] * 2 + [True] * 2
     assert [task.extract(text) for text in texts[:2]] == [right, None]
 

@@ -116,6 +116,10 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, told: str
 def test_files_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text('[{"prompt": "a"},')
     fails("data.json is no JSON list of objects", tmp_path / "data.json")
+    (tmp_path / "data.json").write_text('[{"prompt": ' + "9" * 5000 + "}]")
+    fails("data.json is no JSON list of objects: a number in it has too many digits", tmp_path / "data.json")
+    (tmp_path / "data.json").write_text(r'[{"prompt": "a"}, {"prompt": "\ud83d"}]')
+    fails(r"data.json, row 1 holds \ud83d, half of a character", tmp_path / "data.json")
     fails("task custom needs task.path", "")
     fails("there is no such file or folder", tmp_path / "none.jsonl")
     write(tmp_path / "two/train.jsonl", [row(0), row(1)])

@@ -260,6 +260,20 @@ def test_the_overlong_penalty_is_part_of_the_reward(workshop, capsys):
     assert figures["mean_reward"] == pytest.approx(figures["rewards/vowels"] + figures["rewards/overlong"])
 
 
+def test_failures_are_counted_by_set_and_the_first_is_shown(workshop, capsys):
+    def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
+        raise KeyError(answer[0])
+
+    figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
+                             task__num_questions=3, sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
+                             reward=fails, reward__on_error="zero", reward__workers=0)
+    assert figures["held_out"]["failed"] == figures["held_out"]["failed/fails"] == 3 + 6  # greedy and sampled
+    assert figures["unseen_templates"]["failed"] == 3 and figures["held_out"]["rewards/fails"] == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")]
+    assert len(warnings) == 2 and "raised KeyError" in warnings[0]
+    assert warnings[1] == "warning: reward function fails: raised for 12 completions"
+
+
 def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(3)))

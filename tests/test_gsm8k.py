@@ -166,10 +166,18 @@ def test_prompts_and_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("answer", "number"), [
     ("a\n#### 72", "72"), ("#### 1,234,567", "1234567"), ("#### -5", "-5"), ("#### 1.5\n", "1.5"), ("####7", "7"),
     ("#### 3\n#### 4", "4"), ("72", "72"), ("$1,200.50", "1200.50"), ("6 * 3\nA: 18", "18"), ("####", None),
-    ("#### none", None), ("", None), ("6 * 3 = 18", None), ("A: six", None), ("A: 5\nso", None),
+    ("#### 1 200", "1200"), ("4 2", None), ("#### none", None),
+    ("", None), ("6 * 3 = 18", None), ("A: six", None), ("A: 5\nso", None),
 ])
 def test_gold(answer: str, number: str | None) -> None:
     assert gold(answer) == number
+
+
+def test_numbers_are_taken_as_text(tmp_path: Path) -> None:
+    answers = [18, 18.0, -2.5, 10**18]
+    rows = [{"question": f"q{i}?", "answer": one} for i, one in enumerate([*answers, 1])]
+    path = write(tmp_path / "data.jsonl", rows)
+    assert [one.columns["answer"] for one in load(path).train] == ["18", "18", "-2.5", str(10**18)]
 
 
 def test_rewards_and_correctness(tmp_path: Path) -> None:
@@ -211,7 +219,13 @@ def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
     ('{"question": "a", "solution": "s"}\n', "line 1 has no column 'answer'; its columns: question, solution"),
     ('{"problem": "a", "answer": "s"}\n', "line 1 has no column 'question'; its columns: problem, answer"),
     ('{"question": "a", "answer": "#### 1"}\n{}\n', "line 2 has no column 'question'; its columns: none"),
-    ('{"question": "a", "answer": 1}\n', "line 1: 'answer' is a int; text is needed"),
+    ('{"question": "a", "answer": [1]}\n', "line 1: 'answer' is a list; text is needed"),
+    ('{"question": "a", "answer": true}\n', "line 1: 'answer' is a bool; text is needed"),
+    ('{"question": "a", "answer": NaN}\n', "line 1: 'answer' is a float; text is needed"),
+    ('{"question": 1, "answer": "#### 1"}\n', "line 1: 'question' is a int; text is needed"),
+    ('{"question": "a", "answer": "#### 1"}\n{"question": "a", "answer": ' + "9" * 5000 + "}",
+     "line 2 is no JSON object: a number in it has too many digits"),
+    ('{"question": "a \\ud83d b", "answer": "#### 1"}\n', r"line 1 holds \\ud83d, half of a character that JSON"),
     ('{"question": "a", "answer": "#### 1"}\n', "has 1 row and no split beside it"),
 ])
 def test_bad_rows_say_where(tmp_path: Path, text: str, told: str) -> None:

@@ -48,6 +48,10 @@ def scored(preset: str, text: str, gold: str) -> list[float]:
     ("#### 42", "42", [0, 0, 0]),
     ("", "42", [0, 0, 0]),
     ("<reasoning>r</reasoning><answer>1,200</answer>", "1200", [1, 1, 1.1]),
+    *((f"<answer>{wrong}</answer>", "42", [0, 0, 0]) for wrong in ("4 2", "4%2", "4$2", "4\n2", "4-2", "0 42")),
+    *((f"<answer>{right}</answer>", "1200", [1, 0, 1]) for right in ("1 200", "1\u202f200.0", "$ 1200 .", "1,200 %",
+                                                                     "+ $1200")),
+    ("<answer>-$5</answer>", "-5", [1, 0, 1]), ("<answer>$-5</answer>", "-5", [1, 0, 1]),
 ])
 def test_shoal(text: str, gold: str, points: list[float]) -> None:
     np.testing.assert_allclose(scored("shoal", text, gold), points, rtol=1e-12)
@@ -68,6 +72,12 @@ def test_shoal(text: str, gold: str, points: list[float]) -> None:
     ("<reasoning>r</reasoning><answer>6 * (3 + 4)</answer>", "42", [1, 1, 1.1]),
     ("<reasoning>r</reasoning><answer>x = 42</answer>", "42", [1, 1, 1.1]),
     ("<reasoning>r</reasoning><answer>40 + 3</answer>", "42", [0, 1, 0.1]),
+    ("<reasoning>r</reasoning><answer>3 boxes of 14 = 42 apples.</answer>", "42", [1, 1, 1.1]),
+    ("<reasoning>r</reasoning><answer>42 or 43</answer>", "42", [0, 1, 0.1]),  # two numbers
+    ("<reasoning>r</reasoning><answer>43, no, 42</answer>", "42", [0, 1, 0.1]),
+    ("<reasoning>r</reasoning><answer>42 boxes of 3</answer>", "42", [0, 1, 0.1]),
+    ("<reasoning>r</reasoning><answer>The answer is 42</answer>", "42", [0, 1, 0.1]),
+    ("<reasoning>r</reasoning><answer>+42,</answer>", "42", [1, 1, 1.1]),
     ("<reasoning>r</reasoning><answer>none</answer>", "42", [0, 1, 0.1]),
     ("<reasoning>r</reasoning>42", "42", [0, 0, 0]),
 ])
@@ -141,6 +151,9 @@ def test_verl(text: str, gold: str, points: list[float]) -> None:
 
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+SAID = ["The answer is ", "Answer:", "A:", "#### ", "\\boxed{", "}", "?", "!", ".", " ", "\n", "*", "$", "\\$", "-",
+        "4", "2", "x", "=", "**", "\\(", "\\)", "\\[", "\\]", "√", "sqrt("]
+"""Pieces of solutions."""
 PIECES = st.lists(st.sampled_from([*TAGS, *TAGS, "a", " ", "\n", "7", ".", "\r", "\u2003"]), max_size=14).map("".join)
 
 
@@ -155,7 +168,8 @@ def test_formats_are_what_the_patterns_of_their_systems_match(text: str) -> None
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(max_size=40) | PIECES | st.text("#<>/-.,$ 0123456789e\n", max_size=30), st.sampled_from(sorted(PRESETS)))
+@given(st.text(max_size=40) | PIECES | st.text("#<>/-.,$ 0123456789e\n", max_size=30)
+       | st.lists(st.sampled_from(SAID), max_size=10).map("".join), st.sampled_from(sorted(PRESETS)))
 def test_no_text_breaks_a_preset(text: str, preset: str) -> None:
     for gold in ("42", "0", "-1.5"):
         assert all(np.isfinite(scored(preset, text, gold)))
@@ -235,6 +249,7 @@ def test_answers_are_counted_in_one_spelling(tmp_path: Path) -> None:
     spelled = ("<answer>1200</answer>", "<answer>$1,200.00</answer>", "<answer> 1,200. </answer>")
     assert {task.extract(text) for text in spelled} == {"1200"}
     assert task.extract("<answer>a dozen</answer>") == "a dozen"
+    assert task.extract("<answer> </answer>") is None  # which would have a vote
     assert hash_answer("#### 1,200") == "1200"
 
 
@@ -315,6 +330,13 @@ WORKING = "She eats 3 of 16, so 16 - 3 = 13 are left.\nShe sells 9 * 2 = 18 doll
 ])
 def test_final_numbers_that_were_read_wrongly(text: str, number: str) -> None:
     assert shown(final_number(text)) == number
+
+
+@pytest.mark.parametrize("text", ["The answer is ", "Answer: ", "the final answer is: ", "**Answer:** "])
+@pytest.mark.parametrize("signs", ["?", "!", ".", "...", "? !", "…", "??\n"])
+def test_an_answer_of_punctuation_alone_is_none(text: str, signs: str) -> None:
+    assert final_number(text + signs) is None and said_answer(text + signs) is None
+    assert shown(final_number(f"It is 42.\n{text}{signs}")) == "42"
 
 
 def test_gold_with_a_thousand_places_or_a_fraction() -> None:

@@ -46,7 +46,10 @@ def test_what_is_seen_at_a_glance(wanted: str, answer: str, told: bool | None) -
 WORKED = [
     ("x^2+2x+1", "(x+1)^2", True), ("10\\sqrt{2}", "\\sqrt{200}", True), ("1,2,3", "3, 2, 1", True),
     ("3+2i", "2i+3", True), ("x=5", "5", True), ("2", "1+1", True), ("\\frac{\\pi}{2}", "pi/2", True),
-    ("2\\sqrt{3}", "2sqrt(3)", True), ("42", "42 \\text{ apples}", True), ("\\{1,2\\}", "\\{2,1\\}", True),
+    ("2\\sqrt{3}", "2sqrt(3)", True), ("\\sqrt{13}", "√13", True), ("3", "√13", False), ("\\sqrt{3}", "√13", False),
+    ("\\sqrt{10}", "sqrt{10}", True), ("\\sqrt{x+1}", "√(x + 1)", True), ("\\frac{3\\sqrt{10}}{2}", "3√10/2", True),
+    ("0", "√10", False), ("\\sqrt{2}+1", "√2 + 1", True), ("\\sqrt{1+\\sqrt{2}}", "√(1+√2)", True),
+    ("42", "42 \\text{ apples}", True), ("\\{1,2\\}", "\\{2,1\\}", True),
     ("x+1", "x+2", False), ("\\sqrt{2}", "\\sqrt{3}", False), ("(1,2)", "(1,3)", False), ("x", "y", False),
 ]
 
@@ -140,12 +143,15 @@ def test_easy_answers_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(max_size=40) | st.text("\\frac{}()1/2.,$x^ ", max_size=40))
+@given(st.text(max_size=40) | st.text("\\frac{}()1/2.,$x^ √", max_size=40)
+       | st.lists(st.sampled_from(["The answer is ", "Answer: ", "sqrt", "**", "\\[", "\\]", "\\(", "\\)", "$", "\\$",
+                                   "?", "!", ".", "\n", " ", "4", "x", "=", "{", "}", "√"]), max_size=10).map("".join))
 def test_no_text_breaks_what_is_seen_at_a_glance(text: str) -> None:
     assert at_a_glance("\\frac{1}{2}", text) in (True, False, None)
     assert at_a_glance(text, text) is (bool(text.strip()))
     assert isinstance(latex(text) + plain(text), str)
     assert isinstance(value(plain(text)), Fraction | None)
+    assert isinstance(final_answer(text), str | None)
     if "boxed" not in text:
         assert answer_of(f"<answer>{text}</answer>") == text.strip()
 
@@ -195,8 +201,22 @@ def test_rows_and_what_was_dropped(tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match="task math: every training problem is held out too"):
         load(tmp_path)
     write(tmp_path / "train.jsonl", [{"problem": "q", "solution": "none"}])
-    with pytest.raises(ShoalError, match="none of the 1 training rows has an `answer`, or a `solution`"):
+    with pytest.raises(ShoalError, match="none of the 1 training rows has an `answer` that can be read, or a"):
         load(tmp_path)
+
+
+def test_gold_that_cannot_be_read_is_dropped_and_shown(tmp_path: Path) -> None:
+    bad = ["\\frac{1", "}{", "1" * 2000]
+    rows = [row(1), *(row(i, answer=one) for i, one in enumerate(bad, 2)), row(7, answer="\\{1\\}")]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", [row(8)])
+    task = load(tmp_path)
+    assert [one.columns["answer"] for one in task.train] == ["\\frac{1}{7}", "\\{1\\}"]
+    assert task.notes == ("math: 3 of 5 training rows have an answer that cannot be read and were dropped; the first "
+                          "is '\\\\frac{1'",)
+    assert task.of_row
+    with pytest.raises(ShoalError, match=r"row 3 has the answer '\}\{', which cannot be read: braces in pairs"):
+        task.of_row(3, row(3, answer="}{"))
 
 
 def test_two_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +244,7 @@ def test_rewards_and_verdicts(tmp_path: Path) -> None:
     assert task.correct and task.extract and task.verdict and task.figures
     assert [task.correct(text, one) for text in texts] == [True, True, True, False, False, False]
     assert task.extract(texts[0]) == task.extract("\\boxed{\\frac{3}{7}}") == "\\frac{3}{7}"
-    assert task.extract(texts[4]) is None
+    assert task.extract(texts[4]) is None and task.extract("\\boxed{}") is None
     deep = "\\boxed{" + "(" * 40 + "3/7" + ")" * 40 + "}"
     verdicts = [task.verdict(text, one) for text in ("The answer is $\\frac{3}{7}$.", "Thus $x$ is $3/7$", "no", deep)]
     assert [found["correct"] for found in verdicts] == [True, True, False, False]
@@ -247,9 +267,20 @@ def test_where_the_answer_stands(text: str, answer: str | None) -> None:
     ("so x = 5", "5"), ("so y = 2x + 1.", "2x + 1"), ("Thus **5**.", "5"), ("#### 42", "42"), ("42", "42"),
     ("We had $x$.\nSo y = 7", "7"), ("There are 3 of 4,000 left", "4,000"), ("A: 5", "5"),
     ("<think>\\boxed{3}</think> It is 4.", "4"), ("Answer: We add $3$ and $4$.\nSo it is $7$", "7"),
-    ("**Answer:** $x=5$", "x=5"),
+    ("**Answer:** $x=5$", "x=5"), ("The answer is $3! \\times 5! = 720$.", "3! \\times 5! = 720"),
+    ("**Step 1: Setup**\n\nLet $n$ be the number of ways.\n\nThere are 12 ways.", "12"),
+    ("We get\n\\[\nx = \\frac{3}{4}.\n\\]", "x = \\frac{3}{4}"), ("So \\(x = 5\\).", "x = 5"),
+    ("Hence $$x\n= 5$$", "x = 5"),
+    ("The answer is \\[ 7 \\]", "7"), ("So it costs $\\$10$.", "\\$10"), ("A $\\$5$ note and 2", "\\$5"),
+    ("She earns $5 a day and $7 a night, so 12 dollars", "12"), ("It costs $5 and then $x = 3$.", "x = 3"),
+    ("**Final Answer**\n\n3", "3"), ("### Final answer\n\n\\[ \\text{even} \\]", "\\text{even}"),
+    ("**Final Answer**\n\np - q", "p - q"), ("So $v = d/t$.\n\nTherefore, **Evelyn** is the fastest.", "Evelyn"),
+    ("We have $x + 1 = 6$.\n**5**\nThis is right", "5"), ("It is $2$.\n\n**Why so**\n\nbecause", "2"),
+    ("Thus $a = 2 \\cdot 3 = 6$.", "6"), ("$x = 1, y = 2, z = 3$", "x = 1, y = 2, z = 3"),
+    ("The number of $x$ is 5.", "5"), ("Thus $x$ = 5", "5"), ("So:\n\n- 5", "5"), ("So:\n\n(3, 4)", "(3, 4)"),
+    ("It is $7$.\n[asy]\ndraw((0,0)--(3,4));\n[/asy]", "7"), ("Answer: ?", None), ("So 4.\nThe answer is ...", "4"),
 ])
-def test_answers_of_any_form(text: str, answer: str) -> None:
+def test_answers_of_any_form(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 

@@ -28,6 +28,7 @@ from shoal.report.console import Console
 from shoal.report.notebook import NotebookProgress, in_notebook
 from shoal.report.result import Result, Table
 from shoal.runtime.cache import cache_by_configuration
+from shoal.task.answer import ground_truth
 from shoal.task.rows import TAKEN, is_data, own_task, rows_task
 from shoal.task.task import Task, load_task
 from tiny_runs import PLAIN, Workshop, quick_compilation
@@ -99,6 +100,22 @@ def test_messages_in_a_table_are_arrays_there():
     assert [example.prompt for example in rows_task(table, table).train] == [MESSAGES, MESSAGES]
 
 
+def test_columns_of_a_table_are_plain(tmp_path):
+    table = pandas.DataFrame({"prompt": ["a", "b", "c"], "answer": [["x"], ["y", "z"], []], "level": [1, None, 3],
+                              "when": [pandas.NaT, pandas.Timestamp("2026-01-01"), pandas.NaT],
+                              "model": [{"gold": np.array([1.0, np.nan])}, {}, {}]})
+    table["grade"] = pandas.array([1, None, 3], dtype="Int64")
+    table.to_parquet(tmp_path / "rows.parquet")
+    for data in (table, pandas.read_parquet(tmp_path / "rows.parquet")):
+        first, second, third = rows_task(data, data).train
+        assert (first.columns["answer"], second.columns["answer"], third.columns["answer"]) == (["x"], ["y", "z"], [])
+        assert first.columns["when"] is None and second.columns["when"] is not None
+        assert second.columns["level"] is None is second.columns["grade"] and third.columns["level"] == 3
+        assert first.columns["model"]["gold"] == [1, None]
+        assert ground_truth(second.columns) == ["y", "z"] and ground_truth({"label": np.array([1, 2])}) is not None
+        assert ground_truth({"target": None, "label": first.columns["answer"]}) == ["x"]
+
+
 GOOD = {"prompt": "2 + 3", "answer": 5}
 MISTAKES: list[tuple[Any, str]] = [
     ([], "task is empty"),
@@ -110,6 +127,8 @@ MISTAKES: list[tuple[Any, str]] = [
     ([GOOD, {**GOOD, "prompt": None}], "task row 1: `prompt` is a NoneType"),
     ([GOOD, {**GOOD, "prompt": float("nan")}], "task row 1: `prompt` is a float"),
     ([GOOD, {**GOOD, "prompt": ""}], "task row 1: `prompt` is empty"),
+    ([GOOD, {**GOOD, "prompt": "a \ud83d"}], "task row 1: `prompt` holds \\ud83d, half of a character"),
+    ([{**GOOD, "prompt": [{"role": "user", "content": "\udc00"}]}], "task row 0: `prompt` holds \\udc00, half"),
     ([GOOD, {**GOOD, "prompt": []}], "task row 1: `prompt` is an empty list"),
     ([GOOD, {**GOOD, "prompt": ["hello"]}], "task row 1: message 0 of `prompt` is 'hello'"),
     ([GOOD, {**GOOD, "prompt": [*MESSAGES, {"role": "user"}]}], "task row 1: message 1 of `prompt`"),
@@ -283,6 +302,28 @@ def test_a_run_goes_on_with_the_same_rows(result, tmp_path):
     assert more.folder == run and more["num_questions"] == 3 and more["steps"] == 3
     assert shoal.load_run(run).metrics["step"] == [1, 2, 3]
     assert more.metrics["reward/mean"][:2] == result.metrics["reward/mean"]
+
+
+def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
+    run, file = tmp_path / "first", tmp_path / "mine.yaml"
+    run.mkdir()
+    (run / "config.yaml").write_text(compose("train", ["sampling.max_prompt_tokens=100", "run_name=first"])[1].text)
+    (tmp_path / "last").write_text("first\n")
+    file.write_text(f"resume: last\nbase_output_directory: {tmp_path}\n")
+    made: list[Any] = []
+    monkeypatch.setattr("shoal.runtime.job.train",
+                        lambda config, *_: made.append(config) or {"run_folder": str(run)})
+    ways: list[dict[str, Any]] = [
+        {"resume": run}, {"resume": "last", "base_output_directory": tmp_path},
+        {"resume": "last", "trainer__default_local_dir": str(tmp_path)}, {"config_name": file},
+        {"resume": run, "config_name": "gsm8k"}]
+    for given in ways:
+        shoal.train(**given, max_target_length=150, optimizer={"lr": 1e-3})
+        config = made.pop()
+        assert (config.resume, config.run_name, config.task.name) == (str(run), "first", "words")
+        assert (config.sampling.max_completion_tokens, config.optimizer.lr) == (50, 1e-3)
+    with pytest.raises(shoal.ShoalError, match="max_prompt_tokens=100, since"):
+        shoal.train(resume=run, max_target_length=90)
 
 
 def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):

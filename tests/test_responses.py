@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +198,13 @@ def test_math_is_looked_up_where_its_own_answer_cannot_be_read(tmp_path):
     assert (figures["num_unjudged"], figures["accuracy"]) == (0, 0.5)
 
 
+def test_a_home_folder_is_found(loads, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, [{"question": "7 + 7 = ?", "answer": "14", "response": "14"}])
+    figures = shoal.evaluate(task="sums", responses="~/responses.jsonl", output="~/out.json")
+    assert figures["accuracy"] == json.loads((tmp_path / "out.json").read_text())["accuracy"] == 1
+
+
 def test_a_task_without_blank_is_loaded(loads, tmp_path, monkeypatch):
     monkeypatch.delattr(sys.modules["sums"], "blank")
     assert judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}])["accuracy"] == 1
@@ -235,6 +244,96 @@ def test_reward_functions_are_called_where_given(loads, tmp_path, call):
     told = json.loads(output.read_text())["rows"]
     assert told[0]["reward"] == told[0]["rewards"]["rewards"] == 8.1 and told[0]["correct"] is True
     assert "reward" not in told[2]
+
+
+async def patient(completions: Any, **_: Any) -> list[float]:
+    await asyncio.sleep(0.2)
+    return [1.0] * len(completions)
+
+
+def test_a_judge_is_asked_for_many_at_once(loads, tmp_path):
+    rows = [{"question": f"{i}?", "answer": str(i), "response": str(i)} for i in range(30)]
+    started = time.monotonic()
+    assert shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=patient)["mean_reward"] == 1
+    assert time.monotonic() - started < 4  # one at a time: 6 s
+
+
+def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
+    return [1 / (int(gold) % 3) for gold in answer]
+
+
+@pytest.mark.parametrize(("policy", "mean"), [("zero", 0.5), ("skip", 0.75)])
+def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, policy, mean):
+    rows = [{"question": f"{i}?", "answer": str(i), "response": "?"} for i in range(1, 10)]
+    figures = shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=fails, reward__on_error=policy,
+                             output=str(tmp_path / "out.json"))
+    assert figures["failed"] == figures["failed/fails"] == 3 and figures["mean_reward"] == pytest.approx(mean)
+    assert json.loads((tmp_path / "out.json").read_text())["failed"] == 3
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")]
+    assert len(warnings) == 2 and "raised ZeroDivisionError" in warnings[0] and "example row 2," in warnings[0]
+    assert warnings[1] == "warning: reward function fails: raised for 3 completions"
+    with pytest.raises(ShoalError, match="reward function 'fails' after 0 steps raised ZeroDivisionError"):
+        shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=fails)
+
+
+def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
+    said = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [*([{"role": "system", "content": system}] if system else []), *said]
+
+
+def test_conversations_are_told_apart_by_all_their_messages(tmp_path, capsys):
+    data = [{"prompt": turns("I have 2.", "Well.", "And 1 more?"), "answer": "3"},
+            {"prompt": turns("I have 6.", "Well.", "And 1 more?"), "answer": "7"},
+            {"prompt": turns("Yes?", system="Say yes."), "answer": "yes"},
+            {"prompt": turns("Yes?", system="Say no."), "answer": "no"},
+            *({"prompt": turns(f"{i}?"), "answer": str(i)} for i in range(20))]
+    settings = {"task": {"name": "custom", "path": str(write(tmp_path, data, "data.jsonl"))}, "reward__workers": 0,
+                "reward": lambda completions, answer, **_: [
+                    float(one[0]["content"] == gold) for one, gold in zip(completions, answer, strict=True)]}
+    rows = [{"prompt": turns("I have  6.", "Well.", "And 1 more?"), "response": "7"},
+            {"prompt": turns("I have 2.", "Well.", "And 1 more?"), "response": "3"},
+            {"prompt": turns("Yes?", system="Say no."), "response": "no"},
+            {"prompt": turns("5?", "6?", "7?", system="Elsewhere."), "response": "7"},  # examples before the question
+            {"prompt": turns("8?", system="Elsewhere."), "response": "8"}, {"prompt": "9?", "response": "9"}]
+    told = shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))
+    assert (told["mean_reward"], told["num_questions"], told["num_unjudged"]) == (1, 6, 0)
+    assert "warning" not in capsys.readouterr().out
+    rows = [{"prompt": turns("I have 4.", "Well.", "And 1 more?"), "response": "5"}, {"prompt": "5?", "response": "5"}]
+    assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["num_unjudged"] == 1
+    capsys.readouterr()
+    rows = [{"prompt": "5?", "response": "5"}, {"prompt": "And 1 more?", "response": "3"},
+            {"prompt": turns("Yes?", system="Elsewhere."), "response": "yes"}]
+    assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["mean_reward"] == 1
+    assert ("warning: 2 questions name several rows of the data that differ in what is right, and the first row is "
+            f"taken; the first such question, {tmp_path / 'responses.jsonl'}, line 2") in capsys.readouterr().out
+
+
+def test_own_rewards_are_told_with_a_preset_or_weights(tmp_path, capsys):
+    rows = [{"question": "a?", "answer": "18", "response": text} for text in ("#### 18", "#### 18.0")]
+    file = str(write(tmp_path, rows))
+    assert "mean_reward" not in shoal.evaluate(task="gsm8k", responses=file)
+    figures = shoal.evaluate(task="gsm8k", responses=file, reward__preset="verl", reward__weights=[2.0])
+    assert (figures["accuracy"], figures["rewards/correct"], figures["mean_reward"]) == (1, 0.5, 1)
+    assert "rewards/format" in shoal.evaluate(task="gsm8k", responses=file, reward__weights=[1.0, 0.5])
+    assert "has no effect" not in capsys.readouterr().out
+    cases: list[dict[str, Any]] = [{"task": "gsm8k", "reward": fails}, {"task": "ifeval"}]
+    for settings in cases:
+        row = {"prompt": "a?", "answer": "1", "response": "no", "instruction_id_list": ["punctuation:no_comma"],
+               "kwargs": [{}]}
+        shoal.evaluate(**settings, responses=str(write(tmp_path, [row])), reward__preset="verl")
+        assert "reward.preset=verl has no effect: it is for the own rewards of task=gsm8k" in capsys.readouterr().out
+
+
+def test_rows_from_python_are_answered(tmp_path):
+    data = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(20)]
+    file = str(write(tmp_path, [{"prompt": "3 + 1 = ?", "response": "4!"},
+                                {"question": "19 + 1 = ?", "response": "20"}]))
+    correct = lambda text, example: text == example.columns["answer"]  # noqa: E731
+    figures = shoal.evaluate(task=data, responses=file, reward=plain, reward__workers=0, correct=correct)
+    assert (figures["task"], figures["accuracy"], figures["num_unjudged"]) == ("rows", 0.5, 0)
+    assert figures["mean_reward"] == pytest.approx((4.2 + 20.2) / 2)
+    own = Task("own", [], {"first": [Example(0, "3 + 1 = ?", {"answer": "4"})]}, (), correct=correct)
+    assert shoal.evaluate(task=own, responses=file)["num_unjudged"] == 1
 
 
 def test_own_data_is_judged_by_rewards_alone(tmp_path):

@@ -42,10 +42,11 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     from shoal.report.result import Result
     from shoal.runtime.cache import cache_by_configuration
     from shoal.runtime.job import train as run
+    from shoal.runtime.resume import on_run
 
-    config, resolved, functions = from_overrides(Config, **_named(task, held_out, correct, overrides))
+    config, resolved, functions = from_overrides(Config, **on_run(_named(task, held_out, correct, overrides)))
     config, resolved = _with_functions_named(config, resolved, functions)
-    own = _own_task(task, held_out, correct, _as_it_will_be(config, resolved), functions)
+    own = _own_task(task, held_out, correct, config, functions)
     cache_by_configuration()
     summary = run(config, resolved, functions, _console(resolved), own)
     return Result(Path(summary["run_folder"]), summary)
@@ -54,7 +55,7 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
 def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
              **overrides: Any) -> dict[str, Any]:
     """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
-    With `responses=FILE`, the figures of answers made elsewhere.
+    With `responses=FILE`, the figures of answers made elsewhere, to rows of your own too.
 
     Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
     from shoal.config.compose import from_overrides
@@ -64,7 +65,9 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     if config.responses:
         from shoal.runtime.responses import judge_responses
 
-        return judge_responses(config, functions, _console(resolved))
+        everything = replace(config, task=replace(config.task, num_questions=0))
+        own = _own_task(task, held_out, correct, everything, functions)
+        return judge_responses(config, functions, _console(resolved), own)
     from shoal.runtime.evaluate import evaluate as run
 
     own = _own_task(task, held_out, correct, config, functions)
@@ -118,17 +121,6 @@ def _with_functions_named(config: Any, resolved: Any, functions: Sequence[Callab
     text, difference = texts_of(config)
     return config, replace(resolved, text=text, difference=difference,
                            arguments=replace(resolved.arguments, values=values))
-
-
-def _as_it_will_be(config: Any, resolved: Any) -> Any:
-    """The configuration; with `resume`, the run's own with the given keys over it."""
-    if not config.resume:
-        return config
-    from shoal.config.compose import recompose
-    from shoal.report.folder import find_run
-
-    run = find_run(config.resume, config.base_output_directory)
-    return recompose(type(config), run / "config.yaml", resolved.arguments)[0]
 
 
 def _console(resolved: Any) -> Any:

@@ -21,6 +21,7 @@ from shoal.task.answer import ground_truth
 from shoal.task.data import evaluating
 from shoal.task.judge import Judge
 from shoal.task.overlong import with_overlong
+from shoal.task.reward import Failure, failed_figures, failure_lines
 from shoal.task.task import ROWS, Task, load_task
 from shoal.trainer.evaluation import Answers, Evaluator
 from shoal.trainer.loop import sampling_params
@@ -33,14 +34,13 @@ BESIDE = ("task", "model", "seed", "max_completion_tokens", "rows")
 def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
              console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
     """`shoal eval`: figures by data set, with their protocol."""
-    if config.output:
-        check_writable(config.output, "output")
+    output = check_writable(config.output, "output") if config.output else None
     with console or Console() as console, ExitStack() as stack:
         with evaluating():
             task = task or load_task(config.task, config.reward, reward_functions)
         task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
-        if config.output and (taken := sorted(set(BESIDE) & set(task.evaluations))):
-            raise ShoalError(f"output={config.output}: a set of questions cannot be called {taken[0]!r} there; give it "
+        if output and (taken := sorted(set(BESIDE) & set(task.evaluations))):
+            raise ShoalError(f"output={output}: a set of questions cannot be called {taken[0]!r} there; give it "
                              "another name")
         judge = stack.enter_context(closing(Judge(task.rewards, config.reward)))
         roles = make_roles(config.mesh)
@@ -59,18 +59,26 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
         data = data_text(config.task, task, opened.tokenizer, bool(config.model.template))
-        figures = {subset: evaluator.figures(own) | {"data": data} for subset, own in answers.items()}
+        failures = source.read_clock().failures
+        figures = {subset: evaluator.figures(own) | failed_figures(_failures_of(subset, answers, failures))
+                   | {"data": data} for subset, own in answers.items()}
         for subset, values in figures.items():
             console.evaluation(subset, values)
-        for failure in source.read_clock().failures:
-            console.warning(failure.text)
-    if config.output:
+        for line in failure_lines(failures):
+            console.warning(line)
+    if output:
         about = {"task": task.name, "model": config.model.path, "seed": config.seed,
                  "max_completion_tokens": params.max_tokens}
         rows = [row for subset, own in answers.items() for row in answer_rows(subset, own, task)]
-        write_text(config.output, json.dumps(json_ready({**about, **figures, "rows": rows}), indent=2,
-                                             ensure_ascii=False) + "\n")
+        write_text(output, json.dumps(json_ready({**about, **figures, "rows": rows}), indent=2,
+                                      ensure_ascii=False) + "\n")
     return figures
+
+
+def _failures_of(subset: str, answers: Mapping[str, Answers], failures: Sequence[Failure]) -> list[Failure]:
+    """Those of a set's questions; of one that several sets have, the first set's."""
+    owner = {group.example.row: name for name in reversed(list(answers)) for group in answers[name].greedy}
+    return [failure for failure in failures if owner.get(failure.row) == subset]
 
 
 def data_text(section: TaskSection, task: Task, tokenizer: Tokenizer, given: bool) -> str:

@@ -1,11 +1,15 @@
 """`shoal eval responses=FILE`: answers made elsewhere, judged by a task without any model or device.
 
     rows of FILE -> the example that each answers (its own columns, else the task's data) -> verdicts -> figures
+
+A question that is text is looked up as it is, a conversation by all its messages, else without the system's, else, of
+data whose questions are text, by its last one.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -17,10 +21,12 @@ from shoal.config.schema import EvalConfig, RewardSection, TaskSection
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
 from shoal.report.metrics import known_mean, wilson_interval
-from shoal.runtime.output import check_writable, write_text
-from shoal.task.answer import GOLD_COLUMNS
+from shoal.runtime.output import check_local, check_writable, write_text
+from shoal.task.answer import GOLD_COLUMNS, ground_truth
 from shoal.task.data import evaluating
 from shoal.task.judge import Judge
+from shoal.task.made import MadeRows
+from shoal.task.reward import Failure, Scores, failed_figures, failure_lines
 from shoal.task.task import TASKS, Task, load_task, with_rewards
 from shoal.types import Example, ShoalError
 
@@ -29,7 +35,15 @@ TEXT = "response"
 """The column that holds an answer's text."""
 QUESTIONS = ("question", "prompt", "problem")
 """Columns of which the first that a row has is its question, where it lacks the task's own."""
+_LAST = object()
+"""Begins the key of a conversation's last message alone."""
 _QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "−": "-"})
+
+
+Conversation = tuple[tuple[str, str], ...]
+"""Each message's role and content, as `spelled` has it."""
+Key = tuple[Any, ...]
+"""What a question is looked up by."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +54,27 @@ class Response:
     row: Mapping[str, Any]
     question: str
     text: str
+    messages: Conversation = ()
+    """What was asked, where it is a conversation; `question` is its last message."""
 
 
 def judge_responses(config: EvalConfig, functions: Sequence[Callable] = (),
-                    console: Console | None = None) -> dict[str, Any]:
+                    console: Console | None = None, given: Task | None = None) -> dict[str, Any]:
     """The figures of the answers in `config.responses`; with each row's verdict they are written to `config.output`.
 
-    Reward functions (`config.reward.functions`, and `functions` from Python) are called where any are given."""
+    Reward functions (`config.reward.functions`, and `functions` from Python) are called where any are given, the task's
+    own where they are given weights or a preset. `given`: a task whose data came from Python."""
+    file, output = check_local(config.responses, "responses"), None
     if config.output:
-        check_writable(config.output, "output")
-        if Path(config.output).resolve() == Path(config.responses).resolve():
-            raise ShoalError(f"output={config.output} is the file of responses itself, which would be lost: give "
-                             "another name")
-    rewarded = bool(config.reward.functions or functions)
+        output = check_writable(config.output, "output")
+        if output.resolve() == file.resolve():
+            raise ShoalError(f"output={output} is the file of responses itself, which would be lost: give another name")
     with console or Console() as console:
         _show_unused(config, console)
         module = importlib.import_module(TASKS[config.task.name]) if config.task.name in TASKS else None
-        loaded = None if hasattr(module, "blank") else _load(config.task, console)  # of an unknown task: says so
-        task = loaded or module.blank(config.task)  # pyright: ignore[reportOptionalMemberAccess]
-        if rewarded:
-            task = with_rewards(task, config.task, config.reward, functions)
-        responses = read_responses(Path(config.responses), task.question, console)
+        task, loaded, rewarded = (given, given, bool(given.rewards)) if given else \
+            _task(config, module, functions, console)
+        responses = read_responses(file, task.question, console)
         columns = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
         answered = [_own_example(number, response, task, columns) for number, response in enumerate(responses)]
         own = len(responses) - _count_lost(answered)
@@ -70,16 +84,31 @@ def judge_responses(config: EvalConfig, functions: Sequence[Callable] = (),
             console.note(f"{own} of {len(responses)} responses are judged by what their own rows say is right")
         lost = _show_unjudged(responses, answered, task, console)
         verdicts = _verdicts(responses, answered, task, rewarded, console)
-        if rewarded:
-            _reward(responses, answered, verdicts, task, config.reward, console)
+        failures = _reward(responses, answered, verdicts, task, config.reward, console) if rewarded else []
         protocol = f"answers of {config.responses}" + (f", {lost} of {len(responses)} not judged" if lost else "")
-        figures = score_responses(responses, verdicts, task) | {"protocol": protocol}
+        figures = score_responses(responses, verdicts, task) | failed_figures(failures) | {"protocol": protocol}
         console.evaluation(task.name, {name: value for name, value in figures.items() if name != "num_unjudged"})
-    if config.output:
+        for line in failure_lines(failures):
+            console.warning(line)
+    if output:
         rows = _told(responses, verdicts, answered)
         text = json.dumps(json_ready({"task": task.name, **figures, "rows": rows}), indent=2, ensure_ascii=False)
-        write_text(config.output, text + "\n")
+        write_text(output, text + "\n")
     return {"task": task.name, **figures}
+
+
+def _task(config: EvalConfig, module: Any, functions: Sequence[Callable],
+          console: Console) -> tuple[Task, Task | None, bool]:
+    """The task that judges, the same where its data had to be loaded for that, and whether rewards are asked for."""
+    loaded = None if hasattr(module, "blank") else _load(config.task, console)  # of an unknown task: says so
+    chosen = config.reward.preset != RewardSection.preset
+    has_presets = loaded is None and "reward" in inspect.signature(module.blank).parameters
+    if chosen and (functions or config.reward.functions or not has_presets):
+        console.warning(f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of task=gsm8k")
+        chosen = False
+    task = loaded or (module.blank(config.task, config.reward) if has_presets else module.blank(config.task))
+    rewarded = bool(functions or config.reward.functions or config.reward.weights or chosen)
+    return with_rewards(task, config.task, config.reward, functions) if rewarded else task, loaded, rewarded
 
 
 def _show_unused(config: EvalConfig, console: Console) -> None:
@@ -152,16 +181,16 @@ def _response(line: str, place: str, question: str) -> Response:
         raise ShoalError(f"{place} is a {type(row).__name__}: an object with `{question}` and `{TEXT}` is needed")
     row = _encodable(row) if "\\u" in line else row
     column = next((name for name in (question, *QUESTIONS) if row.get(name) is not None), question)
-    asked, text = row.get(column), row.get(TEXT, ...)
-    if isinstance(asked, list) and asked and isinstance(asked[-1], dict):  # messages: the last one
-        asked = asked[-1].get("content")
+    asked, text, messages = row.get(column), row.get(TEXT, ...), ()
+    if isinstance(asked, list) and asked and all(isinstance(message, dict) for message in asked):
+        messages, asked = _conversation(asked), asked[-1].get("content")
     if not isinstance(asked, str):
         came = f"is {json.dumps(row[column]):.60}" if column in row else "is missing"
         raise ShoalError(f"{place}: `{column}` {came}; text is needed")
     if text is ... or isinstance(text, bool | list | dict):
         came = "is missing" if text is ... else f"is {json.dumps(text):.60}"
         raise ShoalError(f"{place}: `{TEXT}` {came}; text is needed")
-    return Response(place, row, asked, "" if text is None else str(text))
+    return Response(place, row, asked, "" if text is None else str(text), messages)
 
 
 def _encodable(value: Any) -> Any:
@@ -203,7 +232,7 @@ def _look_up(responses: Sequence[Response], answered: Sequence[Example | str], t
         console.warning(f"the other questions cannot be looked up: {error}")
         return list(answered)
     splits = dict(loaded.evaluations)
-    if section.path or task.of_row:  # else problems are made to train on, without end
+    if not isinstance(loaded.train, MadeRows):  # which are without end
         splits["training"] = loaded.train
     return _found(responses, answered, splits, task.question, console)
 
@@ -211,19 +240,76 @@ def _look_up(responses: Sequence[Response], answered: Sequence[Example | str], t
 def _found(responses: Sequence[Response], answered: Sequence[Example | str], splits: Mapping[str, Sequence[Example]],
            column: str, console: Console) -> list[Example | str]:
     """Examples found by their question in the task's data, in the order of its splits, in place of what is none."""
-    wanted = {spelled(response.question) for response, own in zip(responses, answered, strict=True)
-              if isinstance(own, str)}
-    known: dict[str, Example] = {}
-    for split, rows in splits.items():
-        by_question = {spelled(question_of(example, column)): example for example in reversed(rows)}
-        here = (wanted - known.keys()) & by_question.keys()
-        known.update({question: by_question[question] for question in here})
+    found = list(answered)
+    keys = {number: _keys(response) for number, response in enumerate(responses) if isinstance(found[number], str)}
+    wanted = {key for own in keys.values() for key in own}
+    index: dict[str, dict[Key, list[Example]]] = {}
+    taken: dict[str, set[int]] = {split: set() for split in splits}
+    several: dict[Key, str] = {}  # the place of the first response to each
+    for level in range(max(map(len, keys.values()), default=0)):
+        for split, rows in splits.items():
+            lost = [number for number, own in keys.items() if level < len(own) and isinstance(found[number], str)]
+            if lost and split not in index:
+                index[split] = _by_key(rows, column, wanted)
+            for number in lost:
+                key = keys[number][level]
+                if examples := index[split].get(key):
+                    found[number] = examples[0]
+                    taken[split].add(examples[0].row)
+                    if len({_gold_text(example) for example in examples}) > 1:
+                        several.setdefault(key, responses[number].place)
+    for split, here in taken.items():
         if here:
-            console.note(f"{len(here)} of {len(rows)} {split} questions are answered")
-        if known.keys() >= wanted:
-            break
-    return [known.get(spelled(response.question), own) if isinstance(own, str) else own
-            for response, own in zip(responses, answered, strict=True)]
+            console.note(f"{len(here)} of {len(splits[split])} {split} questions are answered")
+    if several:
+        console.warning(f"{len(several)} questions name several rows of the data that differ in what is right, and the "
+                        f"first row is taken; the first such question, {next(iter(several.values()))}")
+    return found
+
+
+def _by_key(rows: Sequence[Example], column: str, wanted: Set[Key]) -> dict[Key, list[Example]]:
+    """The rows by each wanted key that names them."""
+    found: dict[Key, list[Example]] = {}
+    for example in rows:
+        for key in _keys_of(example, column):
+            if key in wanted:
+                found.setdefault(key, []).append(example)
+    return found
+
+
+def _keys(response: Response) -> list[Key]:
+    """What a response's question is looked up by, one after the other."""
+    if not response.messages:
+        text = spelled(response.question)
+        return [(text,), (_LAST, text)]
+    turns = _turns(response.messages)
+    return [response.messages, turns, turns[-1:]]
+
+
+def _keys_of(example: Example, column: str) -> list[Key]:
+    """What may name an example: its conversation, that without the system's messages, its last message."""
+    own, prompt = example.columns.get(column), example.prompt
+    if isinstance(own, str):
+        return [(spelled(own),)]
+    if isinstance(prompt, str):
+        return [(spelled(prompt),)]
+    messages = _conversation(prompt)
+    turns = _turns(messages)
+    return [messages, turns, *([(_LAST, turns[-1])] if len(turns) > 1 else [])]
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> Conversation:
+    return tuple((str(message.get("role", "")), spelled(str(message.get("content") or ""))) for message in messages)
+
+
+def _turns(messages: Conversation) -> tuple[str, ...]:
+    """The contents of all messages but the system's."""
+    return tuple(content for role, content in messages if role != "system") or ("",)
+
+
+def _gold_text(example: Example) -> str:
+    gold = ground_truth(example.columns)
+    return repr(example.columns if gold is None else gold)
 
 
 def spelled(question: str) -> str:
@@ -276,21 +362,35 @@ def _verdicts(responses: Sequence[Response], answered: Sequence[Example | str], 
 
 
 def _reward(responses: Sequence[Response], answered: Sequence[Example | str],
-            verdicts: Sequence[dict[str, Any] | None], task: Task, section: RewardSection, console: Console) -> None:
-    """Adds what reward functions give for each response, alone in its group, to its verdict."""
+            verdicts: Sequence[dict[str, Any] | None], task: Task, section: RewardSection,
+            console: Console) -> list[Failure]:
+    """Adds what reward functions give for each response, alone in its group, to its verdict; what they failed at.
+
+    All are submitted before any is waited for, so that a judge behind a network is asked for many at once."""
     judged = [(response.text, example, verdict)
               for response, example, verdict in zip(responses, answered, verdicts, strict=True)
               if isinstance(example, Example) and verdict is not None]
+    scores: dict[Any, Scores] = {}
+
+    def take(came: Sequence[tuple[Any, Scores]]) -> None:
+        for ticket, found in came:
+            scores[ticket] = found
+            console.answered("rewards", len(scores), len(batches))
+
     with Judge(task.rewards, section) as judge:
-        for batch in [judged] if judge.by_step else [[one] for one in judged]:
-            judge.submit("batch", [example for _, example, _ in batch], [[text] for text, _, _ in batch],
+        batches = [judged] if judge.by_step else [[one] for one in judged]
+        for ticket, batch in enumerate(batches):
+            judge.submit(ticket, [example for _, example, _ in batch], [[text] for text, _, _ in batch],
                          [[[]] for _ in batch], 0)
-            [(_, scores)] = judge.collect(wait=True)
-            for number, (_, _, verdict) in enumerate(batch):
-                verdict["reward"] = float(scores.rewards[number][0])
-                verdict["rewards"] = {name: float(values[number][0]) for name, values in scores.components.items()}
-            for failure in scores.failures:
-                console.warning(failure.text)
+            take(judge.collect())
+        while len(scores) < len(batches):
+            take(judge.collect(wait=True))
+    for ticket, batch in enumerate(batches):
+        for number, (_, _, verdict) in enumerate(batch):
+            verdict["reward"] = float(scores[ticket].rewards[number][0])
+            verdict["rewards"] = {name: float(values[number][0])
+                                  for name, values in scores[ticket].components.items()}
+    return [failure for ticket in range(len(batches)) for failure in scores[ticket].failures]
 
 
 def score_responses(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None],
@@ -300,7 +400,7 @@ def score_responses(responses: Sequence[Response], verdicts: Sequence[Mapping[st
     verdicts = [verdict for _, verdict in judged]
     figures: dict[str, Any] = {
         "num_responses": len(judged),
-        "num_questions": len({response.question for response, _ in judged}),
+        "num_questions": len({response.messages or response.question for response, _ in judged}),
         "num_unjudged": len(responses) - len(judged),
     }
     if "correct" in verdicts[0]:

@@ -10,7 +10,10 @@ from typing import Any
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _TAGGED = r"<{0}>(?:(?!</?(?:reasoning|answer)>).)+</{0}>"
 _WELL_FORMED = re.compile(_TAGGED.format("reasoning") + r"\s*" + _TAGGED.format("answer"), re.DOTALL)
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?")
+_SPACE = "[ \u00a0\u2009\u202f]"
+_NUMBER = re.compile(rf"([+-]?)[\s$]*((?:[0-9]+|[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+)?"
+                     r"(?:\.[0-9]+)?)")
+_MARKS = "$% \t\n\r\f\v\u00a0\u2009\u202f"
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
 """Data columns that hold what is right, in the order in which they count. A `solution` beside an `answer` is worked."""
@@ -26,7 +29,7 @@ def ground_truth(columns: Mapping[str, Any]) -> Any:
     model = columns.get("reward_model")
     found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
     found += [columns.get(name) for name in GOLD_COLUMNS]
-    return next((value for value in found if value is not None and value != ""), None)
+    return next((value for value in found if value is not None and not (isinstance(value, str) and not value)), None)
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
@@ -53,15 +56,14 @@ def single_answer(text: str) -> str | None:
 
 
 def parse_number(text: str | None) -> Decimal | None:
-    """A number as people write it: sign, thousands commas, `$`, `%`, a final period; None for anything else.
+    """A number as people write it: sign, groups of three digits by commas or spaces, `$` and `%` around it, a final
+    period; None for anything else.
 
-    >>> parse_number("$1,234.50."), parse_number("12 apples")
-    (Decimal('1234.50'), None)
+    >>> parse_number("$1,234.50."), parse_number("12 apples"), parse_number("4 2")
+    (Decimal('1234.50'), None, None)
     """
-    bare = re.sub(r"[\s$%]", "", text or "").removesuffix(".")
-    if not _NUMBER.fullmatch(bare) or not any(character.isdigit() for character in bare):
-        return None
-    return Decimal(bare.replace(",", ""))
+    match = _NUMBER.fullmatch((text or "").strip(_MARKS).removesuffix(".").strip(_MARKS))
+    return Decimal(match[1] + re.sub(rf"{_SPACE}|,", "", match[2])) if match and match[2] else None
 
 
 def same_number(text: str | None, gold: str) -> bool:

@@ -124,7 +124,7 @@ def load(task: TaskSection) -> Task:
                  RewardFunction("answered", answered_reward, 0.1, own=True)),
         correct=is_correct,
         well_formed=lambda text: bool(extract_answer(text)),
-        extract=single_answer,
+        extract=lambda text: single_answer(text) or None,
         pretrain_example=functools.partial(_pretrain_example, task=task),
         notes=notes,
     )

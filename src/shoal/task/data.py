@@ -7,18 +7,20 @@ name.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.config.schema import TaskSection
 from shoal.task.call import nearest
+from shoal.task.data_file import read_file
 from shoal.types import ShoalError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -63,6 +65,7 @@ class Published:
     stems: tuple[str, ...] = ("{split}",)  # names of the files of a split, without suffix, tried in order
     subset: str = ""  # of the hub's data set, where task.subset names none
     texts: tuple[str, ...] = ()  # those of `columns` that must be text
+    numbers: tuple[str, ...] = ()  # those of `texts` that may be numbers, taken as text
 
 
 def read_splits(task: TaskSection, published: Published
@@ -380,62 +383,12 @@ def _read(files: Sequence[Path], renames: Mapping[str, str], published: Publishe
         if file.suffix not in SUFFIXES:
             raise ShoalError(f"task {published.task}: {file} is of a kind that is not read; expected "
                              f"{', '.join(SUFFIXES)}")
-        read = {".parquet": _parquet, ".json": _json}.get(file.suffix, _jsonl)(file, published.task)
-        for where, row in read:
+        for where, row in read_file(file, published.task):
             place = f"{file}, {where}"
             rows.append((place, _checked(row, place, renames, published)))
     if not rows:
         raise ShoalError(f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are needed")
     return rows
-
-
-def _jsonl(file: Path, task: str) -> list[tuple[str, Any]]:
-    return _lines(_text(file, task), file, task)
-
-
-def _lines(text: str, file: Path, task: str) -> list[tuple[str, Any]]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append((f"line {number}", json.loads(line)))
-            except (json.JSONDecodeError, RecursionError) as error:
-                told = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else \
-                    "it is nested too deeply"
-                raise ShoalError(f"task {task}: {file}, line {number} is no JSON object: {told}; one object a line is "
-                                 "needed") from error
-    return rows
-
-
-def _json(file: Path, task: str) -> list[tuple[str, Any]]:
-    """A list of objects, or lines as in jsonl."""
-    text = _text(file, task)
-    if not text.lstrip().startswith("["):
-        return _lines(text, file, task)
-    try:
-        return [(f"row {number}", row) for number, row in enumerate(json.loads(text))]
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ShoalError(f"task {task}: {file} is no JSON list of objects: {error}") from error
-
-
-def _text(file: Path, task: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ShoalError(f"task {task}: {file} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise ShoalError(f"task {task}: {file} cannot be read: {error.strerror or error}") from error
-
-
-def _parquet(file: Path, task: str) -> list[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ShoalError(f"task {task}: {file} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    return [(f"row {i}", row) for i, row in enumerate(rows)]
 
 
 def _checked(row: Any, place: str, renames: Mapping[str, str], published: Published) -> dict[str, Any]:
@@ -448,10 +401,19 @@ def _checked(row: Any, place: str, renames: Mapping[str, str], published: Publis
         if column not in row:
             raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: {there} "
                              f"(task.columns=[{column}=OTHER] takes another)")
+        if column in published.numbers and (number := _number_text(row[column])):
+            row = {**row, column: number}
         if column in published.texts and not isinstance(row[column], str):
             raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(row[column]).__name__}; text is "
                              f"needed")
     return row
+
+
+def _number_text(value: Any) -> str:
+    """A number as text, `18` for 18 and 18.0; empty for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
+        return ""
+    return f"{value:f}" if isinstance(value, Decimal) else str(int(value) if value == int(value) else value)
 
 
 def _columns(published: Published) -> str:

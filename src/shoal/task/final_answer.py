@@ -37,6 +37,7 @@ _SAID = re.compile(r"\banswer\b(?:\s{1,3}to\b[^.:=\n]{0,100}?)?\**\s{0,3}"
                    r"(?!\s{1,3}(?:found|obtained|calculated|computed|determined|derived|not)\b))|:|=)"
                    r"[\s:*]{0,20}|\bans\s?[:=][\s*]{0,20}", re.IGNORECASE)
 _UNITS = r"(?:[\s*]*(?:[^\W\d_][\w'./^²³-]{0,20}|[%°]))"
+_NOTHING = re.compile(r"[\s.,:;!?…*_]*")
 _BARE = re.compile(rf"[~≈\s]*(?:about\s|approximately\s)?-?\s?\$?(?P<number>{_NUMBER})"
                    rf"(?:\s?[0-9]{{0,9}}\s?/\s?[0-9]{{1,9}})?(?P<units>{_UNITS}{{0,3}})[\s.!*]*", re.IGNORECASE)
 _ALONE = re.compile(r"\$[^$\n]+\$|\*\*[^*\n]+\*\*|\\\([^\n]+?\\\)|(?:[A-Za-z]\s?=\s?)?[^\s=]+")
@@ -68,7 +69,7 @@ def final_number(text: str) -> Fraction | None:
     if (marked := behind_hashes(text)) is not None:
         return number_in(marked)
     last = _LAST_LINE.match(text.rstrip().rpartition("\n")[2])
-    if last and _is_bare(last[1]):
+    if last and is_bare(last[1]):
         return number_in(last[1])
     tagged = extract_answer(text)
     if tagged is not None:
@@ -110,9 +111,10 @@ def _clauses(text: str) -> Iterator[str]:
         end = text.find("\n", match.end())
         end = len(text) if end < 0 else end
         line = text[match.end():min(end, match.end() + _MAX_CHARS)].strip()
-        first, *others = (part.strip() for part in _SENTENCE.split(line) if part.strip()) if line else ("",)
+        line = "" if _NOTHING.fullmatch(line) else line
+        first, *others = [part.strip() for part in _SENTENCE.split(line) if part.strip()] or [""]
         if _is_alone(line) or (others and match["is"] and _is_alone(first)):
-            yield first.strip(" *") if _is_alone(first) else line
+            yield line.rstrip(" .*").lstrip(" *") if _is_alone(line) else first.strip(" *")
         elif last_digit < end:
             begins = (found := _BARE.fullmatch(first)) and len(found["units"].split()) <= 1
             yield (first if not others or match["is"] or begins else _last_part(line)).strip(" *")
@@ -123,14 +125,14 @@ def _last_part(line: str) -> str:
     return next((part for part in reversed(_SENTENCE.split(line)) if _has_digit(part)), "")
 
 
-def _is_bare(text: str) -> bool:
+def is_bare(text: str) -> bool:
     """Whether a text is one number and at most three words of units."""
     return _BARE.fullmatch(_plain(text[:_MAX_CHARS]).translate(_WRAPS)) is not None
 
 
 def _is_alone(text: str) -> bool:
     """Whether a text is a number with units, a formula or a word, and nothing else."""
-    return _is_bare(text) or _ALONE.fullmatch(text.strip(" .")) is not None
+    return is_bare(text) or _ALONE.fullmatch(text.strip(" .")) is not None
 
 
 def behind_hashes(text: str) -> str | None:

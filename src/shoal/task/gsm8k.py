@@ -18,7 +18,7 @@ from shoal.task.task import Task
 from shoal.types import Example, ShoalError
 
 PUBLISHED = Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{split}", "{split}"), subset="main",
-                      texts=("question", "answer"))
+                      texts=("question", "answer"), numbers=("answer",))
 
 
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
@@ -37,9 +37,9 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     return _task(preset, _examples(kept, preset), {"held_out": _examples(held_out, preset)}, notes)
 
 
-def blank(task: TaskSection) -> Task:
+def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """The task without data: it judges rows that bring their own answer."""
-    return _task(PRESETS["shoal"], (), {}, ())
+    return _task(PRESETS[(reward or RewardSection()).preset], (), {}, ())
 
 
 def _task(preset: Preset, train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]],
@@ -51,7 +51,7 @@ def _task(preset: Preset, train: Sequence[Example], evaluations: Mapping[str, Se
         rewards=preset.rewards,
         correct=lambda text, example: preset.right(preset.answer(text), example.columns["answer"]),
         well_formed=preset.well_formed,
-        extract=lambda text: answer_key(preset.answer(text)),
+        extract=lambda text: answer_key(preset.answer(text)) or None,
         verdict=verdict,
         of_row=_maker(preset),
         notes=tuple(notes),
@@ -59,8 +59,8 @@ def _task(preset: Preset, train: Sequence[Example], evaluations: Mapping[str, Se
 
 
 def gold(answer: str) -> str | None:
-    """The number after the last `####`, else after `A:` in the last line, else the number that is all of it; commas
-    and `$` removed. None where there is none.
+    """The number after the last `####`, else after `A:` in the last line, else the number that is all of it; commas,
+    spaces and `$` removed. None where there is none.
 
     >>> gold("He has 1000 + 200.\\n#### 1,200")
     '1200'
@@ -69,7 +69,7 @@ def gold(answer: str) -> str | None:
     last = answer.strip().rpartition("\n")[2].strip()
     number = number if hashes else last.removeprefix("A:") if last.startswith("A:") else answer
     number = number.strip().replace(",", "").replace("$", "")
-    return number if parse_number(number) is not None else None
+    return "".join(number.split()) if parse_number(number) is not None else None
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:

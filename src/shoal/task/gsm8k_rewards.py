@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.task import arithmetic
 from shoal.task.answer import completion_text, extract_answer, format_reward, parse_number, same_number, well_formed
-from shoal.task.final_answer import MAX_NUMBER_CHARS, last_boxed, number_in, shown
+from shoal.task.final_answer import MAX_NUMBER_CHARS, is_bare, last_boxed, number_in, shown
 from shoal.task.reward import RewardFunction
 from shoal.types import Messages
 
@@ -98,7 +98,7 @@ def tagged_or_boxed(text: str) -> str | None:
 
 
 def same_value(answer: str | None, gold: str) -> bool:
-    """Whether an answer is the gold text, or a number or an expression of numbers with its value."""
+    """Whether an answer is the gold text, or has its value: one number with units, or an expression of numbers."""
     if answer is None:
         return False
     if answer.strip() == gold.strip():
@@ -109,8 +109,10 @@ def same_value(answer: str | None, gold: str) -> bool:
     if wanted is None:
         return False
     expression = arithmetic.read(content)
-    value = number_in(content) if expression is None else expression.value
-    return value == Fraction(wanted)
+    if expression is not None:
+        return expression.value == Fraction(wanted)
+    content = content.removeprefix("+").rstrip(" ,")
+    return is_bare(content) and number_in(content) == Fraction(wanted)
 
 
 def _after(text: str, start: int, opening: str, closing: str, least: int = 1) -> tuple[int, int]:

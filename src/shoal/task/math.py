@@ -30,9 +30,16 @@ SYSTEM_PROMPT = (
 TAIL_CHARS = 10_000
 """The answer is looked for in so many last characters."""
 
-_DOLLARS = re.compile(r"\$([^$\n]+)\$")
-_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+_DRAWING = re.compile(r"\[asy\](?:(?!\[asy\]).)*?\[/asy\]", re.DOTALL)
+_ANSWER_HEADING = re.compile(r"^[#*_ ]*(?:final )?answer[*_ ]*$", re.IGNORECASE | re.MULTILINE)
+_WIDE = re.compile(r"\$\$((?:[^$\\]|\\.)+)\$\$|(?<!\\)\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]]", re.DOTALL)
+_FORMULA = re.compile(r"(?<!\\)\$((?:[^$\\\n]|\\[^\n])+)(?:(?<!\s)\$|\$(?![\w\\(]))")  # not the sums $5 and $7
+_BOLD = re.compile(r"\*\*([^*\n]*[^*\n:])\*\*(?!:)")
+_MARK = re.compile(r"(?:[-•*]|[0-9]+[.)]|[A-Za-z]:)\s+")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:pi|sqrt)(?![A-Za-z]))[A-Za-z]{2,}")
 _EQUALS = re.compile(r"=\s*([^\s=][^=\n]*)\Z")
+_SEVERAL = re.compile(r",(?!\\!|[0-9]{3})|\\(?:text|quad|begin)|[<>!]=")
+"""In a formula with several `=`: it is more than one chain of them."""
 _NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:[./][0-9]+)?")
 
 
@@ -64,7 +71,7 @@ def _task(train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]]
                  RewardFunction("format", format_reward, 0.1, own=True)),
         correct=is_correct,
         well_formed=well_formed,
-        extract=lambda text: None if (answer := answer_of(text)) is None else math_check.plain(answer),
+        extract=lambda text: math_check.plain(answer_of(text) or "") or None,
         verdict=verdict,
         figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
         question="problem",
@@ -108,9 +115,9 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
 
 
 def final_answer(text: str) -> str | None:
-    """The answer of a solution of whatever form: in a tag or a box, behind `####` or "the answer is"; else of the last
-    formula between `$`, the last bold text or what stands behind the last line's `=` the one that comes last; else the
-    last number. Thoughts before the solution are left out.
+    """The answer of a solution of whatever form: in a tag or a box, behind `####` or "the answer is"; else what the
+    last line that has an answer ends with: a formula in `$`, `\\(\\)` or `\\[\\]`, bold text, what stands behind `=`,
+    a number. Thoughts before the solution are left out.
 
     >>> final_answer("so x = 5"), final_answer("Thus **5**."), final_answer("#### 42"), final_answer("none")
     ('5', '5', '42', None)
@@ -119,26 +126,48 @@ def final_answer(text: str) -> str | None:
     found = answer_of(text)
     if found is not None:
         return found
+    text = _ANSWER_HEADING.sub("Answer:", _DRAWING.sub("", text))
+    text = _WIDE.sub(lambda match: f"${' '.join((match[1] or match[2]).split())}$", text)
     found = behind_hashes(text)
     found = said_answer(text) if found is None else found
     if found is not None:
-        formulas = _DOLLARS.findall(found)
-        return formulas[-1] if formulas else found
-    return _at_the_end(text.rstrip())
+        formulas = _FORMULA.findall(found)
+        return _chain_end(formulas[-1]) if formulas else found
+    return _at_the_end(text)
 
 
 def _at_the_end(text: str) -> str | None:
-    """Of the last formula, bold text and `=` the one that ends last, else the last number; None where all lack."""
-    found = [match for pattern in (_DOLLARS, _BOLD) for match in pattern.finditer(text)]
-    last = max(found, key=lambda match: match.end(), default=None)
-    tail = text.rstrip(" .")
-    line = tail.rfind("\n") + 1
-    if (last is None or last.end() <= line) and (equal := _EQUALS.search(tail, line)):
+    """The answer of the last line that has one; of headings, bold words in a line of their own that is not the last,
+    only where no other line has. None where all lack."""
+    lines = [line.strip() for line in reversed(text.split("\n")) if line.strip()]
+    headings = [line for line in lines[1:] if (bold := _BOLD.fullmatch(line)) and _WORD.search(bold[1])]
+    others = [line for line in lines if line not in headings]
+    return next((found for line in [*others, *headings] if (found := _in_line(line)) is not None), None)
+
+
+def _in_line(line: str) -> str | None:
+    """Of a line's formulas and bold texts the last, else what stands behind the last `=`, else the line itself where it
+    has no words, else the last number. What follows a formula or bold text without a digit goes before it."""
+    line = _MARK.sub("", line.rstrip(" ."), count=1) if _MARK.match(line) else line.rstrip(" .")
+    marked = [match for pattern in (_FORMULA, _BOLD) for match in pattern.finditer(line)]
+    last = max(marked, key=lambda match: match.end(), default=None)
+    if last and any(character.isdigit() for character in last[1]):
+        return _chain_end(last[1])
+    begin = last.end() if last else 0
+    if equal := _EQUALS.search(line, begin):
         return equal[1].strip(" *")
-    if last is not None:
-        return last[1].strip()
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    numbers = _NUMBER.findall(line, begin)
+    if last and not numbers:
+        return _chain_end(last[1])
+    return None if not numbers else numbers[-1] if last or _WORD.search(line) else line.strip(" *")
+
+
+def _chain_end(formula: str) -> str:
+    """A formula; of a chain `a = b = c` what it ends with."""
+    formula = formula.strip().rstrip(" .")
+    end = formula.rpartition("=")[2].strip()
+    chained = formula.count("=") > 1 and end and end.count("{") == end.count("}")
+    return end if chained and not _SEVERAL.search(formula) else formula
 
 
 def _same(texts: Sequence[str], golds: Sequence[str], find: Callable[[str], str | None]) -> list[bool | None]:
@@ -181,6 +210,9 @@ def _of_row(number: int, row: Mapping[str, Any]) -> Example:
     if answer is None or "problem" not in row:
         raise ShoalError(f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends in "
                          "`\\boxed{...}`")
+    if not math_check.is_whole(answer):
+        raise ShoalError(f"task math: row {number} has the answer {answer[:60]!r}, which cannot be read: braces in "
+                         f"pairs and at most {math_check.MAX_CHARS} characters are needed")
     return _example(number, row, answer)
 
 
@@ -189,11 +221,16 @@ def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[Example, ...]:
 
 
 def _gold(rows: Sequence[dict[str, Any]], notes: list[str], kind: str) -> list[dict[str, Any]]:
-    """Adds the column `gold`; rows without are dropped, which is noted."""
+    """Adds the column `gold`; rows without, and those whose gold cannot be read, are dropped, which is noted."""
     found = [row | {"gold": answer} for row in rows if (answer := gold(row)) is not None]
-    if not found:
-        raise ShoalError(f"task math: none of the {len(rows)} {kind} rows has an `answer`, or a `solution` with "
-                         "`\\boxed{...}`")
+    kept = [row for row in found if math_check.is_whole(row["gold"])]
+    if not kept:
+        raise ShoalError(f"task math: none of the {len(rows)} {kind} rows has an `answer` that can be read, or a "
+                         "`solution` with `\\boxed{...}`")
     if len(found) < len(rows):
         notes.append(f"math: {len(rows) - len(found)} of {len(rows)} {kind} rows have no answer and were dropped")
-    return found
+    if len(kept) < len(found):
+        first = next(row["gold"] for row in found if not math_check.is_whole(row["gold"]))
+        notes.append(f"math: {len(found) - len(kept)} of {len(rows)} {kind} rows have an answer that cannot be read "
+                     f"and were dropped; the first is {first[:60]!r}")
+    return kept

@@ -49,9 +49,12 @@ _LARGE_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])(?![0-9])")
 _OPTION = re.compile(r"\(([A-Za-z])\)")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
-_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)")
+_ROOT = re.compile(r"√\s*|(?<![\\A-Za-z])sqrt\s*(?=[({])")
+_RADICAND = re.compile(r"[0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_CLOSING = {"(": ")", "{": "}"}
 _SIGNS = {"−": "-", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "≤": "\\leq ",
-          "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup ", "√": "\\sqrt "}
+          "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup "}
 _SPACING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|(?<![0-9])\s+|\s+(?![0-9])")
 _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
 
@@ -103,11 +106,47 @@ def _is_readable(answer: str) -> bool:
     return len(answer) <= MAX_CHARS and most <= MAX_DEPTH
 
 
+def is_whole(gold: str) -> bool:
+    """Whether a gold answer can be read, by a cheap look: it is not too long, and its braces come in pairs. All of a
+    large data set is looked at, which math-verify would take minutes for."""
+    depth = 0
+    for brace in _BRACE.findall(gold[:MAX_CHARS + 1]):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth < 0:
+            return False
+    return depth == 0 and len(gold) <= MAX_CHARS
+
+
 def latex(answer: str) -> str:
-    """An answer with signs and names of plain text in LaTeX: `π/2`, `sqrt(2)`."""
+    """An answer with signs and names of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`."""
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
-    return _ROOT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", answer))
+    return _with_roots(_PI.sub(r"\\pi ", answer))
+
+
+def _with_roots(text: str) -> str:
+    """Roots of brackets, of a run of digits or of one letter as LaTeX has them; the inner ones first."""
+    for match in reversed(list(_ROOT.finditer(text))):
+        begin = end = match.end()
+        under = ""
+        if text[begin:begin + 1] in _CLOSING:
+            end = _behind_bracket(text, begin)
+            under = text[begin + 1:end - 1]
+        elif found := _RADICAND.match(text, begin):
+            end, under = found.end(), found[0]
+        root = f"\\sqrt{{{under}}}" if end > begin else "\\sqrt "
+        text = text[:match.start()] + root + text[end:]
+    return text
+
+
+def _behind_bracket(text: str, begin: int) -> int:
+    """The place behind what closes the bracket at `begin`; `begin` itself where nothing does."""
+    opening, depth = text[begin], 0
+    for at in range(begin, len(text)):
+        depth += (text[at] == opening) - (text[at] == _CLOSING[opening])
+        if depth == 0:
+            return at + 1
+    return begin
 
 
 def plain(answer: str) -> str:

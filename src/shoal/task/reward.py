@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,23 @@ class Scores:
     extra: Mapping[str, list[list[Any]]] = field(default_factory=dict)  # log_extra: column -> [P][G]
     metrics: Mapping[str, list[float]] = field(default_factory=dict)  # log_metric: name -> what was logged
     failures: tuple[Failure, ...] = ()
+
+
+def failure_lines(failures: Iterable[Failure]) -> list[str]:
+    """The first example of each way in which a function failed, then the number of each."""
+    failures = list(failures)
+    first: dict[tuple[str, str], str] = {}
+    for one in failures:
+        first.setdefault((one.function, one.kind), one.text)
+    counts = Counter((one.function, one.kind) for one in failures)
+    return [*first.values(), *(f"reward function {name}: {kind} for {count} completions"
+                               for (name, kind), count in sorted(counts.items()))]
+
+
+def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
+    """For how many completions functions failed, `failed`, and each one, `failed/{function}`; none where none did."""
+    counts = Counter(one.function for one in failures if one.completion is not None)
+    return {"failed": counts.total()} | {f"failed/{name}": count for name, count in counts.items()} if counts else {}
 
 
 # ---- finding

@@ -5,8 +5,11 @@ Rows from files go through the same checks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.task.task import ROWS, Task, with_rewards
@@ -23,6 +26,7 @@ _LISTS = ("files", "columns")
 """Settings of a task that are lists."""
 
 _MESSAGE = ("role", "content")
+_MISSING = ("NAType", "NaTType")
 
 Correct = Callable[[str, Example], bool]
 
@@ -79,7 +83,8 @@ def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, n
         notes.append(f"rows: the last {count} of {count + len(train)} are held out for evaluation "
                      "(held_out= gives others)")
     notes += unseen_columns(ROWS, train[0])
-    return Task(ROWS, train, {"held_out": kept}, rewards=(), correct=_guarded(correct), notes=tuple(notes))
+    return Task(ROWS, train, {"held_out": kept}, rewards=(), correct=_guarded(correct), question="prompt",
+                notes=tuple(notes))
 
 
 def unseen_columns(task: str, example: Example) -> list[str]:
@@ -175,7 +180,7 @@ def _example(row: Any, number: int, place: str) -> Example:
         raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
     if "prompt" not in row:
         raise ShoalError(f"{place} has no `prompt`: {_there(row)}")
-    columns = {column: value for column, value in row.items() if column != "prompt"}
+    columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     for column in columns:
         if not isinstance(column, str):
             raise ShoalError(f"{place}: the column {column!r} is a {type(column).__name__}; expected a name, text")
@@ -185,9 +190,22 @@ def _example(row: Any, number: int, place: str) -> Example:
     return Example(number, _prompt(row["prompt"], place), columns)
 
 
+def _plain(value: Any) -> Any:
+    """A table's value as Python has it: lists for arrays, None where there is none (NaN, NA, NaT)."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in _MISSING
+    return None if missing else value
+
+
 def _prompt(prompt: Any, place: str) -> Prompt:
     """Text, or messages as a list of plain dicts, checked."""
     if isinstance(prompt, str):
+        _check_characters(prompt, place)
         if prompt:
             return prompt
         raise ShoalError(f"{place}: `prompt` is empty: expected text, or messages")
@@ -202,4 +220,15 @@ def _prompt(prompt: Any, place: str) -> Prompt:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _MESSAGE):
             raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role "
                              "and content, both text")
+        _check_characters(message["content"], place)
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _check_characters(text: str, place: str) -> None:
+    """ShoalError where a text has half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start]).strip("'")
+        raise ShoalError(f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
+                         "halves, or leave it out") from error

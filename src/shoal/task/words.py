@@ -326,7 +326,7 @@ def load(task: TaskSection) -> Task:
                  RewardFunction("format", format_reward, 0.1, own=True)),
         correct=is_correct,
         well_formed=well_formed,
-        extract=lambda text: answer_key(single_answer(text)),
+        extract=lambda text: answer_key(single_answer(text)) or None,
         pretrain_example=functools.partial(_pretrain_example, task=task),
         notes=notes,
     )

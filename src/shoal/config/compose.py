@@ -242,6 +242,12 @@ def _packaged(config_type: type, key: str, name: str) -> Gathered:
     return _layer(config_type, compose_values("", file), {}, file)
 
 
+def brought_by_name(config: Any) -> dict[str, Any]:
+    """What the recipe and the algorithm that a configuration names set, by dotted key."""
+    named = {key: get_value(config, key) for key in PACKAGED}
+    return _merge([_packaged(type(config), key, name).settled for key, name in named.items() if name])
+
+
 def _packaged_notes(key: str, name: str, config: Any, values: Mapping[str, Any],
                     higher: Mapping[str, Any]) -> list[str]:
     """One line on what a recipe or an algorithm sets that differs from the defaults and stands."""

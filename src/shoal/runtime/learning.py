@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from shoal.config.compose import PRESETS
+from shoal.config.compose import brought_by_name
 from shoal.config.schema import AlgorithmSection, Config, TrainSection
 from shoal.model.transformer import Model
 from shoal.runtime.brief import num_updates
@@ -107,22 +106,10 @@ def unread_bounds(config: Config) -> Iterator[str]:
         users = ", ".join(loss for loss, bounds in BOUNDS.items() if "clip_dual" in bounds)
         yield f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for {users}"
     own = [f"algorithm.{name}={getattr(a, name):g}" for name in BOUNDS[a.loss]
-           if getattr(a, name) not in (getattr(defaults, name), brought.get(name))]
+           if getattr(a, name) not in (getattr(defaults, name), brought.get(f"algorithm.{name}"))]
     if own and a.num_epochs * a.num_minibatches == 1:
         yield (f"{', '.join(own)} cannot act: with one update a step every ratio is 1 and nothing is clipped; set "
                "algorithm.num_minibatches or algorithm.num_epochs above 1")
-
-
-def brought_by_name(config: Config) -> dict[str, Any]:
-    """What the named recipe and algorithm set in the section `algorithm`."""
-    import yaml
-
-    files = [PRESETS / "recipe" / f"{config.recipe}.yaml", PRESETS / "algorithm" / f"{config.algorithm.name}.yaml"]
-    brought = {}
-    for file in files:
-        if file.is_file():
-            brought |= yaml.safe_load(file.read_text(encoding="utf-8")).get("algorithm", {})
-    return brought
 
 
 def num_kept(config: Config) -> int:

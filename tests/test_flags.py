@@ -69,6 +69,8 @@ from shoal.types import ShoalError
      {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
     (["sampler_devices_fraction=0.5", "trainer_devices_fraction=0.5", "inference_replicas=2"],
      {"mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.sampler_tensor": 4}),
+    (["data.filter_overlong_prompts=True", "data.truncation=error", "steps=7"], {"steps": 7}),
+    (["data.truncation='error'"], {"sampling.long_prompts": "error"}),
     (["trainer.nnodes=2"], {"mesh.trainer": "16", "mesh.fsdp": -1}),
     (["env.repeats=16", "train.dialog_turns_per_batch=32", "train.total_dialog_turns=320"],
      {"batch.group_size": 16, "batch.prompts_per_step": 2, "steps": 10}),
@@ -154,6 +156,8 @@ def test_a_value_may_be_the_next_word():
                                   "--steps", "7", "--seed=1"])
     assert (config.optimizer.lr, config.model.dtype, config.steps, config.seed) == (1e-5, "bfloat16", 7, 1)
     assert config.model.scan_layers and config.report.groups
+    assert compose("train", ["--logging_steps", "1", "--steps", "3"])[0].steps == 3
+    assert compose("replay", ["--json", "a", "--step", "3"])[0].run == "a"
     with pytest.raises(ShoalError, match="--steps: expected a value"):
         compose("train", ["--steps", "--seed=1"])
 

@@ -269,10 +269,9 @@ VERL: list[Foreign] = [
             "rounds beyond the first; 0, no limit there, is 1,000"),
     _turned("verl", "actor_rollout_ref.model.enable_gradient_checkpointing", "model.remat", _REMAT,
             "true: whole blocks are computed again", flag=True),
-    _turned("verl", "data.truncation", "sampling.long_prompts", choice({"error": {"sampling.long_prompts": "error"}}),
-            "error only: a prompt is never cut", quiet=True),
-    _turned("verl", "data.filter_overlong_prompts", "sampling.long_prompts", _if_true(
-        {"sampling.long_prompts": "drop"}, {"sampling.long_prompts": "error"}), "true: dropped, counted", quiet=True),
+    *_derived("verl", "long_prompts", "sampling.long_prompts", "error only: a prompt is never cut", "data.truncation"),
+    *_derived("verl", "long_prompts", "sampling.long_prompts", "true: dropped, counted; false: an error",
+              "data.filter_overlong_prompts"),
     _turned("verl", _T + "save_freq", "checkpoint.checkpoint_period", _least_zero("checkpoint.checkpoint_period"),
             "-1: only the last step"),
     _turned("verl", _T + "test_freq", "train.evaluate_every", _least_zero("train.evaluate_every"),

@@ -246,8 +246,9 @@ def key_of(config_type: type, name: str) -> Key | None:
 
 
 def joined(config_type: type, words: Sequence[str]) -> list[str]:
-    """The words, with `--name VALUE` as `--name=VALUE`; a switch takes true or false only."""
-    rest, whole = list(words), []
+    """The words, with `--name VALUE` as `--name=VALUE`; where words of WORDS may follow, a switch takes true or false
+    only."""
+    rest, whole, alone = list(words), [], command_of(config_type) in WORDS
     while rest:
         word = rest.pop(0)
         name = word.lstrip("-").replace("-", "_")
@@ -255,7 +256,7 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
         if word.startswith("--") and "=" not in word and behind is not None:
             key, row = key_of(config_type, name), FOREIGN.get(name)
             switch = row.flag if row else key is not None and key.type is bool
-            if not switch or behind.lower() in ("true", "false"):
+            if not (switch and alone) or behind.lower() in ("true", "false"):
                 word = f"{word}={rest.pop(0)}"
         whole.append(word)
     return whole

@@ -204,6 +204,15 @@ def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.num_minibatches": str(prompts // size)}, f"{prompts} prompts a step, {size} an update"
 
 
+def long_prompts(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: prompts over the limit are filtered out first; what is left of them is an error."""
+    name = "data.truncation"
+    chosen(name, given.get(name, "error").strip("'"), {"error": ""})
+    name = "data.filter_overlong_prompts"
+    dropped = to_bool(name, given.get(name, "false"))
+    return {"sampling.long_prompts": "drop" if dropped else "error"}, ""
+
+
 def divergence(given: Given, get: Get) -> tuple[Values, str]:
     """verl: two places for a divergence, each switched on apart; its coefficient counts only there."""
     head = "actor_rollout_ref.actor."
@@ -265,7 +274,7 @@ def train_files(given: Given, get: Get) -> tuple[Values, str]:
 DERIVATIONS: Mapping[str, Derivation] = {
     one.__name__: one for one in (
         lengths, fractions, replicas, gpus, turns_per_batch, micro_batch, micro_batch_per_gpu, trl_batch, mini_batches,
-        turns, trl_updates, warmup, trl_loss, trl_clip, verl_clip, estimator, divergence, reward_file,
+        turns, trl_updates, warmup, trl_loss, trl_clip, verl_clip, estimator, long_prompts, divergence, reward_file,
         rollout_correction, train_files)
 }
 """In the order in which they are made: later ones see what earlier ones gave."""

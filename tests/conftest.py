@@ -1,6 +1,7 @@
 """Eight simulated CPU devices for every test, most use the first one alone; programs compiled once; the order."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,6 +15,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = ("test_resume", "test_learning", "test_job", "test_objectives", "test_step", "test_examples")
 """Files that take minutes: begun first, so that no worker ends with one of them while the other has nothing to do."""

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,13 +73,21 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
     assert 0.8 <= mean < 0.95  # a ratio that should be 1: the bias of uncorrected truncation
 
 
+@jax.jit
+def all_scores(parameters, ids, length):
+    """Logits of ids[1, T], of which the first `length` count."""
+    size = ids.shape[1]
+    hidden, _ = forward(model(SMALL), parameters, ids, jnp.arange(size)[None], keep_keys(length[None], size))
+    return logits(model(SMALL), parameters, hidden)
+
+
 def mass_kept(parameters, prompt, completion):
     """Share of the whole distribution that the kept tokens hold, at each token."""
-    ids = np.concatenate([prompt, completion.token_ids])[None]
-    size = ids.shape[1]
-    mix = keep_keys(jnp.asarray([size]), size)
-    hidden, _ = forward(model(SMALL), parameters, jnp.asarray(ids), jnp.arange(size)[None], mix)
-    scores = np.asarray(logits(model(SMALL), parameters, hidden))[0, len(prompt) - 1 : -1].astype(np.float64) / 0.9
+    tokens = np.concatenate([prompt, completion.token_ids])
+    ids = np.zeros((1, 256), np.int32)
+    ids[0, : len(tokens)] = tokens
+    scores = np.asarray(all_scores(parameters, ids, np.int32(len(tokens))))[0, len(prompt) - 1 : len(tokens) - 1]
+    scores = scores.astype(np.float64) / 0.9
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     return np.array([p[t, row[row >= 0]].sum() for t, row in enumerate(completion.extra["kept"])])

@@ -92,6 +92,11 @@ def test_each_word_keeps_its_place(words, lines):
     assert [line for _, line in multirun.combine(Config, words)] == lines
 
 
+def test_a_sweep_over_nothing_is_named():
+    with pytest.raises(ShoalError, match=r"seed=range\(0\): nothing to sweep over"):
+        list(multirun.combine(Config, ["seed=range(0)"]))
+
+
 def test_a_sweeps_folder_is_under_the_base(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert multirun.root_of(compose("train", ["base_output_directory=~/x", "run_name=a"])[0]) == tmp_path / "x" / "a"

@@ -129,6 +129,8 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
         if isinstance(texts, str):
             line[place] = f"{name}={texts}"
             continue
+        if not texts:
+            raise ShoalError(f"{name}={text}: nothing to sweep over; give one value at least")
         if key in _FIXED:
             raise ShoalError(f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; put "
                              "quotes around a value that holds commas")

@@ -226,7 +226,7 @@ PAPERS: dict[str, dict[str, Any]] = {
     "gdpo": {"advantage": "gdpo"},
     # GMPO: (e^-0.4, e^0.4); eight updates a step.
     "gmpo": {"advantage": "grpo", "loss": "gmpo", **PPO, "clip_low": 0.4, "clip_high": 0.4,
-             "aggregation": "seq-mean-token-mean", "num_minibatches": 8},
+             "aggregation": "seq-mean-token-mean", "num_minibatches": 8, "kl_coef": 0.0},
     # DeepSeekMath, section 4.2: coefficient 0.04, a single update after each exploration.
     "grpo": {"advantage": "grpo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-mean", "kl": "k3",
              "kl_coef": 0.04, "kl_in": "loss", "num_epochs": 1, "num_minibatches": 1},

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from shoal import cli
+from shoal.algorithm.policy_loss import POLICY_LOSSES
 from shoal.config.compose import compose
 from shoal.config.schema import AlgorithmSection, BatchSection, RewardSection
 from shoal.model.attention import keep_keys
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet, is_clock
-from shoal.runtime.learning import algorithm_warnings, check_trainable, schedule_of
+from shoal.runtime.learning import BOUNDS, algorithm_warnings, check_trainable, schedule_of
 from shoal.task.overlong import overlong_punishment, with_overlong
 from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
@@ -318,7 +319,8 @@ def test_a_divergence_in_the_reward_by_hand():
     old = {(0, 0): np.array([-1.0, -1], np.float32), (0, 1): np.array([-1.0, -9], np.float32)}
     ref = {(0, 0): np.array([-2.0, -3], np.float32), (0, 1): np.array([-2.0, -3], np.float32)}
     told = MetricSet()
-    taken = updater(a)._penalty(made, Given(old=old, ref=ref), choose_shape(made, 1, 2, 100, 1), told)
+    taken = updater(a)._penalty(
+        made, Table.of(made, a), Given(old=old, ref=ref), choose_shape(made, 1, 2, 100, 1), told)
     assert taken is not None
     np.testing.assert_allclose(taken, [[0.3, 0.1]], rtol=1e-6)  # 0.1 x (1 + 2) and, of its one drawn token, 0.1 x 1
     assert told.result()["kl"] == pytest.approx(4 / 3)
@@ -328,7 +330,8 @@ def test_a_divergence_in_the_reward_by_hand():
     first, second = made[0].completions
     made[0] = replace(made[0], completions=(replace(first, stop_reason=StopReason.LENGTH), second))
     told, masked = MetricSet(), replace(a, mask_cut=True)
-    again = updater(masked)._penalty(made, Given(old=old, ref=ref), choose_shape(made, 1, 2, 100, 1), told)
+    again = updater(masked)._penalty(
+        made, Table.of(made, masked), Given(old=old, ref=ref), choose_shape(made, 1, 2, 100, 1), told)
     np.testing.assert_array_equal(again, taken)
     assert told.result()["kl"] == pytest.approx(1.0)
 
@@ -384,6 +387,10 @@ def test_everything_at_once_runs_and_is_told(workshop):
 def test_staleness_and_publication(words, lag, every):
     config, _ = compose("train", words)
     assert (schedule_of(config.train).lag, schedule_of(config.train).publish_every) == (lag, every)
+
+
+def test_the_bounds_of_every_loss_are_known():
+    assert set(BOUNDS) == set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize(("words", "text"), [

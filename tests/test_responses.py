@@ -328,7 +328,10 @@ def test_rows_from_python_are_answered(tmp_path):
     data = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(20)]
     file = str(write(tmp_path, [{"prompt": "3 + 1 = ?", "response": "4!"},
                                 {"question": "19 + 1 = ?", "response": "20"}]))
-    correct = lambda text, example: text == example.columns["answer"]  # noqa: E731
+
+    def correct(text, example):
+        return text == example.columns["answer"]
+
     figures = shoal.evaluate(task=data, responses=file, reward=plain, reward__workers=0, correct=correct)
     assert (figures["task"], figures["accuracy"], figures["num_unjudged"]) == ("rows", 0.5, 0)
     assert figures["mean_reward"] == pytest.approx((4.2 + 20.2) / 2)

@@ -78,7 +78,7 @@ def door_words(name: str, words: Sequence[str]) -> list[str]:
     """
     command, preset, first = DOORS[name]
     if preset in ("grpo", "rl"):
-        first = tuple(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag))
+        first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
     begins = int(bool(words) and words[0].endswith((".yml", ".yaml")) and "=" not in words[0])
     named = begins or any(word.partition("=")[0] in (*CONFIG_NAMES, "config_file") for word in words)
     chosen = [] if named else ["--config-name", preset]

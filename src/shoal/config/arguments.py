@@ -18,13 +18,12 @@ from typing import Any
 from shoal.config.aliases import FOREIGN, foreign_of
 from shoal.config.foreign import NOTHING, TOKEN, Became, Foreign, became, blank_token, take_token, text_of
 from shoal.config.keys import (
-    CLOSE,
     Key,
     UnknownKey,
     command_of,
     dataclass_of,
+    is_misspelt,
     keys_of,
-    likeness,
     sections_of,
     unknown_key,
 )
@@ -112,9 +111,8 @@ def find_key(config_type: type, name: str) -> Key:
         if name in sections_of(config_type):
             inside = next(key for key in names if key.startswith(f"{name}."))
             raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
-        last = name.rpartition(".")[2]
-        alike = any(likeness(last, known.rpartition(".")[2]) > CLOSE for known in names)
-        if (name in FOREIGN and FOREIGN[name].fits(Config)) or (name in names_of(Config) and not alike):
+        theirs_too = name in FOREIGN and FOREIGN[name].fits(Config)
+        if theirs_too or (name in names_of(Config) and not is_misspelt(name, names)):
             raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it "
                              "out here")
         theirs = {row.name: ", ".join(row.keys) for row in FOREIGN.values() if row.keys and row.fits(config_type)}

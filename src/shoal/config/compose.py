@@ -79,7 +79,12 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
     Where no preset is named, the one with the task's name is composed first, under the user's own keys.
     """
     config_type = dataclass_of(command)
-    return _compose(config_type, rewrite(config_type, argv))
+    return compose_arguments(config_type, rewrite(config_type, argv))
+
+
+def compose_arguments(config_type: type, arguments: Arguments) -> tuple[Any, Resolved]:
+    """The same from a command line that is rewritten already."""
+    return _compose(config_type, arguments)
 
 
 def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any, Resolved]:
@@ -99,7 +104,7 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
     """
     config_name = overrides.pop("config_name", "")
     gathered, functions = Gathered(config_type), ()
-    for name, value in leaves_of(config_type, _nested_names(overrides)):
+    for name, value in leaves_of(config_type, nested_names(overrides)):
         key = key_of(config_type, name)
         if key and key.name in COMMA_LISTS and isinstance(value, str):
             value = split_list(key, value)
@@ -109,9 +114,9 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
     return *_compose(config_type, gathered.arguments(str(config_name))), functions
 
 
-def _nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`a__b` as `a.b`, at any depth."""
-    return {str(name).replace("__", "."): _nested_names(value) if isinstance(value, Mapping) else value
+    return {str(name).replace("__", "."): nested_names(value) if isinstance(value, Mapping) else value
             for name, value in overrides.items()}
 
 

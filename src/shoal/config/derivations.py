@@ -166,17 +166,20 @@ _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 def trl_clip(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: epsilon is both bounds, unless epsilon_high is given."""
     low, high = given.get("epsilon", ""), given.get("epsilon_high", "")
-    high = low if high.lower() in NOTHING else high
-    values = {"algorithm.clip_low": low, "algorithm.clip_high": high}
-    return {key: str(to_float("epsilon", text)) for key, text in values.items() if text}, ""
+    return _clips("epsilon", low, low if high.lower() in NOTHING else high)
 
 
 def verl_clip(given: Given, get: Get) -> tuple[Values, str]:
     """verl: clip_ratio is both bounds, where the one is not given apart."""
     named = {name.rpartition(".")[2]: text for name, text in given.items()}
-    values = {f"algorithm.clip_{side}": named.get(f"clip_ratio_{side}", named.get("clip_ratio", ""))
-              for side in ("low", "high")}
-    return {key: str(to_float("clip_ratio", text)) for key, text in values.items() if text}, ""
+    low, high = (named.get(f"clip_ratio_{side}", named.get("clip_ratio", "")) for side in ("low", "high"))
+    return _clips("clip_ratio", low, high)
+
+
+def _clips(name: str, low: str, high: str) -> tuple[Values, str]:
+    """The bounds that were given."""
+    values = {"algorithm.clip_low": low, "algorithm.clip_high": high}
+    return {key: str(to_float(name, text)) for key, text in values.items() if text}, ""
 
 
 def estimator(given: Given, get: Get) -> tuple[Values, str]:

@@ -162,8 +162,13 @@ def _nearest_by_help(key: str, config_type: type) -> str:
     last = key.rpartition(".")[2].lower()
     words = last.replace("_", " ")
     found = [known.name for known in keys_of(config_type).values() if words in known.help.lower()]
-    alike = any(likeness(last, name.rpartition(".")[2]) > CLOSE for name in keys_of(config_type))
-    return found[0] if "_" in last and found and not alike else ""
+    return found[0] if "_" in last and found and not is_misspelt(key, keys_of(config_type)) else ""
+
+
+def is_misspelt(key: str, names: Iterable[str]) -> bool:
+    """Whether the last of a key's dotted parts is like that of one of `names`."""
+    last = key.rpartition(".")[2]
+    return any(likeness(last, name.rpartition(".")[2]) > CLOSE for name in names)
 
 
 CLOSE = 0.75

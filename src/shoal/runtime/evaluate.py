@@ -60,8 +60,9 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         answers = evaluator.answers(source, 0, 0, sampled=True)
         data = data_text(config.task, task, opened.tokenizer, bool(config.model.template))
         failures = source.read_clock().failures
-        figures = {subset: evaluator.figures(own) | failed_figures(_failures_of(subset, answers, failures))
-                   | {"data": data} for subset, own in answers.items()}
+        failed = _failures_by_set(answers, failures)
+        figures = {subset: evaluator.figures(own) | failed_figures(failed[subset]) | {"data": data}
+                   for subset, own in answers.items()}
         for subset, values in figures.items():
             console.evaluation(subset, values)
         for line in failure_lines(failures):
@@ -75,10 +76,10 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
     return figures
 
 
-def _failures_of(subset: str, answers: Mapping[str, Answers], failures: Sequence[Failure]) -> list[Failure]:
-    """Those of a set's questions; of one that several sets have, the first set's."""
+def _failures_by_set(answers: Mapping[str, Answers], failures: Sequence[Failure]) -> dict[str, list[Failure]]:
+    """Those of each set's questions; of one that several sets have, the first set's."""
     owner = {group.example.row: name for name in reversed(list(answers)) for group in answers[name].greedy}
-    return [failure for failure in failures if owner.get(failure.row) == subset]
+    return {subset: [failure for failure in failures if owner.get(failure.row) == subset] for subset in answers}
 
 
 def data_text(section: TaskSection, task: Task, tokenizer: Tokenizer, given: bool) -> str:

@@ -101,13 +101,17 @@ def unread_settings(config: Config) -> Iterator[str]:
 def unread_bounds(config: Config) -> Iterator[str]:
     """Bounds of the ratio that the loss does not read, or that cannot act since every ratio is 1; what a recipe or an
     algorithm brought by name is not spoken of there."""
-    a, defaults, brought = config.algorithm, AlgorithmSection(), brought_by_name(config)
+    a, defaults = config.algorithm, AlgorithmSection()
     if a.clip_dual and "clip_dual" not in BOUNDS[a.loss]:
         users = ", ".join(loss for loss, bounds in BOUNDS.items() if "clip_dual" in bounds)
         yield f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for {users}"
-    own = [f"algorithm.{name}={getattr(a, name):g}" for name in BOUNDS[a.loss]
-           if getattr(a, name) not in (getattr(defaults, name), brought.get(f"algorithm.{name}"))]
-    if own and a.num_epochs * a.num_minibatches == 1:
+    changed = [name for name in BOUNDS[a.loss] if getattr(a, name) != getattr(defaults, name)]
+    if not changed or a.num_epochs * a.num_minibatches > 1:
+        return
+    brought = brought_by_name(config)
+    own = [f"algorithm.{name}={getattr(a, name):g}" for name in changed
+           if getattr(a, name) != brought.get(f"algorithm.{name}")]
+    if own:
         yield (f"{', '.join(own)} cannot act: with one update a step every ratio is 1 and nothing is clipped; set "
                "algorithm.num_minibatches or algorithm.num_epochs above 1")
 

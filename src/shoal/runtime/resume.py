@@ -15,7 +15,16 @@ from typing import Any
 
 from shoal.config.aliases import same_key
 from shoal.config.arguments import quote, rewrite
-from shoal.config.compose import Resolved, compose, compose_values, find_preset, get_value, recompose
+from shoal.config.compose import (
+    PRESETS,
+    Resolved,
+    compose_arguments,
+    compose_values,
+    find_preset,
+    get_value,
+    nested_names,
+    recompose,
+)
 from shoal.config.convert import convert_value, leaves_of
 from shoal.config.keys import command_of, keys_of
 from shoal.config.schema import Config
@@ -61,7 +70,7 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     arguments = rewrite(config_type, argv)
     run = named_run(config_type, arguments.values, arguments.config_name, arguments.overrides)
     if run is None:
-        return compose(config_type, argv)
+        return compose_arguments(config_type, arguments)
     file = run / CONFIG
     arguments = replace(arguments, config_name=str(file), values={**arguments.values, "resume": str(run)},
                         overrides=(*arguments.overrides, f"++resume={quote(str(run))}"))
@@ -73,8 +82,9 @@ def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> from_overrides(Config, **on_run({"resume": "last", "steps": 200}))
     """
-    names = {name.replace("__", "."): value for name, value in overrides.items() if name != "config_name"}
-    own = {same_key(name): str(value) for name, value in leaves_of(Config, names) if same_key(name) in PLACE}
+    names = {name: value for name, value in overrides.items() if name != "config_name"}
+    own = {same_key(name): str(value) for name, value in leaves_of(Config, nested_names(names))
+           if same_key(name) in PLACE}
     run = named_run(Config, own, str(overrides.get("config_name", "")))
     return {**overrides, "config_name": str(run / CONFIG), "resume": str(run)} if run else dict(overrides)
 
@@ -84,10 +94,11 @@ def named_run(config_type: type, own: Mapping[str, Any], config_name: str = "",
     """The run that `resume` names, among the user's own keys or in the preset or file that they name; None where none
     does."""
     given: dict[str, Any] = {}
-    if config_name:
-        command = command_of(config_type)
-        values = compose_values(command, find_preset(command, config_name), overrides)
-        given = {same_key(name): value for name, value in leaves_of(config_type, values)}
+    command = command_of(config_type)
+    file = find_preset(command, config_name) if config_name else None
+    if file and not file.is_relative_to(PRESETS):  # the packaged ones name no run
+        given = {same_key(name): value
+                 for name, value in leaves_of(config_type, compose_values(command, file, overrides))}
     given |= own
     keys = keys_of(config_type)
     resume, base = (convert_value(keys[name], given.get(name, keys[name].default)) for name in PLACE)

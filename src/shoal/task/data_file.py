@@ -53,13 +53,18 @@ def _fault(error: ValueError | RecursionError) -> str:
 
 
 def _check_characters(row: Any, place: str, task: str) -> None:
-    """ShoalError where a string has half a surrogate pair, which no tokenizer and no file takes."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start]).strip("'")
+    if half := half_character(json.dumps(row, ensure_ascii=False)):
         raise ShoalError(f"task {task}: {place} holds {half}, half of a character that JSON writes as two: write both "
-                         "halves, or leave it out") from error
+                         "halves, or leave it out")
+
+
+def half_character(text: str) -> str:
+    """The first half of a surrogate pair alone, which no tokenizer and no file takes, as `\\ud83d`; empty without."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start]).strip("'")
+    return ""
 
 
 def _text(file: Path, task: str) -> str:

@@ -11,6 +11,9 @@ from shoal.task.reward import RewardFunction
 from shoal.task.task import Task
 from shoal.types import ShoalError
 
+PENALTY = "overlong"
+"""The reward function that `reward.overlong_buffer_tokens` adds."""
+
 
 def overlong_punishment(max_tokens: int, buffer_tokens: int) -> Callable[..., list[float]]:
     """A reward function (TRL's convention) of completions' lengths in tokens: 0 up to `max_tokens - buffer_tokens`,
@@ -35,8 +38,8 @@ def with_overlong(task: Task, reward: RewardSection, max_tokens: int) -> Task:
     if buffer > max_tokens:
         raise ShoalError(f"reward.overlong_buffer_tokens={buffer}: expected at most sampling.max_completion_tokens "
                          f"({max_tokens}), of which it is the last part")
-    if any(one.name == "overlong" for one in task.rewards):
+    if any(one.name == PENALTY for one in task.rewards):
         raise ShoalError("reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give yours "
                          "another, or leave that key at 0")
-    penalty = RewardFunction("overlong", overlong_punishment(max_tokens, buffer), reward.overlong_penalty, own=True)
+    penalty = RewardFunction(PENALTY, overlong_punishment(max_tokens, buffer), reward.overlong_penalty, own=True)
     return replace(task, rewards=(*task.rewards, penalty))

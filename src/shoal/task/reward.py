@@ -246,6 +246,12 @@ async def _together(wanted: Sequence[tuple[RewardFunction, range]], batch: Batch
 # ---- scores from calls
 
 
+def weighted_sum(weights: Sequence[float], values: np.ndarray) -> np.ndarray:
+    """values[F, N] of F functions -> float64[N]: what one could not judge, NaN, is left out; NaN where all are."""
+    summed = np.einsum("f,fn->n", np.asarray(weights, np.float64), np.nan_to_num(values, nan=0.0))
+    return np.where(np.isnan(values).all(axis=0), np.nan, summed)
+
+
 def total(functions: Sequence[RewardFunction], batch: Batch, cases: Mapping[str, Case], on_error: Policy,
           limit_seconds: float = 0.0) -> Scores:
     """The weighted sum. Raises `ShoalError` for the first function that breaks its convention, or failed under the
@@ -254,8 +260,7 @@ def total(functions: Sequence[RewardFunction], batch: Batch, cases: Mapping[str,
     stacked = np.stack([sheet.values for sheet in sheets])  # [F, P*G]
     skipped = np.any([sheet.skipped for sheet in sheets], axis=0)
     valid = np.isfinite(stacked).any(axis=0) & ~skipped
-    weights = np.array([one.weight for one in functions])
-    rewards = np.where(valid, np.einsum("f,fn->n", weights, np.nan_to_num(stacked, nan=0.0)), np.nan)
+    rewards = np.where(valid, weighted_sum([one.weight for one in functions], stacked), np.nan)
     extra: dict[str, list[list[Any]]] = {}
     metrics: dict[str, list[float]] = {}
     num_prompts, group_size = batch.shape

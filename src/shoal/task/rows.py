@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.config.schema import RewardSection, TaskSection
+from shoal.task.data_file import half_character
 from shoal.task.task import ROWS, Task, with_rewards
 from shoal.types import Example, Prompt, ShoalError
 
@@ -225,10 +226,6 @@ def _prompt(prompt: Any, place: str) -> Prompt:
 
 
 def _check_characters(text: str, place: str) -> None:
-    """ShoalError where a text has half a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start]).strip("'")
+    if half := half_character(text):
         raise ShoalError(f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
-                         "halves, or leave it out") from error
+                         "halves, or leave it out")

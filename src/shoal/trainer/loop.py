@@ -17,6 +17,8 @@ import numpy as np
 from shoal.algorithm.advantage import informative
 from shoal.config.compose import to_dict
 from shoal.config.schema import AlgorithmSection, Config, SamplingSection
+from shoal.task.overlong import PENALTY
+from shoal.task.reward import weighted_sum
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.prompts import Learnt, Prepared, PromptStream
@@ -24,9 +26,6 @@ from shoal.trainer.record import Recorder
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater
 from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, SamplingParams, ShoalError
-
-PENALTY = "overlong"
-"""The reward function that `reward.overlong_buffer_tokens` adds."""
 
 
 @dataclass(frozen=True)
@@ -268,16 +267,13 @@ def has_variance(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     else:
         left_out = penalty if a.filter_by == "correct" else ""
         weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
+        reward = group.rewards
+        if left_out:
+            values = np.array([group.reward_components[name] for name in weights])
+            reward = weighted_sum(list(weights.values()), values.reshape(len(weights), len(reward)))
         own = [group.reward_components[name] for name, weight in weights.items() if weight]
-        parts = [group.rewards if not left_out else weighted(group, weights)]
-        parts += own if a.advantage == "gdpo" else []
+        parts = [reward, *(own if a.advantage == "gdpo" else ())]
     return any(informative(part[None], (group.valid & ~np.isnan(part))[None])[0] for part in parts)
-
-
-def weighted(group: Group, weights: Mapping[str, float]) -> np.ndarray:
-    """The reward by these functions alone, NaN where none of them could judge."""
-    values = np.array([weight * group.reward_components[name] for name, weight in weights.items()])
-    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:

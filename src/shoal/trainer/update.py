@@ -109,7 +109,7 @@ class Updater:
                              shards)
         metrics, table = MetricSet(), Table.of(groups, self.algorithm)
         given = self._given(state, groups, table, shape)
-        if (penalty := self._penalty(groups, given, shape, metrics)) is not None:
+        if (penalty := self._penalty(groups, table, given, shape, metrics)) is not None:
             table = Table.of(groups, self.algorithm, penalty)
         outcome = Outcome(table, metrics)
         shift = self._shift(groups, given, metrics)
@@ -173,18 +173,19 @@ class Updater:
                        self.temperature, num_kept=self.num_kept)
         return Given(*(None if scorer is None else self._scores(scorer, batches) for scorer in wanted))
 
-    def _penalty(self, groups: Sequence[Group], given: Given, shape: Shape, metrics: MetricSet) -> np.ndarray | None:
+    def _penalty(self, groups: Sequence[Group], table: Table, given: Given, shape: Shape,
+                 metrics: MetricSet) -> np.ndarray | None:
         """What a divergence in the reward takes off it, [P, G]: the sum over a completion's drawn tokens. The metric is
         over those that are trained on."""
         a = self.algorithm
         if a.kl_in == "loss" or given.ref is None or given.old is None:
             return None
         old, ref = (np.zeros((len(groups), groups[0].size, shape.length), np.float32) for _ in range(2))
-        drawn, trained = np.zeros(old.shape, bool), np.zeros(old.shape, bool)
+        drawn = np.zeros(old.shape, bool)
         for (group, index), values in given.old.items():
-            at, completion = (group, index, slice(0, len(values))), groups[group].completions[index]
-            old[at], ref[at], drawn[at] = values, given.ref[group, index], completion.drawn
-            trained[at] = completion.drawn & (not a.mask_cut or completion.stop_reason != StopReason.LENGTH)
+            at = (group, index, slice(0, len(values)))
+            old[at], ref[at], drawn[at] = values, given.ref[group, index], groups[group].completions[index].drawn
+        trained = drawn & ~table.cut[..., None] if a.mask_cut else drawn
         apart = np.stack([
             np.asarray(token_kl(a.kl, *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
                                 clamp_value=a.kl_clamp_value), np.float64)

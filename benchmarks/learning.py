@@ -24,8 +24,8 @@ def permuted_reward(prompts: list[Any], completions: list[Any], answer: list[str
     """The task's own reward, 1.0 correct and 0.1 format, permuted within each group."""
     import random
 
-    from shoal.task.answer import format_reward
-    from shoal.task.words import correct_reward
+    from shoal.tasks.graders.answer import format_reward
+    from shoal.tasks.words import correct_reward
 
     correct, form = correct_reward(completions, answer), format_reward(completions)
     rewards = [a + 0.1 * b for a, b in zip(correct, form, strict=True)]

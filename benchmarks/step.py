@@ -33,14 +33,14 @@ def measure(name: str, repeats: int, dtype: str) -> dict[str, float]:
     from shoal.config.schema import AlgorithmSection, BatchSection, MeshSection, OptimizerSection
     from shoal.mesh import make_roles
     from shoal.model.transformer import Architecture, Model, initialise
-    from shoal.runtime.local import drive
+    from shoal.rollout.source import drive
     from shoal.sampler.engine import Engine
     from shoal.trainer.step import Learner, Objective
     from shoal.trainer.update import Updater
     from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams
 
-    width, layers, feed, heads, keys, head, vocabulary, prompts, siblings, prompt, completion = SHAPES[name]
-    a = Architecture(vocabulary, width, feed, layers, heads, keys, head, tie_embeddings=True)
+    hidden_size, layers, feed, heads, keys, head, vocabulary, prompts, siblings, prompt, completion = SHAPES[name]
+    a = Architecture(vocabulary, hidden_size, feed, layers, heads, keys, head, tie_embeddings=True)
     roles = make_roles(MeshSection())
     model = Model(a, roles.trainer, jax.numpy.dtype(dtype))
     parameters = initialise(a, 0, roles.trainer)

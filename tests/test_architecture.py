@@ -13,24 +13,25 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 
 LAYERS = {
-    0: ("types", "config", "mesh"),
+    0: ("types", "text", "config", "mesh"),
     1: ("model", "algorithm", "report"),
-    2: ("sampler", "task"),
+    2: ("sampler", "rewards", "tasks"),
     3: ("rollout", "trainer"),
-    4: ("runtime",),
-    5: ("cli", "recipes", "benchmarks", "__init__", "__main__"),
+    4: ("run",),
+    5: ("commands", "compat"),
+    6: ("cli", "benchmarks", "__init__", "__main__"),
 }
 LAYER = {noun: layer for layer, nouns in LAYERS.items() for noun in nouns}
 
 WITHIN_LAYER = {  # who may import whom inside one layer
-    ("config", "types"), ("mesh", "types"), ("mesh", "config"),
-    ("cli", "__init__"), ("cli", "recipes"), ("__init__", "recipes"), ("__main__", "cli"), ("benchmarks", "__init__"),
+    ("config", "types"), ("config", "text"), ("mesh", "types"), ("mesh", "config"),
+    ("cli", "__init__"), ("__main__", "cli"), ("benchmarks", "__init__"),
 }
 
 ONLY_IN = {  # a foreign package -> the files that may import it
-    "ray": {"runtime/cluster.py"},
+    "ray": {"rollout/ray.py"},
     "orbax": {"trainer/checkpoint.py"},
-    "math_verify": {"task/math_child.py"},
+    "math_verify": {"tasks/graders/math_child.py"},
     "tensorboard": {"report/tensorboard.py"},
     "wandb": {"report/wandb.py"},
     "torch": set(), "transformers": set(), "vllm": set(),
@@ -131,9 +132,10 @@ def test_files_and_functions_stay_short():
 def make_tree(root: Path, files: dict[str, str]) -> Path:
     """A package of given files, with an empty module for each noun that they name."""
     defaults = {"types.py": "", "mesh.py": "", "config/schema.py": "", "model/linear.py": "", "algorithm/kl.py": "",
-                "report/sink.py": "", "sampler/engine.py": "", "task/words.py": "", "rollout.py": "",
-                "trainer/loop.py": "", "runtime/local.py": "", "runtime/cluster.py": "", "cli.py": "",
-                "__init__.py": "", "recipes/__init__.py": "", "trainer/checkpoint.py": ""}
+                "report/sink.py": "", "sampler/engine.py": "", "tasks/words.py": "", "rollout.py": "",
+                "trainer/loop.py": "", "rollout/source.py": "", "rollout/ray.py": "", "cli.py": "",
+                "__init__.py": "", "trainer/checkpoint.py": "",
+                "run/assembly.py": "", "commands/train.py": "", "compat/trl.py": ""}
     for name, text in {**defaults, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,18 +149,18 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     ("config/schema.py", "from shoal import mesh", "one layer"),
     ("model/linear.py", "from shoal.algorithm.kl import k3", "one layer"),
     ("model/linear.py", "from shoal import ShoalError", "__init__"),
-    ("report/sink.py", "def f():\n    from shoal.task import words", "layer 2"),
-    ("sampler/engine.py", "from ..task import words", "one layer"),
-    ("sampler/engine.py", "import importlib\nimportlib.import_module('shoal.cli')", "layer 5"),
-    ("trainer/loop.py", "import shoal.rollout", "one layer"),
-    ("rollout.py", "def f():\n    if True:\n        from shoal.trainer.loop import run", "one layer"),
-    ("trainer/loop.py", "import shoal.runtime.local", "layer 4"),
-    ("runtime/local.py", "from shoal import cli", "layer 5"),
-    ("runtime/local.py", "import ray", "runtime/cluster.py"),
+    ("report/sink.py", "def f():\n    from shoal.tasks import words", "layer 2"),
+    ("sampler/engine.py", "from ..tasks import words", "one layer"),
+    ("sampler/engine.py", "import importlib\nimportlib.import_module('shoal.cli')", "layer 6"),
+    ("trainer/loop.py", "import shoal.rollout.group", "one layer"),
+    ("rollout/group.py", "def f():\n    if True:\n        from shoal.trainer.loop import run", "one layer"),
+    ("trainer/loop.py", "import shoal.run.assembly", "layer 4"),
+    ("rollout/source.py", "from shoal import cli", "layer 6"),
+    ("rollout/source.py", "import ray", "rollout/ray.py"),
     ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/checkpoint.py"),
     ("model/linear.py", "import torch.nn as nn", "no file"),
     ("model/linear.py", "def f():\n    from transformers import AutoModel", "no file"),
-    ("runtime/local.py", "import vllm", "no file"),
+    ("rollout/source.py", "import vllm", "no file"),
     ("trainer/checkpoint.py", "import pickle", "no file"),
     ("utils.py", "", "has no layer"),
 ])
@@ -176,10 +178,10 @@ def test_a_forbidden_import_is_found(tmp_path, place, text, reason):
     ("model/linear.py", "from . import linear\nfrom ..types import Group"),
     ("trainer/loop.py", "from shoal.sampler.engine import Engine\nfrom .checkpoint import save"),
     ("trainer/checkpoint.py", "import orbax.checkpoint as ocp"),
-    ("runtime/cluster.py", "import ray"),
-    ("runtime/local.py", "import shoal.rollout, shoal.trainer.loop"),
-    ("cli.py", "import shoal\nfrom shoal.runtime import local"),
-    ("__init__.py", "def train():\n    from shoal.runtime import local"),
+    ("rollout/ray.py", "import ray"),
+    ("run/resume.py", "import shoal.rollout.group, shoal.trainer.loop"),
+    ("cli.py", "import shoal\nfrom shoal.run import assembly"),
+    ("__init__.py", "def train():\n    from shoal.run import assembly"),
 ])
 def test_an_allowed_import_passes(tmp_path, place, text):
     assert import_faults(make_tree(tmp_path, {place: text})) == []
@@ -187,7 +189,7 @@ def test_an_allowed_import_passes(tmp_path, place, text):
 
 def test_what_is_too_long_is_found(tmp_path):
     body = "    x = 1\n" * MAX_FUNCTION_LINES
-    make_tree(tmp_path, {"rollout.py": f"def short():\n{body[10:]}\n\ndef long():\n{body}",
+    make_tree(tmp_path, {"rollout/group.py": f"def short():\n{body[10:]}\n\ndef long():\n{body}",
                          "mesh.py": "x = 1\n" * (MAX_FILE_LINES + 1), "cli.py": "x = 1\n" * MAX_FILE_LINES})
     faults = length_faults(tmp_path)
     assert len(faults) == 2

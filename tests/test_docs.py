@@ -15,13 +15,13 @@ import yaml
 
 import shoal
 from shoal import cli
+from shoal.commands.multirun import combine
 from shoal.config.arguments import names_of
 from shoal.config.compose import compose
 from shoal.config.help import command_help
 from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.report.metrics import METRICS
-from shoal.runtime.multirun import combine
 from shoal.types import ShoalError
 
 ROOT = Path(__file__).parent.parent

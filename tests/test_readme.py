@@ -10,9 +10,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tiny_runs import quick_compilation
 
 from shoal.cli import main
-from tiny_runs import quick_compilation
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -86,9 +86,9 @@ def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
 def test_the_example_command_lines_compose(line: str):
     import shlex
 
+    from shoal.commands.multirun import combine
     from shoal.config.compose import compose
     from shoal.config.keys import COMMANDS
-    from shoal.runtime.multirun import combine
 
     _, command, *words = shlex.split(line, comments=True)
     own = [word for word in words if word not in ("--dry-run", "--multirun")]

@@ -17,12 +17,12 @@ from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
     from shoal.report.result import Result
-    from shoal.task.reward import RewardFunction
-    from shoal.task.task import Task
+    from shoal.rewards.scores import RewardFunction
+    from shoal.tasks.task import Task
 
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
 
-_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.task.reward", "Task": "shoal.task.task"}
+_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.rewards.scores", "Task": "shoal.tasks.task"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
@@ -40,9 +40,9 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     from shoal.config.compose import from_overrides
     from shoal.config.schema import Config
     from shoal.report.result import Result
-    from shoal.runtime.cache import cache_by_configuration
-    from shoal.runtime.job import train as run
-    from shoal.runtime.resume import on_run
+    from shoal.run.assembly import train as run
+    from shoal.run.cache import cache_by_configuration
+    from shoal.run.resume import on_run
 
     config, resolved, functions = from_overrides(Config, **on_run(_named(task, held_out, correct, overrides)))
     config, resolved = _with_functions_named(config, resolved, functions)
@@ -60,15 +60,15 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
     from shoal.config.compose import from_overrides
     from shoal.config.schema import EvalConfig
-    from shoal.runtime.cache import cache_by_configuration
+    from shoal.run.cache import cache_by_configuration
     config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
     if config.responses:
-        from shoal.runtime.responses import judge_responses
+        from shoal.commands.responses import judge_responses
 
         everything = replace(config, task=replace(config.task, num_questions=0))
         own = _own_task(task, held_out, correct, everything, functions)
         return judge_responses(config, functions, _console(resolved), own)
-    from shoal.runtime.evaluate import evaluate as run
+    from shoal.commands.evaluate import evaluate as run
 
     own = _own_task(task, held_out, correct, config, functions)
     cache_by_configuration()
@@ -90,8 +90,8 @@ def __getattr__(name: str) -> Any:
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides with the task under its name; data of one's own is `rows`."""
-    from shoal.task.rows import is_data
-    from shoal.task.task import ROWS
+    from shoal.tasks.rows import is_data
+    from shoal.tasks.task import ROWS
 
     if is_data(task):
         return {**overrides, "task.name": ROWS}
@@ -102,7 +102,8 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
 
 
 def _own_task(task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]) -> Task | None:
-    from shoal.task.rows import is_data, own_task
+    from shoal.run.task import own_task
+    from shoal.tasks.rows import is_data
 
     return own_task(task, held_out, correct, config.task, config.reward, functions) if is_data(task) else None
 
@@ -110,8 +111,8 @@ def _own_task(task: Any, held_out: Any, correct: Any, config: Any, functions: Se
 def _with_functions_named(config: Any, resolved: Any, functions: Sequence[Callable]) -> tuple[Any, Any]:
     """The configuration with the names of functions that came from Python: a run's folder does not hide them."""
     from shoal.config.compose import texts_of
-    from shoal.task.reward import name_functions
-    from shoal.task.task import FROM_PYTHON
+    from shoal.rewards.scores import name_functions
+    from shoal.tasks.task import FROM_PYTHON
 
     if not functions:
         return config, resolved

@@ -14,8 +14,9 @@ from shoal.config.arguments import CONFIG_NAMES, WORDS, words_text
 from shoal.config.completion import ASK, candidates, script
 from shoal.config.foreign import blank_token
 from shoal.config.help import command_help, dry_run, options_of, overview
-from shoal.config.keys import COMMANDS, keys_of, nearest
-from shoal.runtime.cache import cache_by_environment
+from shoal.config.keys import COMMANDS, keys_of
+from shoal.run.cache import cache_by_environment
+from shoal.text import nearest
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _run_command(command: str, words: list[str]) -> int:
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     """The configuration; where a job goes on with a run, on top of the run's own."""
     if "resume" in keys_of(COMMANDS[command]):
-        from shoal.runtime.resume import compose_job
+        from shoal.run.resume import compose_job
 
         return compose_job(COMMANDS[command], words)
     from shoal.config.compose import compose
@@ -180,7 +181,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         raise
     except Exception as error:
         if command in GREEDY_OF_MEMORY:
-            from shoal.runtime.doctor import explain_out_of_memory
+            from shoal.commands.doctor import explain_out_of_memory
 
             if explained := explain_out_of_memory(error, config):
                 raise explained from error
@@ -190,8 +191,8 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
 def _sweep(command: str, words: list[str], only_shown: bool) -> int:
     if "--multirun" not in options_of(command):
         raise ShoalError(f"--multirun: shoal {command} makes no run folders; only shoal train can be swept")
+    from shoal.commands.multirun import multirun
     from shoal.report.console import Console
-    from shoal.runtime.multirun import multirun
 
     result = multirun(command, words, Console(), only_shown)
     return FAILED_EXIT_CODE if result["num_failed"] else 0
@@ -237,71 +238,71 @@ def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabl
 
 
 def _train(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.job import train
+    from shoal.run.assembly import train
 
     return train(config, resolved, console=console)
 
 
 def _doctor(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.doctor import doctor
+    from shoal.commands.doctor import doctor
 
     return doctor(config, console)
 
 
 def _evaluate(config: Any, resolved: Resolved, console: Console) -> Any:
     if config.responses:
-        from shoal.runtime.responses import judge_responses
+        from shoal.commands.responses import judge_responses
 
         return judge_responses(config, console=console)
-    from shoal.runtime.evaluate import evaluate
+    from shoal.commands.evaluate import evaluate
 
     return evaluate(config, console=console)
 
 
 def _generate(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.job import generate
+    from shoal.run.assembly import generate
 
     return generate(config, console=console)
 
 
 def _export(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.job import export
+    from shoal.run.assembly import export
 
     return export(config, console=console)
 
 
 def _replay(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.replay import replay
+    from shoal.commands.replay import replay
 
     return replay(config, console)
 
 
 def _rescore(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.rescore import rescore
+    from shoal.commands.rescore import rescore
 
     return rescore(config, console)
 
 
 def _diff(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.difference import diff
+    from shoal.commands.diff import diff
 
     return diff(config, console)
 
 
 def _export_rollouts(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.export_rollouts import export_rollouts
+    from shoal.commands.export_rollouts import export_rollouts
 
     return export_rollouts(config, console)
 
 
 def _pretrain(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.pretrain import pretrain
+    from shoal.commands.pretrain import pretrain
 
     return pretrain(config, console=console)
 
 
 def _convert(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.runtime.convert import convert
+    from shoal.commands.convert import convert
 
     return convert(config, console)
 

@@ -19,9 +19,11 @@ Words, used in code, metrics and documents alike:
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
+import inspect
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -103,6 +105,48 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
+GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
+"""Data columns that hold what is right, in the order in which they count. A `solution` beside an `answer` is worked."""
+
+
+def ground_truth(columns: Mapping[str, Any]) -> Any:
+    """What a row says is right: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that is not empty;
+    None where there is none.
+
+    >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
+    '5'
+    """
+    model = columns.get("reward_model")
+    found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
+    found += [columns.get(name) for name in GOLD_COLUMNS]
+    return next((value for value in found if value is not None and not (isinstance(value, str) and not value)), None)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function in TRL's or verl's convention, the name its figures go by, and its weight in the sum."""
+
+    name: str
+    function: Callable[..., Any]
+    weight: float = 1.0
+    builtin: bool = False  # one of the task's: quick and pure, so it runs in the caller's process
+
+    @functools.cached_property
+    def per_completion(self) -> bool:
+        """In verl's convention: a call for each completion."""
+        try:
+            names = set(inspect.signature(self.function).parameters)
+        except (TypeError, ValueError):
+            return False
+        return {"solution_str", "ground_truth"} <= names
+
+    @functools.cached_property
+    def awaits(self) -> bool:
+        """`async def`, of the function or of the object's `__call__`."""
+        return inspect.iscoroutinefunction(self.function) or \
+            inspect.iscoroutinefunction(type(self.function).__call__)
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """G completions of one prompt, asked of a `Sampler`.
@@ -125,14 +169,14 @@ class Completion:
     `logprobs` are under the distribution that was sampled from (greedy: temperature 1, untruncated); 0 where not drawn.
 
     >>> Completion(request_id=4, index=0, token_ids=np.array([7, 9, 2]), logprobs=np.array([-.1, -.7, -.2]),
-    ...            drawn=np.array([True, True, True]), versions=np.array([3, 3, 3]), stop_reason=StopReason.EOS)
+    ...            loss_mask=np.array([True, True, True]), versions=np.array([3, 3, 3]), stop_reason=StopReason.EOS)
     """
 
     request_id: int
     index: int
     token_ids: np.ndarray  # int32[T]
     logprobs: np.ndarray  # float32[T]
-    drawn: np.ndarray  # bool[T]
+    loss_mask: np.ndarray  # bool[T]
     versions: np.ndarray  # int32[T]
     stop_reason: StopReason
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)  # further arrays by token: kept sets, experts
@@ -233,7 +277,7 @@ class RolloutSource(Protocol):
         """The groups that this step asked for, in the order asked; waits for them."""
         ...
 
-    def withdraw(self, purpose: Purpose, step: int) -> None:
+    def cancel(self, purpose: Purpose, step: int) -> None:
         """Takes back what this step asked for and was not handed over."""
         ...
 

@@ -27,12 +27,12 @@ class Advantage(Protocol):
     """
 
     def __call__(
-        self, rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+        self, rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
         components: Float[np.ndarray, "F P G"] | None = None, weights: Float[np.ndarray, "F"] | None = None,
     ) -> Float[np.ndarray, "P G"]: ...
 
 
-def informative(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
+def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
     """Whether a group has anything to compare: two valid siblings or more, whose rewards are not all the same.
 
     Exact comparison of the largest and the smallest: a standard deviation of equal rewards need not round to 0.
@@ -42,15 +42,15 @@ def informative(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
     return (valid.sum(axis=1) >= 2) & ~(top == bottom)
 
 
-def grpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+def grpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
          **unread: object) -> Rewards:
-    """(r - mean) / (std + std_eps) within each group; `std_eps_as="least"`: / max(std, std_eps).
+    """(r - mean) / (std + std_eps) within each group; `std_eps_mode="max"`: / max(std, std_eps).
 
     `std_ddof` is taken off the number of valid siblings. DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome
     supervision).
     """
     centred = _centred(rewards, valid)
-    return centred / _apart(_std(centred, valid, std_ddof, axis=1), std_eps, std_eps_as)
+    return centred / _divisor(_std(centred, valid, std_ddof, axis=1), std_eps, std_eps_mode)
 
 
 def dr_grpo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -65,25 +65,25 @@ def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
 
 
-def batch_std(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+def batch_std(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
               **unread: object) -> Rewards:
     """(r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks or Traps", arXiv 2508.08221;
     TRL's scale_rewards="batch"."""
     spread = _std(_centred_over(rewards, valid, axis=None), valid, std_ddof, axis=None)
-    return _centred(rewards, valid) / _apart(spread, std_eps, std_eps_as)
+    return _centred(rewards, valid) / _divisor(spread, std_eps, std_eps_mode)
 
 
-def reinforce_pp(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+def reinforce_pp(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
                  **unread: object) -> Rewards:
     """(r - mean) / (std + std_eps) over all valid rewards of the step: groups have no part. REINFORCE++, arXiv
     2501.03262."""
-    return _whitened(rewards, valid, std_ddof, std_eps, std_eps_as)
+    return _whitened(rewards, valid, std_ddof, std_eps, std_eps_mode)
 
 
-def reinforce_pp_baseline(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+def reinforce_pp_baseline(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
                           **unread: object) -> Rewards:
     """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv 2501.03262."""
-    return _scaled(_centred(rewards, valid), valid, std_ddof, std_eps, std_eps_as)
+    return _scaled(_centred(rewards, valid), valid, std_ddof, std_eps, std_eps_mode)
 
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -97,7 +97,7 @@ def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     return np.divide(centred, mean, out=np.zeros_like(centred), where=~outside)
 
 
-def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_as: str = "added",
+def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
          components: Float[np.ndarray, "F P G"] | None = None,
          weights: Float[np.ndarray, "F"] | None = None) -> Rewards:
     """Each reward function's values normalised within their groups as by `grpo`, summed by weight, whitened over the
@@ -107,8 +107,8 @@ def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_e
     total = np.zeros(rewards.shape)
     for part, weight in zip(parts, scale, strict=True):
         judged = valid & ~np.isnan(part)
-        total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_as=std_eps_as)
-    return _scaled(total, valid, std_ddof, std_eps, std_eps_as)
+        total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode)
+    return _scaled(total, valid, std_ddof, std_eps, std_eps_mode)
 
 
 def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -138,13 +138,13 @@ def step_advantages(a: AlgorithmSection, rewards: np.ndarray, valid: np.ndarray,
     names = list(weights or {})
     stacked = np.array([[group[name] for group in components] for name in names]) if names and components else None
     scale = np.array([weights[name] for name in names]) if stacked is not None and weights else None
-    return ADVANTAGES[a.advantage](rewards, valid, std_ddof=a.std_ddof, std_eps=a.std_eps, std_eps_as=a.std_eps_as,
+    return ADVANTAGES[a.advantage](rewards, valid, std_ddof=a.std_ddof, std_eps=a.std_eps, std_eps_mode=a.std_eps_mode,
                                    components=stacked, weights=scale)
 
 
 def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """r - mean of the group; exactly 0 in a group that is not `informative`."""
-    return _centred_over(rewards, valid & informative(rewards, valid)[:, None], axis=1)
+    """r - mean of the group; exactly 0 in a group that is not `nonzero_std`."""
+    return _centred_over(rewards, valid & nonzero_std(rewards, valid)[:, None], axis=1)
 
 
 def _centred_over(rewards: np.ndarray, members: np.ndarray, axis: int | None) -> np.ndarray:
@@ -158,20 +158,20 @@ def _std(centred: np.ndarray, members: np.ndarray, ddof: int, axis: int | None) 
     return np.sqrt((centred**2).sum(axis=axis, keepdims=True) / np.maximum(number - ddof, 1))
 
 
-def _apart(std: np.ndarray, eps: float, eps_as: str) -> np.ndarray:
+def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
     """What to divide by; 1 where it would be 0 (only zeros stand above it)."""
-    size = np.maximum(std, eps) if eps_as == "least" else std + eps
+    size = np.maximum(std, eps) if eps_mode == "max" else std + eps
     return np.where(size == 0, 1.0, size)
 
 
-def _scaled(values: np.ndarray, valid: np.ndarray, ddof: int, eps: float, eps_as: str) -> np.ndarray:
+def _scaled(values: np.ndarray, valid: np.ndarray, ddof: int, eps: float, eps_mode: str) -> np.ndarray:
     """Values whose mean is 0 within each group, over their deviation in the step: what is exactly 0 stays so."""
-    return values / _apart(_std(_centred_over(values, valid, axis=None), valid, ddof, axis=None), eps, eps_as)
+    return values / _divisor(_std(_centred_over(values, valid, axis=None), valid, ddof, axis=None), eps, eps_mode)
 
 
-def _whitened(values: np.ndarray, valid: np.ndarray, ddof: int, eps: float, eps_as: str) -> np.ndarray:
+def _whitened(values: np.ndarray, valid: np.ndarray, ddof: int, eps: float, eps_mode: str) -> np.ndarray:
     """(x - mean) / (std + eps) over all valid ones of the step; exactly 0 where they are all the same."""
-    if not informative(values.reshape(1, -1), valid.reshape(1, -1))[0]:
+    if not nonzero_std(values.reshape(1, -1), valid.reshape(1, -1))[0]:
         return np.zeros(values.shape)
     centred = _centred_over(values, valid, axis=None)
-    return centred / _apart(_std(centred, valid, ddof, axis=None), eps, eps_as)
+    return centred / _divisor(_std(centred, valid, ddof, axis=None), eps, eps_mode)

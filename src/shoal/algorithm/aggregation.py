@@ -63,7 +63,7 @@ def token_weights(mode: str, lengths: Lengths, valid: Bool[np.ndarray, "P G"], c
 
     `lengths` are numbers of drawn tokens in the whole update, not in a micro-batch; 0 for a completion that is masked
     out of the loss. `counts` is False for completions that leave the loss and its denominator
-    (`degenerate="renormalise"`: those of groups without variance). A completion that does not count, is not `valid`,
+    (`zero_std_groups="exclude"`: those of groups without variance). A completion that does not count, is not `valid`,
     or has no drawn token has weight 0; one that counts, is valid and has no drawn token is still one of the
     completions that the seq-means divide by. Nothing counts: all weights 0. `constant`: the length that
     seq-mean-token-sum-norm divides by, 1 or more.

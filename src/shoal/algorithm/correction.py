@@ -1,4 +1,4 @@
-"""Importance weights for what sampler and trainer disagree on: w = exp(old - beh), under stop-gradient.
+"""Importance weights for what sampler and trainer disagree on: w = exp(old - sampler), under stop-gradient.
 
 They multiply the policy term alone. Each kind is a pure function of the weight and stands in `CORRECTIONS` under the
 name that a user sets.
@@ -37,7 +37,7 @@ CORRECTIONS: dict[str, Callable[[Array, float, float], Array]] = {"tis": tis, "m
 
 
 def correction_weights(
-    kind: str, level: str, old: Float[Array, "R S C"], beh: Float[Array, "R S C"], mask: Bool[Array, "R S C"],
+    kind: str, level: str, old_logprobs: Float[Array, "R S C"], sampler_logprobs: Float[Array, "R S C"], mask: Bool[Array, "R S C"],
     segment: Int[Array, "R S C"], cap: float, floor: float,
 ) -> Float[Array, "R S C"]:
     """The weight of each masked-in token, 0 elsewhere.
@@ -45,9 +45,9 @@ def correction_weights(
     `level`: `token`, each its own; `sequence`, the product over the drawn tokens of its completion; `geometric`, their
     geometric mean (GSPO's ratio: it does not grow with length).
     """
-    apart = jax.lax.stop_gradient(jnp.where(mask, old, 0) - jnp.where(mask, beh, 0))
+    log_ratio = jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0))
     if level == "sequence":
-        apart = segment_sum(apart, segment)
+        log_ratio = segment_sum(log_ratio, segment)
     elif level == "geometric":
-        apart = segment_mean(apart, segment, mask)
-    return jnp.where(mask, CORRECTIONS[kind](jnp.exp(apart), cap, floor), 0)
+        log_ratio = segment_mean(log_ratio, segment, mask)
+    return jnp.where(mask, CORRECTIONS[kind](jnp.exp(log_ratio), cap, floor), 0)

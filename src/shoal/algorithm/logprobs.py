@@ -18,7 +18,7 @@ def token_logprobs(
     temperature: Float[Array, ""],
     project: Callable[[jax.Array], jax.Array],
     chunk: int,
-    kept: Int[Array, "R T K"] | None = None,
+    support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-prob of the target, entropy of the distribution) in nats at each place.
@@ -53,7 +53,7 @@ def token_logprobs(
             entropy = jnp.where(narrowed, _entropy(among - within[..., None], entropy_gradient), entropy)
         return chosen - normaliser, entropy
 
-    parts = tuple(map(cut, (hidden, targets) if kept is None else (hidden, targets, kept)))
+    parts = tuple(map(cut, (hidden, targets) if support_ids is None else (hidden, targets, support_ids)))
     if count == 1:
         logprob, entropy = (x[None] for x in some(tuple(part[0] for part in parts)))
     else:

@@ -47,7 +47,7 @@ ALIASES: Mapping[str, Alias] = {
     "task": Alias("task.name", note="brings the preset of that name, under your own keys"),
     "reward": Alias("reward.functions", note="file.py:function, several with commas"),
     "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
-    "checkpoint_period": Alias("checkpoint.checkpoint_period"),
+    "checkpoint_period": Alias("checkpoint.every"),
     "temperature": Alias("sampling.temperature", _ASKING),
     "max_new_tokens": Alias("sampling.max_completion_tokens", _ASKING),
     "max_prompt_tokens": Alias("sampling.max_prompt_tokens", _ASKING),

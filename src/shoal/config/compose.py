@@ -38,8 +38,9 @@ from shoal.config.convert import convert as convert
 from shoal.config.derivations import DERIVATIONS
 from shoal.config.foreign import Became, Values, text_of
 from shoal.config.help import shown
-from shoal.config.keys import command_of, dataclass_of, keys_of, nearest, sections_of
+from shoal.config.keys import command_of, dataclass_of, keys_of, sections_of
 from shoal.config.schema import Config
+from shoal.text import nearest
 from shoal.types import ShoalError
 
 PRESETS = Path(__file__).parent / "presets"

@@ -122,7 +122,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
         f"{total} completions a device and step, {group} a prompt{several}; {said}"
 
 
-UPDATES = {"max_steps": "steps", "save_steps": "checkpoint.checkpoint_period", "eval_steps": "train.evaluate_every"}
+UPDATES = {"max_steps": "steps", "save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
 
 
 def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
@@ -225,10 +225,10 @@ def divergence(given: Given, get: Get) -> tuple[Values, str]:
         raise ShoalError("use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: switch "
                          "one of them off")
     if in_loss:
-        return {"algorithm.kl_coef": given.get(head + "kl_loss_coef", "0.001"), "algorithm.kl_in": "loss"}, \
+        return {"algorithm.kl_coef": given.get(head + "kl_loss_coef", "0.001"), "algorithm.kl_placement": "loss"}, \
             "a term of the loss"
     if in_reward:
-        return {"algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"), "algorithm.kl_in": "reward"}, \
+        return {"algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"), "algorithm.kl_placement": "reward"}, \
             "taken off the reward"
     return {"algorithm.kl_coef": "0"}, "off without use_kl_loss=true or use_kl_in_reward=true"
 

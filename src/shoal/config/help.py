@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.aliases import FOREIGN
 from shoal.config.arguments import aliases_of, find_key, names_of, words_text
-from shoal.config.keys import COMMANDS, Key, command_of, keys_of, nearest, sections_of
+from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
+from shoal.text import nearest
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -26,6 +25,7 @@ from shoal.config.schema import (
     ReplayConfig,
     RescoreConfig,
 )
+from shoal.text import CLOSE, likeness, nearest
 from shoal.types import ShoalError
 
 COMMANDS: Mapping[str, type] = {
@@ -169,24 +169,3 @@ def is_misspelt(key: str, names: Iterable[str]) -> bool:
     """Whether the last of a key's dotted parts is like that of one of `names`."""
     last = key.rpartition(".")[2]
     return any(likeness(last, name.rpartition(".")[2]) > CLOSE for name in names)
-
-
-CLOSE = 0.75
-"""Likeness from which a name is taken for a misspelling."""
-
-
-def likeness(a: str, b: str) -> float:
-    """0 (nothing in common) to 1 (equal but for case); letters that changed places are a slip of the fingers."""
-    if a.lower() != b.lower() and sorted(a.lower()) == sorted(b.lower()):
-        return 0.95
-    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
-
-
-def nearest(key: str, names: Iterable[str]) -> str:
-    """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the first."""
-
-    def score(name: str) -> float:
-        whole, part = likeness(key, name), likeness(key.rpartition(".")[2], name.rpartition(".")[2])
-        return max(whole, 0.9 * part + 0.1 * whole)
-
-    return max(names, key=score)

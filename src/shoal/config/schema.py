@@ -177,7 +177,7 @@ class PretrainConfig:
     """Problems an update."""
     lr: float = 2e-3
     """Peak learning rate; it warms up over 100 updates and falls to a tenth."""
-    width: int = 128
+    hidden_size: int = 128
     """D: model width."""
     layers: int = 4
     """L: layers."""
@@ -191,7 +191,7 @@ class PretrainConfig:
         require(self.steps >= 1, "steps", self.steps, "1 or more")
         require(self.batch >= 1, "batch", self.batch, "1 or more")
         require(self.lr >= 0, "lr", self.lr, "0 or more")
-        require(self.width >= 64 and self.width % 64 == 0, "width", self.width, "a multiple of 64: heads are 32 wide")
+        require(self.hidden_size >= 64 and self.hidden_size % 64 == 0, "width", self.hidden_size, "a multiple of 64: heads are 32 wide")
         require(self.layers >= 1, "layers", self.layers, "1 or more")
         require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "300 or more: all bytes and the special tokens")
         require(0 <= self.stop_at_accuracy <= 1, "stop_at_accuracy", self.stop_at_accuracy, "a number in [0, 1]")

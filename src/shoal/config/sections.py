@@ -122,7 +122,7 @@ class SamplingSection:
     """Keep the smallest set of tokens with this mass; 1 for all."""
     min_p: float = 0.0
     """Keep tokens at least this likely, relative to the likeliest; 0 for all."""
-    max_kept_tokens: int = 128
+    max_support: int = 128
     """In training with top_k, top_p or min_p, at most so many of the likeliest tokens are kept at each place: the
     kept ones are stored, so that the trainer's log-probs are over the same set."""
     stop: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class SamplingSection:
         require(self.top_k >= 0, "sampling.top_k", self.top_k, "0 (off) or more")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
-        require(self.max_kept_tokens >= 1, "sampling.max_kept_tokens", self.max_kept_tokens, "1 or more")
+        require(self.max_support >= 1, "sampling.max_support", self.max_support, "1 or more")
         require(self.max_prompt_tokens >= 1, "sampling.max_prompt_tokens", self.max_prompt_tokens, "1 or more")
         require(self.max_completion_tokens >= 1, "sampling.max_completion_tokens", self.max_completion_tokens,
                 "1 or more")
@@ -159,7 +159,7 @@ class AlgorithmSection:
     """Degrees of freedom taken off in the standard deviation (TRL, Tunix 1; MaxText 0)."""
     std_eps: float = 1e-4
     """Added to the standard deviation."""
-    std_eps_as: Literal["added", "least"] = "added"
+    std_eps_mode: Literal["add", "max"] = "add"
     """Whether std_eps is added to the standard deviation or is the least that it is taken for (TorchRL)."""
     loss: Literal["grpo", "gspo", "gspo-token", "cispo", "gmpo", "sapo"] = "grpo"
     """The policy loss."""
@@ -180,7 +180,7 @@ class AlgorithmSection:
     """Estimator of the divergence from the reference."""
     kl_coef: float = 0.0
     """Weight of that divergence; at 0 no reference is kept."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_placement: Literal["loss", "reward"] = "loss"
     """Whether the divergence is a term of the loss or taken off the reward, summed over a completion."""
     kl_clamp_input: float = 0.0
     """Largest size of the difference of log-probs that the estimator sees (verl 20); 0 for no limit."""
@@ -196,7 +196,7 @@ class AlgorithmSection:
     aggregation_tokens: int = 0
     """seq-mean-token-sum-norm: the constant length to divide by; 0 for sampling.max_completion_tokens."""
     correction: Literal["none", "tis", "mis", "icepop"] = "none"
-    """Weights exp(old - beh) for what sampler and trainer disagree on: capped, left out above correction_cap, or left
+    """Weights exp(old - sampler) for what sampler and trainer disagree on: capped, left out above correction_cap, or left
     out outside both bounds."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Whether that weight is a token's, a completion's product, or its geometric mean."""
@@ -204,13 +204,13 @@ class AlgorithmSection:
     """Upper bound of the weight."""
     correction_floor: float = 0.5
     """icepop: lower bound of the weight."""
-    replay_truncation: bool = True
+    match_sampling_support: bool = True
     """Compute log-probs over the tokens that top_k, top_p and min_p had kept; without, the ratio is biased."""
-    mask_cut: bool = False
+    mask_truncated: bool = False
     """Leave completions that were cut at the limit out of the loss; they stay in mean and deviation."""
     dynamic_sampling: bool = False
     """DAPO: ask for further groups in place of those without variance, until the step is full."""
-    filter_by: Literal["correct", "reward"] = "correct"
+    dynamic_sampling_by: Literal["correct", "reward"] = "correct"
     """What has to vary in a group there. correct: what the task's check says of its completions (the paper: some are
     right, some wrong), or without a check the reward less the overlong penalty; reward: the whole reward."""
     max_sampling_rounds: int = 10
@@ -219,7 +219,7 @@ class AlgorithmSection:
     """Passes over each step's groups."""
     num_minibatches: int = 1
     """Updates in each pass."""
-    degenerate: Literal["count", "renormalise"] = "count"
+    zero_std_groups: Literal["include", "exclude"] = "include"
     """Whether completions of groups without variance count in the denominator (the papers) or not (DAPO)."""
 
     def __post_init__(self) -> None:
@@ -302,10 +302,10 @@ class TrainSection:
     """Steps between evaluations; 0 for only before and after."""
     pass_k: int = 8
     """Completions a question for pass@k in the first and the last evaluation; 0 leaves it out."""
-    publish_every: int = 1
+    weight_sync_interval: int = 1
     """Steps between two publications of weights to the sampler; n above 1 means samples up to n-1 versions old."""
     max_staleness: int = -1
-    """Most versions that samples may be older than the trainer's weights, at least publish_every - 1; -1 for just
+    """Most versions that samples may be older than the trainer's weights, at least weight_sync_interval - 1; -1 for just
     that."""
     retire_above: float = 1.0
     """Prompts of a higher pass rate are not drawn again, and the harder the others are the more often they are; 1 for
@@ -315,9 +315,9 @@ class TrainSection:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
         require(self.evaluate_every >= 0, "train.evaluate_every", self.evaluate_every, "0 (only at the ends) or more")
         require(self.pass_k >= 0, "train.pass_k", self.pass_k, "0 (off) or more")
-        require(self.publish_every >= 1, "train.publish_every", self.publish_every, "1 or more")
-        require(self.max_staleness == -1 or self.max_staleness >= self.publish_every - 1, "train.max_staleness",
-                self.max_staleness, f"-1 (auto), or publish_every - 1 = {self.publish_every - 1} or more")
+        require(self.weight_sync_interval >= 1, "train.weight_sync_interval", self.weight_sync_interval, "1 or more")
+        require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
+                self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    checkpoint_period: int = 10
+    every: int = 10
     """Steps between checkpoints; the last step is always saved. 0 for only the last."""
     keep_last: int = 2
     """Newest checkpoints kept."""
@@ -355,7 +355,7 @@ class CheckpointSection:
     saved."""
 
     def __post_init__(self) -> None:
-        require(self.checkpoint_period >= 0, "checkpoint.checkpoint_period", self.checkpoint_period,
+        require(self.every >= 0, "checkpoint.every", self.every,
                 "0 (only the last step) or more")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "1 or more")
         require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 (off) or more")

@@ -46,10 +46,10 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     return out.reshape(*out.shape[:3], -1, out.shape[-1]).astype(q.dtype)
 
 
-def _by_key_head(q: jax.Array, num_key_heads: int) -> jax.Array:
+def _by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
     """Scales by 1/sqrt(A) and splits the heads: [..., H, A] -> [..., K, H // K, A]."""
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    return q.reshape(*q.shape[:-2], num_key_heads, -1, q.shape[-1])
+    return q.reshape(*q.shape[:-2], num_kv_heads, -1, q.shape[-1])
 
 
 def _einsum(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -77,10 +77,10 @@ def attend_blocks(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, 
     nor the companions of a row show in its result. T of both sets is a multiple of `block`. No gradient.
     """
     q = _by_key_head(q, own.k.shape[-2])
-    rows, slots, _, heads, share, width = q.shape
+    rows, slots, _, heads, share, hidden_size = q.shape
     shape = (rows, slots, heads, share, 1)
     start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32),
-             jnp.zeros((rows, slots, heads, share, 1, width), jnp.float32))
+             jnp.zeros((rows, slots, heads, share, 1, hidden_size), jnp.float32))
 
     def cut(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis)
@@ -105,7 +105,7 @@ def attend_blocks(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, 
     carry = jax.lax.fori_loop(0, -(-num_prefix // block), prefix_block, start)
     _, total, out = jax.lax.fori_loop(0, -(-num_own // block), own_block, carry)
     out = jnp.moveaxis(out / total[..., None], 4, 2)
-    return out.reshape(rows, slots, 1, -1, width).astype(q.dtype)
+    return out.reshape(rows, slots, 1, -1, hidden_size).astype(q.dtype)
 
 
 def segment_index(segment: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ def segment_index(segment: jax.Array) -> jax.Array:
     return place - jax.lax.cummax(starts, axis=segment.ndim - 1)
 
 
-def share_prefix(prefix_size: int, prefix_len: jax.Array, segment: jax.Array):
+def shared_prefix_attention(prefix_size: int, prefix_len: jax.Array, segment: jax.Array):
     """The `Mix` of training and scoring: rows [prefix | slots], T = Tp + S*C, slots reading their row's prefix.
 
     A prompt token attends to the prompt up to itself; a completion token to the prompt and to the tokens of its own
@@ -127,7 +127,7 @@ def share_prefix(prefix_size: int, prefix_len: jax.Array, segment: jax.Array):
     prefix_mask = (visible[:, None, :] & jnp.tri(prefix_size, dtype=bool))[:, None]
     own_mask = (segment[..., None] == segment[..., None, :]) & jnp.tri(size, dtype=bool) & (segment > 0)[..., None]
 
-    def mix(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
         def prefix(x: jax.Array) -> jax.Array:
             return x[:, :prefix_size]
 
@@ -138,14 +138,14 @@ def share_prefix(prefix_size: int, prefix_len: jax.Array, segment: jax.Array):
         rest = attend(own(q), Keys(prefix(k), prefix(v), visible), Keys(own(k), own(v), own_mask))
         return jnp.concatenate([first, rest.reshape(rows, slots * size, *rest.shape[3:])], axis=1), None
 
-    return mix
+    return attention
 
 
-def keep_keys(prefix_len: jax.Array, size: int):
+def prefill_attention(prefix_len: jax.Array, size: int):
     """The `Mix` of prefill: prompts [R, T] attend to themselves, and their keys and values are handed back."""
     mask = ((jnp.arange(size) < prefix_len[:, None])[:, None, :] & jnp.tri(size, dtype=bool))[:, None]
 
-    def mix(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask))[:, 0], (k, v)
 
-    return mix
+    return attention

@@ -24,11 +24,11 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
 
     since a prompt's tokens need no logits and a completion's tokens attend to the prompt too.
     """
-    queries, keys = a.num_heads * a.head_width, a.num_key_heads * a.head_width
-    blocks = a.num_layers * a.width * (2 * queries + 2 * keys + 3 * a.feed_forward)
+    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    blocks = a.num_layers * a.hidden_size * (2 * queries + 2 * keys + 3 * a.intermediate_size)
     tokens = sum(completions)
     pairs = prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in completions)
-    return 2.0 * (blocks * (prompt + tokens) + a.width * a.vocab_size * tokens) + 4.0 * a.num_layers * queries * pairs
+    return 2.0 * (blocks * (prompt + tokens) + a.hidden_size * a.vocab_size * tokens) + 4.0 * a.num_layers * queries * pairs
 
 
 def model_flops(a: Architecture, sampled: Iterable[GroupLengths], trained: Iterable[GroupLengths],

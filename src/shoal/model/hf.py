@@ -28,7 +28,7 @@ import numpy as np
 from shoal.mesh import Role
 from shoal.model.hf_config import architecture_of, config_of, read_config, read_json
 from shoal.model.tensor_file import DTYPES, Stored, read_header, write_file
-from shoal.model.transformer import Architecture, Declared, Parameters, declare, is_declared
+from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError
 
 
@@ -55,7 +55,7 @@ _PRODUCTS = {
     "blocks.down": _LAYER + "mlp.down_proj",
 }
 NAMES: Mapping[str, Name] = {
-    "embedding": Name("model.embed_tokens.weight"),
+    "embed_tokens": Name("model.embed_tokens.weight"),
     "blocks.attention_norm": Name(_LAYER + "input_layernorm.weight"),
     "blocks.mlp_norm": Name(_LAYER + "post_attention_layernorm.weight"),
     "blocks.q_norm": Name(_LAYER + "self_attn.q_norm.weight"),
@@ -63,7 +63,7 @@ NAMES: Mapping[str, Name] = {
     **{path: Name(name + ".weight", transposed=True) for path, name in _PRODUCTS.items()},
     **{path + ".bias": Name(name + ".bias") for path, name in _PRODUCTS.items()},
     "final_norm": Name("model.norm.weight"),
-    "unembedding": Name("lm_head.weight", transposed=True),
+    "lm_head": Name("lm_head.weight", transposed=True),
 }
 """Path in `Parameters` (a biased weight's kernel under the weight's own path) -> name in the files."""
 
@@ -145,7 +145,7 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
     """
     dtype, tensors = np.dtype(dtype), open_tensors(folder, architecture)
 
-    def make(path: Any, declared: Declared) -> jax.Array:
+    def make(path: Any, declared: ParamSpec) -> jax.Array:
         sharding = role.sharding(declared.axes, declared.shape)
         parts: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
 
@@ -158,7 +158,7 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
         array = jax.make_array_from_callback(declared.shape, sharding, read)
         return array.block_until_ready()  # else the host's copies of several wait for their transfer at once
 
-    return jax.tree_util.tree_map_with_path(make, declare(architecture), is_leaf=is_declared)
+    return jax.tree_util.tree_map_with_path(make, param_specs(architecture), is_leaf=is_param_spec)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _match(stored: Mapping[str, Stored], a: Architecture, folder: Path) -> dict[
 
 def _named(a: Architecture) -> Iterator[tuple[str, Name, tuple[int, ...], Sequence[int]]]:
     """Each parameter's dotted path, name, shape of one tensor in the files, and layers."""
-    for path, declared in jax.tree_util.tree_leaves_with_path(declare(a), is_leaf=is_declared):
+    for path, declared in jax.tree_util.tree_leaves_with_path(param_specs(a), is_leaf=is_param_spec):
         name = NAMES[dotted(path)]
         shape = declared.shape[1:] if name.stacked else declared.shape
         yield dotted(path), name, shape[::-1] if name.transposed else shape, range(a.num_layers if name.stacked else 1)

@@ -26,7 +26,7 @@ def architecture_of(folder: str | Path) -> Architecture:
     if family not in FAMILIES:
         raise ShoalError(f"{folder}: model_type is {family!r}; Shoal knows {', '.join(FAMILIES)}.")
     _refuse_unsupported(config, folder)
-    width, heads = _size(config, "hidden_size", folder), _size(config, "num_attention_heads", folder)
+    hidden_size, heads = _size(config, "hidden_size", folder), _size(config, "num_attention_heads", folder)
     key_heads = config.get("num_key_value_heads") or heads
     if heads % key_heads:
         raise ShoalError(f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}.")
@@ -34,12 +34,12 @@ def architecture_of(folder: str | Path) -> Architecture:
     bias = bool(config.get("attention_bias", False))
     return Architecture(
         vocab_size=_size(config, "vocab_size", folder),
-        width=width,
-        feed_forward=_size(config, "intermediate_size", folder),
+        hidden_size=hidden_size,
+        intermediate_size=_size(config, "intermediate_size", folder),
         num_layers=_size(config, "num_hidden_layers", folder),
         num_heads=heads,
-        num_key_heads=key_heads,
-        head_width=config.get("head_dim") or (128 if family == "qwen3" else width // heads),
+        num_kv_heads=key_heads,
+        head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden_size // heads),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -134,12 +134,12 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "architectures": [FAMILIES[family]],
         "model_type": family,
         "vocab_size": a.vocab_size,
-        "hidden_size": a.width,
-        "intermediate_size": a.feed_forward,
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.intermediate_size,
         "num_hidden_layers": a.num_layers,
         "num_attention_heads": a.num_heads,
-        "num_key_value_heads": a.num_key_heads,
-        "head_dim": a.head_width,
+        "num_key_value_heads": a.num_kv_heads,
+        "head_dim": a.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "rms_norm_eps": a.norm_eps,

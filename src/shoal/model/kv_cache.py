@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.model.attention import Keys, attend_blocks
-from shoal.model.transformer import Architecture, Mix
+from shoal.model.transformer import Architecture, AttentionFn
 
 KEY_BLOCK = 64
 """Keys that one step of decoding's online softmax takes; caches are multiples of it."""
@@ -28,7 +28,7 @@ class LayerCache:
 
 def empty(a: Architecture, groups: int, siblings: int, prefix: int, own: int, dtype: Any) -> tuple[LayerCache, ...]:
     """A cache a layer, all zeros."""
-    heads = (a.num_key_heads, a.head_width)
+    heads = (a.num_kv_heads, a.head_dim)
 
     def layer() -> LayerCache:
         shared, single = (groups, prefix, *heads), (groups, siblings, own, *heads)
@@ -54,18 +54,18 @@ def write_prefixes(caches: tuple[LayerCache, ...], keys: Any, groups: jax.Array)
     )
 
 
-def decode_mix(prefix_len: jax.Array, place: jax.Array, num_prefix: jax.Array, num_own: jax.Array) -> Mix:
+def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array, num_own: jax.Array) -> AttentionFn:
     """The `Mix` of decoding: one token for each of [N, G] slots, written at place[N, G] of its own keys, which then
     attends to its group's prompt and to its own tokens. `num_*` bound the keys that anybody has."""
 
-    def mix(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         put = jax.vmap(jax.vmap(lambda keys, new, at: jax.lax.dynamic_update_slice(keys, new[None], (at, 0, 0))))
-        cache = LayerCache(cache.prefix_k, cache.prefix_v, put(cache.own_k, k, place), put(cache.own_v, v, place))
+        cache = LayerCache(cache.prefix_k, cache.prefix_v, put(cache.own_k, k, position), put(cache.own_v, v, position))
         prefix_mask = jnp.arange(cache.prefix_k.shape[1]) < prefix_len[:, None]
-        own_mask = (jnp.arange(cache.own_k.shape[2]) <= place[..., None])[:, :, None]
+        own_mask = (jnp.arange(cache.own_k.shape[2]) <= position[..., None])[:, :, None]
         prefix = Keys(cache.prefix_k, cache.prefix_v, prefix_mask)
         own = Keys(cache.own_k, cache.own_v, own_mask)
         out = attend_blocks(q[:, :, None], prefix, own, num_prefix, num_own, KEY_BLOCK)
         return out[:, :, 0], cache
 
-    return mix
+    return attention

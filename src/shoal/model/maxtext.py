@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.model.hf import dotted
-from shoal.model.transformer import Architecture, Declared, declare, is_declared
+from shoal.model.transformer import Architecture, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError
 
 ROOTS = ("params/params/", "params/", "")
@@ -46,7 +46,7 @@ class Place:
     name: str  # "decoder/{layers}/self_attention/query/kernel"
     shape: tuple[int, ...]  # [D, H, A]
     axes: tuple[str | None, ...]  # logical, of these
-    declared: Declared  # ours, stacked
+    declared: ParamSpec  # ours, stacked
     rotary: bool = False  # its last dimension is turned by position
     factor: float = 1.0  # what is stored there is ours times this
 
@@ -73,7 +73,7 @@ def _inserted(values: tuple, value: Any) -> tuple:
 
 _ATTENTION = "decoder/{layers}/self_attention/"
 _NAMES: Mapping[str, str] = {
-    "embedding": "token_embedder/embedding",
+    "embed_tokens": "token_embedder/embedding",
     "blocks.attention_norm": "decoder/{layers}/pre_self_attention_layer_norm/scale",
     "blocks.q": _ATTENTION + "query/kernel",
     "blocks.k": _ATTENTION + "key/kernel",
@@ -89,7 +89,7 @@ _NAMES: Mapping[str, str] = {
     "blocks.up": "decoder/{layers}/mlp/wi_1/kernel",
     "blocks.down": "decoder/{layers}/mlp/wo/kernel",
     "final_norm": "decoder/decoder_norm/scale",
-    "unembedding": "decoder/logits_dense/kernel",
+    "lm_head": "decoder/logits_dense/kernel",
 }
 
 
@@ -99,19 +99,19 @@ def places(a: Architecture) -> dict[str, Place]:
         raise ShoalError("MaxText has no model with these biases (on the attention's output, the feed-forward part, or "
                          "beside norms on queries and keys): it stays in Hugging Face's format")
     found = {}
-    for keys, declared in jax.tree_util.tree_leaves_with_path(declare(a), is_leaf=is_declared):
+    for keys, declared in jax.tree_util.tree_leaves_with_path(param_specs(a), is_leaf=is_param_spec):
         path = dotted(keys)
         name = _NAMES[path]
         layered = "{layers}" in name
         shape, axes = (declared.shape[1:], declared.axes[1:]) if layered else (declared.shape, declared.axes)
-        heads = {"q": a.num_heads, "k": a.num_key_heads, "v": a.num_key_heads, "o": a.num_heads}
+        heads = {"q": a.num_heads, "k": a.num_kv_heads, "v": a.num_kv_heads, "o": a.num_heads}
         kind = path.removeprefix("blocks.").removesuffix(".bias")
         if kind in heads:  # the dimension of all heads is two there
             place = axes.index("heads")
-            shape = (*shape[:place], heads[kind], a.head_width, *shape[place + 1:])
+            shape = (*shape[:place], heads[kind], a.head_dim, *shape[place + 1:])
             axes = (*axes[:place], "heads", None, *axes[place + 1:])
         llama = not (a.qkv_bias or a.qk_norm)
-        factor = float(np.float32(a.head_width**-0.5)) if llama and path == "blocks.q" else 1.0
+        factor = float(np.float32(a.head_dim**-0.5)) if llama and path == "blocks.q" else 1.0
         found[path] = Place(path, name, shape, axes, declared, kind in ("q", "k"), factor)
     return found
 
@@ -150,7 +150,7 @@ def from_maxtext(arrays: list[jax.Array], place: Place, pairs: bool, scanned: bo
 def root_of(shapes: Mapping[str, Any], where: Any) -> str:
     """What stands before the tree's names in a checkpoint."""
     for root in ROOTS:
-        if root + _NAMES["embedding"] in shapes:
+        if root + _NAMES["embed_tokens"] in shapes:
             return root
     raise ShoalError(f"{where} holds no MaxText model: expected params/params/{_NAMES['embedding']} among its arrays, "
                      f"found {', '.join(sorted(shapes)[:3]) or 'none'}")

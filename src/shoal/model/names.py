@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shoal.config.keys import nearest
 from shoal.model.hf_config import config_of
 from shoal.model.transformer import Architecture, RopeScaling
+from shoal.text import nearest
 from shoal.types import ShoalError
 
 
@@ -27,19 +27,19 @@ class Named:
 _LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 
 
-def _llama(width: int, feed_forward: int, layers: int, heads: int, key_heads: int, vocabulary: int = 128256,
+def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, key_heads: int, vocabulary: int = 128256,
            theta: float = 500000.0, scaling: RopeScaling | None = None) -> Architecture:
-    return Architecture(vocabulary, width, feed_forward, layers, heads, key_heads, 128, theta, scaling, norm_eps=1e-5)
+    return Architecture(vocabulary, hidden_size, intermediate_size, layers, heads, key_heads, 128, theta, scaling, norm_eps=1e-5)
 
 
-def _qwen2(width: int, feed_forward: int, layers: int, heads: int, key_heads: int, vocabulary: int = 152064,
+def _qwen2(hidden_size: int, intermediate_size: int, layers: int, heads: int, key_heads: int, vocabulary: int = 152064,
            tied: bool = False) -> Architecture:
-    return Architecture(vocabulary, width, feed_forward, layers, heads, key_heads, 128, 1e6, norm_eps=1e-6,
+    return Architecture(vocabulary, hidden_size, intermediate_size, layers, heads, key_heads, 128, 1e6, norm_eps=1e-6,
                         tie_embeddings=tied, qkv_bias=True)
 
 
-def _qwen3(width: int, feed_forward: int, layers: int, heads: int, tied: bool = False) -> Architecture:
-    return Architecture(151936, width, feed_forward, layers, heads, 8, 128, 1e6, norm_eps=1e-6, tie_embeddings=tied,
+def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, tied: bool = False) -> Architecture:
+    return Architecture(151936, hidden_size, intermediate_size, layers, heads, 8, 128, 1e6, norm_eps=1e-6, tie_embeddings=tied,
                         qk_norm=True)
 
 

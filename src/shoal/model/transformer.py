@@ -35,12 +35,12 @@ class Architecture:
     """Sizes and switches of a decoder: Llama 2/3, Qwen2/2.5 (biases on q, k, v), Qwen3 (norms on q and k)."""
 
     vocab_size: int  # V
-    width: int  # D
-    feed_forward: int  # F
+    hidden_size: int  # D
+    intermediate_size: int  # F
     num_layers: int  # L
     num_heads: int  # H
-    num_key_heads: int  # K
-    head_width: int  # A
+    num_kv_heads: int  # K
+    head_dim: int  # A
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
@@ -72,14 +72,14 @@ class Block:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parameters:
-    embedding: Any  # [V, D]
+    embed_tokens: Any  # [V, D]
     blocks: Block  # stacked: each leaf has L in front
     final_norm: Any  # [D]
-    unembedding: Any = None  # [D, V]; None where tied to the embedding
+    lm_head: Any = None  # [D, V]; None where tied to the embedding
 
 
 @dataclass(frozen=True)
-class Declared:
+class ParamSpec:
     """One parameter: its shape, the logical axes of its dimensions, the standard deviation (or constant) it starts
     with."""
 
@@ -89,58 +89,58 @@ class Declared:
     stddev: float = 0.02
 
     @property
-    def decays(self) -> bool:
+    def weight_decay(self) -> bool:
         """Whether weight decay applies: to matrices, not to norms and biases."""
         return self.init == "normal"
 
 
-def declare(a: Architecture) -> Parameters:
+def param_specs(a: Architecture) -> Parameters:
     """Every parameter of an architecture, as `Declared` leaves in the form of `Parameters`."""
     depth = (2 * a.num_layers) ** -0.5  # what adds to the residual stream starts smaller
 
-    def stacked(*shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0) -> Declared:
-        return Declared((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale)
+    def stacked(*shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0) -> ParamSpec:
+        return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale)
 
     def product(rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0) -> Any:
         kernel = stacked(rows, columns, axes=axes, scale=scale)
         return Biased(kernel, stacked(columns, axes=(axes[1],), init="zeros")) if bias else kernel
 
-    queries, keys = a.num_heads * a.head_width, a.num_key_heads * a.head_width
-    norm = stacked(a.width, axes=("embed",), init="ones")
-    head_norm = stacked(a.head_width, axes=(None,), init="ones") if a.qk_norm else None
+    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    norm = stacked(a.hidden_size, axes=("embed",), init="ones")
+    head_norm = stacked(a.head_dim, axes=(None,), init="ones") if a.qk_norm else None
     blocks = Block(
         attention_norm=norm,
-        q=product(a.width, queries, ("embed", "heads"), a.qkv_bias),
-        k=product(a.width, keys, ("embed", "heads"), a.qkv_bias),
-        v=product(a.width, keys, ("embed", "heads"), a.qkv_bias),
-        o=product(queries, a.width, ("heads", "embed"), a.output_bias, depth),
+        q=product(a.hidden_size, queries, ("embed", "heads"), a.qkv_bias),
+        k=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias),
+        v=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias),
+        o=product(queries, a.hidden_size, ("heads", "embed"), a.output_bias, depth),
         mlp_norm=norm,
-        gate=product(a.width, a.feed_forward, ("embed", "mlp"), a.mlp_bias),
-        up=product(a.width, a.feed_forward, ("embed", "mlp"), a.mlp_bias),
-        down=product(a.feed_forward, a.width, ("mlp", "embed"), a.mlp_bias, depth),
+        gate=product(a.hidden_size, a.intermediate_size, ("embed", "mlp"), a.mlp_bias),
+        up=product(a.hidden_size, a.intermediate_size, ("embed", "mlp"), a.mlp_bias),
+        down=product(a.intermediate_size, a.hidden_size, ("mlp", "embed"), a.mlp_bias, depth),
         q_norm=head_norm,
         k_norm=head_norm,
     )
     return Parameters(
-        embedding=Declared((a.vocab_size, a.width), ("vocab", "embed")),
+        embed_tokens=ParamSpec((a.vocab_size, a.hidden_size), ("vocab", "embed")),
         blocks=blocks,
-        final_norm=Declared((a.width,), ("embed",), "ones"),
-        unembedding=None if a.tie_embeddings else Declared((a.width, a.vocab_size), ("embed", "vocab")),
+        final_norm=ParamSpec((a.hidden_size,), ("embed",), "ones"),
+        lm_head=None if a.tie_embeddings else ParamSpec((a.hidden_size, a.vocab_size), ("embed", "vocab")),
     )
 
 
-def is_declared(x: object) -> bool:
-    return isinstance(x, Declared)
+def is_param_spec(x: object) -> bool:
+    return isinstance(x, ParamSpec)
 
 
 def shardings(a: Architecture, role: Role) -> Parameters:
     """A NamedSharding for every parameter."""
-    return jax.tree.map(lambda d: role.sharding(d.axes, d.shape), declare(a), is_leaf=is_declared)
+    return jax.tree.map(lambda d: role.sharding(d.axes, d.shape), param_specs(a), is_leaf=is_param_spec)
 
 
 def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
     """Random float32 parameters, made where they live."""
-    declared, structure = jax.tree.flatten(declare(a), is_leaf=is_declared)
+    declared, structure = jax.tree.flatten(param_specs(a), is_leaf=is_param_spec)
 
     def make() -> Parameters:
         leaves = []
@@ -175,7 +175,7 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
 
 On CPU the second is the fastest by far: the first writes and reads four times the memory (docs/LOG.md)."""
 
-Mix = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache)."""
 
 
@@ -184,7 +184,7 @@ def forward(
     parameters: Parameters,
     tokens: jax.Array,
     positions: jax.Array,
-    mix: Mix,
+    attention: AttentionFn,
     caches: tuple[Any, ...] | None = None,
 ) -> tuple[jax.Array, Any]:
     """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
@@ -194,12 +194,12 @@ def forward(
     nothing, prefill the keys and values).
     """
     a = model.architecture
-    x = parameters.embedding[tokens].astype(model.dtype)
+    x = parameters.embed_tokens[tokens].astype(model.dtype)
     x = model.role.constrain(x, "rows", None, None)
     rope = rotary(a, positions)
 
     def layer(x: jax.Array, weights: Block, cache: Any) -> tuple[jax.Array, Any]:
-        return block(model, weights, x, rope, mix, cache)
+        return block(model, weights, x, rope, attention, cache)
 
     if caches is None:
         step = REMAT[model.remat](layer)
@@ -217,15 +217,15 @@ def layer_of(blocks: Block, number: int) -> Block:
     return jax.tree.map(lambda leaf: leaf[number], blocks)
 
 
-def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], mix: Mix, cache: Any) -> Any:
+def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn, cache: Any) -> Any:
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
     a, constrain = model.architecture, model.role.constrain
     h = rms_norm(x, w.attention_norm, a.norm_eps)
-    q, k, v = (_heads(linear(weight, h), a.head_width) for weight in (w.q, w.k, w.v))
+    q, k, v = (_heads(linear(weight, h), a.head_dim) for weight in (w.q, w.k, w.v))
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
     q, k = rotate(q, *rope), rotate(k, *rope)
-    out, cache = mix(q, k, v, cache)
+    out, cache = attention(q, k, v, cache)
     x = x + linear(w.o, out.reshape(*out.shape[:-2], -1))
     h = rms_norm(x, w.mlp_norm, a.norm_eps)
     h = jax.nn.silu(linear(w.gate, h)) * linear(w.up, h)
@@ -233,8 +233,8 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     return constrain(x, "rows", None, None), cache
 
 
-def _heads(x: jax.Array, head_width: int) -> jax.Array:
-    return x.reshape(*x.shape[:-1], -1, head_width)
+def _heads(x: jax.Array, head_dim: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -247,7 +247,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def frequencies(a: Architecture) -> jax.Array:
     """Rotary frequencies, float32[A/2], scaled as the architecture says (Llama 3's rule: the long wavelengths are
     divided by `factor`, the short ones kept, those between interpolated)."""
-    base = a.rope_theta ** -(jnp.arange(0, a.head_width, 2, dtype=jnp.float32) / a.head_width)
+    base = a.rope_theta ** -(jnp.arange(0, a.head_dim, 2, dtype=jnp.float32) / a.head_dim)
     scaling = a.rope_scaling
     if scaling is None:
         return base
@@ -273,7 +273,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
     """hidden[..., D] -> float32[..., V]."""
-    weight: Weight = parameters.embedding.T if parameters.unembedding is None else parameters.unembedding
+    weight: Weight = parameters.embed_tokens.T if parameters.lm_head is None else parameters.lm_head
     return linear(weight, hidden.astype(model.dtype), jnp.float32)
 
 

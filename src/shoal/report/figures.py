@@ -10,10 +10,10 @@ from shoal.report.metrics import wilson_interval
 
 STEP_FIGURES = (
     ("reward/mean", "reward", "number"),
-    ("groups/informative", "informative", "share"),
+    ("groups/nonzero_std", "nonzero_std", "share"),
     ("kl", "kl", "number"),
     ("completions/length_mean", "length", "tokens"),
-    ("completions/cut", "cut", "share"),
+    ("completions/truncated", "cut", "share"),
     ("throughput/sample_tokens_per_second", "sampling", "speed"),
     ("throughput/train_tokens_per_second", "training", "speed"),
 )

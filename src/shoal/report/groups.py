@@ -19,7 +19,7 @@ TokenArrays: TypeAlias = "Sequence[Sequence[Mapping[str, Any] | None] | None]"
 """By group, by completion: name -> one value a token, as the trainer returned it; None where it was not trained."""
 
 COMPLETION_FIELDS = ("text", "token_ids", "logprobs", "stop_reason", "reward", "components", "valid", "correct",
-                     "advantage", "drawn", "versions", "kept", "extra")
+                     "advantage", "loss_mask", "versions", "support_ids", "extra")
 """Of a completion's record; every other field is an array by token."""
 
 
@@ -68,12 +68,12 @@ def _completion_record(group: Group, i: int, advantages: Any, token_arrays: Any)
         record["correct"] = group.correct[i]
     if advantages is not None:
         record["advantage"] = advantages[i]
-    if not np.all(completion.drawn):
-        record["drawn"] = completion.drawn
+    if not np.all(completion.loss_mask):
+        record["loss_mask"] = completion.loss_mask
     if np.any(np.asarray(completion.versions) != group.version):
         record["versions"] = completion.versions
-    if (kept := completion.extra.get("kept")) is not None:  # what each token was chosen from
-        record["kept"] = [row[row >= 0] for row in kept]
+    if (kept := completion.extra.get("support_ids")) is not None:  # what each token was chosen from
+        record["support_ids"] = [row[row >= 0] for row in kept]
     if group.extra:
         record["extra"] = {name: values[i] for name, values in group.extra.items()}
     return record | _token_record(completion, None if token_arrays is None else token_arrays[i], record)
@@ -132,16 +132,16 @@ def _all_have(completions: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 def _completion(record: Mapping[str, Any], number: int, index: int, version: int) -> Completion:
     tokens = np.array(record["token_ids"], np.int32)
-    drawn, versions = record.get("drawn"), record.get("versions")
+    drawn, versions = record.get("loss_mask"), record.get("versions")
     logprobs = _floats(record["logprobs"], np.float32)
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probs")
     return Completion(
         request_id=number, index=index, token_ids=tokens, logprobs=logprobs,
-        drawn=np.ones(len(tokens), bool) if drawn is None else np.array(drawn, bool),
+        loss_mask=np.ones(len(tokens), bool) if drawn is None else np.array(drawn, bool),
         versions=np.full(len(tokens), version, np.int32) if versions is None else np.array(versions, np.int32),
         stop_reason=StopReason(record["stop_reason"]),
-        extra={} if record.get("kept") is None else {"kept": _ragged(record["kept"])})
+        extra={} if record.get("support_ids") is None else {"support_ids": _ragged(record["support_ids"])})
 
 
 def _ragged(rows: Sequence[Sequence[int]]) -> np.ndarray:

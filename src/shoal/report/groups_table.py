@@ -10,7 +10,7 @@ group share (prompt, step, data columns) stands in each of its rows; dictionarie
     column/<name> weight/<name>                             the data's columns, the rewards' weights
     text token_ids logprobs stop_reason                     the completion, one entry a token in the lists
     reward component/<name> valid correct advantage         NaN is null
-    drawn versions kept extra/<name> trainer_logprobs       where they are told; further arrays by token likewise
+    loss_mask versions support_ids extra/<name> trainer_logprobs       where they are told; further arrays by token likewise
 
 `column/*` and `extra/*` are text, numbers or booleans where all values are of that kind, else JSON text.
 """
@@ -116,8 +116,8 @@ def _fixed_types() -> dict[str, str]:
         "step": "int64", "version": "int64", "row": "int64", "group": "int64", "completion": "int64",
         "purpose": "string", "subset": "string", "prompt_ids": "int32s", "text": "string", "token_ids": "int32s",
         "logprobs": "float32s", "stop_reason": "string", "reward": "float64", "valid": "bool", "correct": "bool",
-        "advantage": "float64", "drawn": "bools", "versions": "int32s", "trainer_logprobs": "float32s",
-        "kept": "int32ss",
+        "advantage": "float64", "loss_mask": "bools", "versions": "int32s", "trainer_logprobs": "float32s",
+        "support_ids": "int32ss",
     }
 
 

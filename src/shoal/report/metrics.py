@@ -46,15 +46,15 @@ rewards/{function} | reward | mean | one reward function's own value, before its
 rewards/failed | completions | sum | completions of which a reward function raised, hung, died or gave NaN
 rewards/failed/{function} | completions | sum | the same of one function; absent where none failed
 rewards/logged/{name} | as logged | mean | what a reward function gave to log_metric
-groups/informative | share | mean | groups whose rewards differ: the ones that teach
+groups/nonzero_std | share | mean | groups whose rewards differ: the ones that teach
 groups/discarded | groups | sum | groups that were drawn and not learnt from (algorithm.dynamic_sampling)
-groups/invalid | groups | sum | groups with fewer than two scorable completions
+groups/unscorable | groups | sum | groups with fewer than two scorable completions
 advantage/abs_mean | 1 | mean | absolute advantage of valid completions
 completions/length_mean | tokens | mean | tokens of a completion, its end-of-sequence token included
 completions/length_min | tokens | min | shortest completion
 completions/length_max | tokens | max | longest completion
 completions/length_ended_mean | tokens | mean | tokens of a completion that was not cut
-completions/cut | share | mean | completions that reached the limit of tokens
+completions/truncated | share | mean | completions that reached the limit of tokens
 completions/stop_eos | share | mean | completions that ended with an end-of-sequence token
 completions/stop_stop | share | mean | completions that ended at a stop string
 completions/stop_length | share | mean | completions that ended at the limit of tokens
@@ -69,9 +69,9 @@ clip/fraction | share | mean | trained tokens whose clipped term is the active o
 clip/low | share | mean | those at the lower bound of the loss (grpo: 1 - clip_low, the advantage below 0)
 clip/high | share | mean | those at its upper bound (grpo: 1 + clip_high, the advantage above 0; clip_dual, below 0)
 ratio/mean | 1 | mean | exp(lp - old), over trained tokens
-mismatch/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens computed
-mismatch/logprob_max | nats | max | its largest value
-mismatch/ess | share | mean | effective sample size of exp(old - beh): (sum w)^2 / (N sum w^2), 1 on-policy
+sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens computed
+sampler_gap/logprob_max | nats | max | its largest value
+sampler_gap/ess | share | mean | effective sample size of exp(old - sampler): (sum w)^2 / (N sum w^2), 1 on-policy
 correction/weight | 1 | mean | importance weight of trained tokens for what sampler and trainer disagree on
 correction/zero | share | mean | trained tokens whose weight is 0: left out of the policy term
 grad_norm | 1 | mean | global norm of the gradient before clipping, over updates

@@ -78,7 +78,7 @@ class Table:
         return html_table(names, shown) + more
 
 
-_SHOWN = ("step", "reward/mean", "groups/informative", "entropy", "kl", "completions/length_mean", "completions/cut",
+_SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "completions/length_mean", "completions/truncated",
           "grad_norm", "time/step_seconds")
 _SHOWN_ROWS = 10
 

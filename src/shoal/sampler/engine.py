@@ -21,10 +21,10 @@ import numpy as np
 
 from shoal.mesh import Role
 from shoal.model import kv_cache
-from shoal.model.attention import keep_keys
+from shoal.model.attention import prefill_attention
 from shoal.model.kv_cache import KEY_BLOCK, LayerCache
 from shoal.model.transformer import Model, forward, logits
-from shoal.sampler.choose import Choice, choose, uniform
+from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.sampler.scheduler import Admission, Scheduler
 from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason
 
@@ -50,12 +50,12 @@ class Slots:
     done: Any  # bool[N, G]
     limit: Any  # int32[N, G]: most tokens
     keys: Any  # uint32[N, G, 2]: the address of each completion
-    choice: Choice  # [N, G] each
+    sampling: SamplingArrays  # [N, G] each
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """Tokens of one step; a slot's are the first `count` of its column."""
 
     token: Any  # int32[steps, rows, G]
@@ -63,7 +63,7 @@ class Drawn:
     count: Any  # int32[rows, G]
     done: Any  # bool[rows, G]
     eos: Any  # bool[rows, G]: it ended by drawing an end-of-sequence token
-    kept: Any = None  # int32[steps, rows, G, K]: what each token was chosen from, where the engine tells it
+    support_ids: Any = None  # int32[steps, rows, G, K]: what each token was chosen from, where the engine tells it
 
 
 @dataclass
@@ -74,15 +74,15 @@ class Progress:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     reasons: list[StopReason | None]
-    kept: list[list[np.ndarray]]  # int32[K] by token, where the engine tells what it kept
+    support_ids: list[list[np.ndarray]]  # int32[K] by token, where the engine tells what it kept
 
 
 class Engine:
     """The `Sampler` in this process. `slots` completions at once, in groups of `group_size`.
 
     `decode` turns token ids into text and is needed only where stop strings are used. With `truncated` the compiled
-    program knows top-k, top-p and min-p (it then sorts the vocabulary at every token). `num_kept` is K: truncation
-    keeps at most so many tokens, and completions tell which, `extra["kept"]` int32[T, K].
+    program knows top-k, top-p and min-p (it then sorts the vocabulary at every token). `max_support` is K: truncation
+    keeps at most so many tokens, and completions tell which, `extra["support_ids"]` int32[T, K].
     """
 
     fidelity = "exact"
@@ -98,11 +98,11 @@ class Engine:
         eos_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str] | None = None,
         truncated: bool = False,
-        num_kept: int = 0,
+        max_support: int = 0,
     ):
         shards = model.role.row_shards
         self.model, self.group_size, self.truncated = model, group_size, truncated
-        self.num_kept = min(num_kept, model.architecture.vocab_size) if truncated else 0
+        self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
         self.num_groups = _round_up(max(1, slots // group_size), shards)
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
@@ -110,14 +110,14 @@ class Engine:
         self.scheduler = Scheduler(self.num_groups, rows)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
-        self.in_flight: deque[tuple[Drawn, tuple[int | None, ...]]] = deque()
+        self.in_flight: deque[tuple[SampledTokens, tuple[int | None, ...]]] = deque()
         self.finished: list[Completion] = []
         self._stopped = np.zeros((self.num_groups, group_size), bool)
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
         self._slots: Slots | None = None
         self._layout, self._make_slots, self._prefill, self._decode = _programs(
-            model, sizes, self.eos_ids, truncated, self.num_kept)
+            model, sizes, self.eos_ids, truncated, self.max_support)
 
     # -- the Sampler protocol
 
@@ -166,7 +166,7 @@ class Engine:
         """Nothing waits, runs or is to be collected."""
         return self.scheduler.idle and not self.in_flight and not self.finished
 
-    def park(self) -> None:
+    def release_memory(self) -> None:
         """Lets go of caches and weights until the next `load`; compiled programs stay. Only when idle."""
         if not self.idle:
             raise RuntimeError("an engine with requests under way cannot be parked")
@@ -186,14 +186,14 @@ class Engine:
         length, active, limit = np.ones(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.int32)
         groups = np.full(rows, self.num_groups, np.int32)  # past the end: nothing is written
         keys = np.zeros((rows, siblings, 2), np.uint32)
-        choice = [np.zeros(rows, dtype) for dtype in (np.float32, np.int32, np.float32, np.float32)]
+        sampling = [np.zeros(rows, dtype) for dtype in (np.float32, np.int32, np.float32, np.float32)]
         for row, (id, slot) in enumerate(zip(admission.ids, admission.slots, strict=True)):
             request = self.progress[id].request
             ids, params = request.prompt_ids, request.params
             tokens[row, : len(ids)], length[row], groups[row] = ids, len(ids), slot
             active[row], limit[row] = request.num_completions, params.max_tokens
             keys[row] = [request.address.key(index) for index in range(siblings)]
-            for column, value in zip(choice, (params.temperature, params.top_k, params.top_p, params.min_p),
+            for column, value in zip(sampling, (params.temperature, params.top_k, params.top_p, params.min_p),
                                      strict=True):
                 column[row] = value
             self._stopped[slot] = False
@@ -201,7 +201,7 @@ class Engine:
             self._slots = self._make_slots()
         self._slots, drawn = self._prefill(
             self.parameters, slots=self._slots, tokens=tokens, length=length, groups=groups, active=active,
-            limit=limit, keys=keys, choice=Choice(*choice))
+            limit=limit, keys=keys, sampling=SamplingArrays(*sampling))
         self.in_flight.append((drawn, admission.ids + (None,) * (rows - len(admission.ids))))
 
     def _start_decode(self) -> None:
@@ -216,7 +216,7 @@ class Engine:
 
     def _drain_one(self) -> None:
         drawn, owners = self.in_flight.popleft()
-        host: Drawn = jax.device_get(drawn)
+        host: SampledTokens = jax.device_get(drawn)
         for row, id in enumerate(owners):
             if id is None or id not in self.progress:
                 continue
@@ -226,18 +226,18 @@ class Engine:
                     self._gather(progress, index, host, row)
             self._hand_over_if_done(id)
 
-    def _gather(self, progress: Progress, index: int, host: Drawn, row: int) -> None:
+    def _gather(self, progress: Progress, index: int, host: SampledTokens, row: int) -> None:
         count = int(host.count[row, index])
         progress.tokens[index].extend(host.token[:count, row, index].tolist())
         progress.logprobs[index].extend(host.logprob[:count, row, index].tolist())
-        if host.kept is not None:
-            progress.kept[index].extend(host.kept[:count, row, index])
+        if host.support_ids is not None:
+            progress.support_ids[index].extend(host.support_ids[:count, row, index])
         reason = None
         if host.done[row, index]:
             reason = StopReason.EOS if host.eos[row, index] else StopReason.LENGTH
         cut = self._stop_string(progress, index, count)
         if cut is not None:
-            del progress.tokens[index][cut:], progress.logprobs[index][cut:], progress.kept[index][cut:]
+            del progress.tokens[index][cut:], progress.logprobs[index][cut:], progress.support_ids[index][cut:]
             reason = StopReason.STOP
         if reason is not None:
             self._end(progress, index, reason)
@@ -277,11 +277,11 @@ class Engine:
                 index=index,
                 token_ids=np.asarray(progress.tokens[index], np.int32),
                 logprobs=np.asarray(progress.logprobs[index], np.float32),
-                drawn=np.ones(count, bool),
+                loss_mask=np.ones(count, bool),
                 versions=np.full(count, self.version, np.int32),
                 stop_reason=reason,
-                extra={"kept": np.array(progress.kept[index], np.int32).reshape(count, self.num_kept)}
-                if self.num_kept else {},
+                extra={"support_ids": np.array(progress.support_ids[index], np.int32).reshape(count, self.max_support)}
+                if self.max_support else {},
             ))
 
     def _check(self, request: SampleRequest) -> None:
@@ -323,11 +323,11 @@ def _ready(tree: Any) -> bool:
 
 @lru_cache(PROGRAMS_KEPT)
 def _programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
-              num_kept: int) -> tuple[Slots, Callable[[], Slots], Callable, Callable]:
+              max_support: int) -> tuple[Slots, Callable[[], Slots], Callable, Callable]:
     """Layout of the slots of `sizes` (groups, siblings, prompt, completion); making them, prefill, decode."""
     make = partial(_empty_slots, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
-    static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "num_kept": num_kept}
+    static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     options: dict[str, Any] = {"donate_argnames": "slots", "out_shardings": (layout, model.role.replicated)}
     return (layout, jax.jit(make, out_shardings=layout), jax.jit(partial(_prefill, **static), **options),
             jax.jit(partial(_decode, **static), **options))
@@ -345,7 +345,7 @@ def _empty_slots(model: Model, groups: int, siblings: int, prefix: int, own: int
         done=jnp.ones(shape, bool),
         limit=zeros(jnp.int32),
         keys=jnp.zeros((*shape, 2), jnp.uint32),
-        choice=Choice(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)),
+        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)),
     )
 
 
@@ -360,14 +360,14 @@ def _layout(role: Role, shapes: Slots) -> Slots:
     return jax.tree.map(of, shapes)
 
 
-def _pick(model: Model, parameters: Params, hidden: jax.Array, choice: Choice, keys: jax.Array, place: jax.Array,
-          truncated: bool, num_kept: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _pick(model: Model, parameters: Params, hidden: jax.Array, sampling: SamplingArrays, keys: jax.Array, position: jax.Array,
+          truncated: bool, max_support: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The token at place[N, G] of each completion, its log-prob and what it was chosen from, from hidden[N, G, D]."""
-    shape = place.shape
-    flat = jax.tree.map(lambda x: x.reshape(-1), choice)
+    shape = position.shape
+    flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
-    token, logprob, kept = choose(scores, flat, uniform(keys, place).reshape(-1), truncated, num_kept)
-    return token.reshape(shape), logprob.reshape(shape), None if kept is None else kept.reshape(*shape, num_kept)
+    token, logprob, support_ids = sample_tokens(scores, flat, uniform(keys, position).reshape(-1), truncated, max_support)
+    return token.reshape(shape), logprob.reshape(shape), None if support_ids is None else support_ids.reshape(*shape, max_support)
 
 
 def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
@@ -375,18 +375,18 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 
 
 def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax.Array, groups: jax.Array,
-             active: jax.Array, limit: jax.Array, keys: jax.Array, choice: Choice, model: Model,
-             eos_ids: tuple[int, ...], truncated: bool, num_kept: int) -> tuple[Slots, Drawn]:
+             active: jax.Array, limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model,
+             eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[Slots, SampledTokens]:
     """Prompts tokens[R, T] of length[R] enter groups[R]; the first active[R] siblings draw their first token."""
     rows, size = tokens.shape
     siblings = keys.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), (rows, size))
-    hidden, prompt_keys = forward(model, parameters, tokens, positions, keep_keys(length, size))
+    hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(length, size))
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)  # [R, 1, D]
-    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (rows, siblings)), choice)
+    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (rows, siblings)), sampling)
     hidden = jnp.broadcast_to(last, (rows, siblings, last.shape[-1]))
     first = jnp.zeros((rows, siblings), jnp.int32)
-    token, logprob, kept = _pick(model, parameters, hidden, spread, keys, first, truncated, num_kept)
+    token, logprob, support_ids = _pick(model, parameters, hidden, spread, keys, first, truncated, max_support)
     used = jnp.arange(siblings) < active[:, None]
     eos = used & _is_eos(token, eos_ids)
     done = ~used | eos | (limit[:, None] <= 1)
@@ -402,40 +402,40 @@ def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax
         done=put(slots.done, done),
         limit=put(slots.limit, jnp.broadcast_to(limit[:, None], (rows, siblings))),
         keys=put(slots.keys, keys),
-        choice=jax.tree.map(put, slots.choice, spread),
+        sampling=jax.tree.map(put, slots.sampling, spread),
     )
-    return slots, Drawn(token[None], logprob[None], used.astype(jnp.int32), done, eos,
-                        None if kept is None else kept[None])
+    return slots, SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
+                        None if support_ids is None else support_ids[None])
 
 
 def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool, num_kept: int) -> tuple[Slots, Drawn]:
+            truncated: bool, max_support: int) -> tuple[Slots, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, G] by the host."""
     shape = slots.token.shape
     start = replace(slots, done=slots.done | stopped)
-    drawn = Drawn(jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32),
+    drawn = SampledTokens(jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32),
                   jnp.zeros(shape, jnp.int32), start.done, jnp.zeros(shape, bool),
-                  jnp.zeros((CHUNK, *shape, num_kept), jnp.int32) if num_kept else None)
+                  jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, slots.prefix_len))
 
-    def going(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
+    def going(carry: tuple[jax.Array, Slots, SampledTokens]) -> jax.Array:
         return (carry[0] < CHUNK) & ~carry[1].done.all()
 
-    def one(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
+    def one(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
         step, s, out = carry
-        place = s.length - 1
+        position = s.length - 1
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        mix = kv_cache.decode_mix(s.prefix_len, place, num_prefix, num_own)
-        positions = s.prefix_len[:, None] + place
+        mix = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own)
+        positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, mix, s.caches)
-        token, logprob, kept = _pick(model, parameters, hidden, s.choice, s.keys, s.length, truncated, num_kept)
+        token, logprob, support_ids = _pick(model, parameters, hidden, s.sampling, s.keys, s.length, truncated, max_support)
         live = ~s.done
         token = jnp.where(live, token, s.token)
         length = s.length + live
         eos = live & _is_eos(token, eos_ids)
         done = s.done | eos | (length >= s.limit)
-        out = Drawn(out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done,
-                    out.eos | eos, None if kept is None else out.kept.at[step].set(kept))
+        out = SampledTokens(out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done,
+                    out.eos | eos, None if support_ids is None else out.support_ids.at[step].set(support_ids))
         return step + 1, replace(s, caches=caches, token=token, length=length, done=done), out
 
     _, slots, drawn = jax.lax.while_loop(going, one, (jnp.int32(0), start, drawn))

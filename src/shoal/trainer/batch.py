@@ -31,14 +31,14 @@ class LearnerBatch:
     prefix_len: Any  # int32[R]
     slots: Any  # int32[R, S, C]
     segment: Any  # int32[R, S, C]: 0 = padding, else the number of the completion within its slot, from 1
-    drawn: Any  # bool[R, S, C]: the model drew this token; only such tokens have loss, KL and entropy
+    loss_mask: Any  # bool[R, S, C]: the model drew this token; only such tokens have loss, KL and entropy
     weight: Any  # float32[R, S, C]: of the token's loss; aggregation and denominator of the whole update are in it
     advantage: Any  # float32[R, S, C]
-    beh: Any  # float32[R, S, C]: log-probs of the sampler
-    old: Any  # float32[R, S, C]: of the trainer before the first update on this batch
-    ref: Any  # float32[R, S, C]: of the reference
+    sampler_logprobs: Any  # float32[R, S, C]: log-probs of the sampler
+    old_logprobs: Any  # float32[R, S, C]: of the trainer before the first update on this batch
+    ref_logprobs: Any  # float32[R, S, C]: of the reference
     temperature: Any  # float32[]
-    kept: Any = None  # int32[R, S, C, K]: tokens that the sampler chose from, -1 for none; where it truncated
+    support_ids: Any = None  # int32[R, S, C, K]: tokens that the sampler chose from, -1 for none; where it truncated
 
 
 @dataclass(frozen=True)
@@ -113,15 +113,15 @@ def pack(
     weights: np.ndarray,
     shape: Shape,
     temperature: float,
-    old: TokenValues | None = None,
-    ref: TokenValues | None = None,
-    shift: TokenValues | None = None,
-    num_kept: int = 0,
+    old_logprobs: TokenValues | None = None,
+    ref_logprobs: TokenValues | None = None,
+    teacher_bonus: TokenValues | None = None,
+    max_support: int = 0,
 ) -> list[MicroBatch]:
     """Lays the groups numbered in `include` out in micro-batches of one shape.
 
     `advantages[P, G]`, `weights[P, G]` (of each token of a completion). Completions that are not valid are left out.
-    `shift` is added to the advantage of each token. `num_kept`: K, places for the tokens that a truncating sampler
+    `teacher_bonus` is added to the advantage of each token. `max_support`: K, places for the tokens that a truncating sampler
     chose from; 0 where it kept all. At least one micro-batch comes back: an update without rows applies a gradient of
     0.
     """
@@ -131,10 +131,10 @@ def pack(
         members = [i for i in range(group.size) if group.valid[i] and len(group.completions[i])]
         rows.extend((number, members[at : at + shape.slots]) for at in range(0, len(members), shape.slots))
     starts = range(0, max(1, len(rows)), shape.rows)
-    batches = [_fill(groups, advantages, weights, shape, temperature, rows[at : at + shape.rows], num_kept)
+    batches = [_fill(groups, advantages, weights, shape, temperature, rows[at : at + shape.rows], max_support)
                for at in starts]
     for batch in batches:
-        for values, target in ((old, batch.arrays.old), (ref, batch.arrays.ref), (shift, batch.arrays.advantage)):
+        for values, target in ((old_logprobs, batch.arrays.old_logprobs), (ref_logprobs, batch.arrays.ref_logprobs), (teacher_bonus, batch.arrays.advantage)):
             for key, (row, slot, _) in batch.places.items() if values else ():
                 assert values is not None
                 target[row, slot, : len(values[key])] += values[key]  # old and ref are 0 so far
@@ -142,12 +142,12 @@ def pack(
 
 
 def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, shape: Shape, temperature: float,
-          rows: list[tuple[int, list[int]]], num_kept: int) -> MicroBatch:
+          rows: list[tuple[int, list[int]]], max_support: int) -> MicroBatch:
     grid = (shape.rows, shape.slots, shape.length)
     prefix, prefix_len = np.zeros((shape.rows, shape.prefix), np.int32), np.zeros(shape.rows, np.int32)
-    slots, segment, drawn = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
-    weight, advantage, beh, old, ref = (np.zeros(grid, np.float32) for _ in range(5))
-    kept = np.full((*grid, num_kept), -1, np.int32) if num_kept else None
+    slots, segment, loss_mask = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
+    weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs = (np.zeros(grid, np.float32) for _ in range(5))
+    support_ids = np.full((*grid, max_support), -1, np.int32) if max_support else None
     places: dict[Key, Place] = {}
     for row, (number, members) in enumerate(rows):
         group = groups[number]
@@ -155,13 +155,13 @@ def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, 
         for slot, index in enumerate(members):
             completion: Completion = group.completions[index]
             at = (row, slot, slice(0, len(completion)))
-            slots[at], segment[at], drawn[at] = completion.token_ids, 1, completion.drawn
-            weight[at] = weights[number, index] * completion.drawn
-            advantage[at], beh[at] = advantages[number, index], completion.logprobs
-            if kept is not None:
-                names = completion.extra["kept"]
-                kept[(*at, slice(0, names.shape[1]))] = names
+            slots[at], segment[at], loss_mask[at] = completion.token_ids, 1, completion.loss_mask
+            weight[at] = weights[number, index] * completion.loss_mask
+            advantage[at], sampler_logprobs[at] = advantages[number, index], completion.logprobs
+            if support_ids is not None:
+                names = completion.extra["support_ids"]
+                support_ids[(*at, slice(0, names.shape[1]))] = names
             places[number, index] = (row, slot, 1)
-    arrays = LearnerBatch(prefix, prefix_len, slots, segment, drawn, weight, advantage, beh, old, ref,
-                          np.float32(temperature), kept)
+    arrays = LearnerBatch(prefix, prefix_len, slots, segment, loss_mask, weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs,
+                          np.float32(temperature), support_ids)
     return MicroBatch(arrays, places)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import Role
-from shoal.model.transformer import Architecture, checksum_of, declare, is_declared, shardings
+from shoal.model.transformer import Architecture, checksum_of, is_param_spec, param_specs, shardings
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
 
@@ -249,7 +249,7 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
     places = shardings(architecture, role)
     wanted = jax.tree.map(
         lambda d, sharding: jax.ShapeDtypeStruct(d.shape, dtype, sharding=sharding),
-        declare(architecture), places, is_leaf=is_declared)
+        param_specs(architecture), places, is_leaf=is_param_spec)
     path = (run / FOLDER / str(version) / "state").absolute()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:

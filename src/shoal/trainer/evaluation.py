@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from shoal.report.metrics import known_mean, majority_at_k, pass_at_k, standard_error, wilson_interval
-from shoal.task.task import Task
-from shoal.trainer.prompts import Prepared
+from shoal.tasks.task import Task
+from shoal.trainer.curriculum import Prepared
 from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingParams
 
 

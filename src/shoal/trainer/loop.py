@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from shoal.algorithm.advantage import informative
+from shoal.algorithm.advantage import nonzero_std
 from shoal.config.compose import to_dict
 from shoal.config.schema import AlgorithmSection, Config, SamplingSection
-from shoal.task.overlong import PENALTY
-from shoal.task.reward import weighted_sum
+from shoal.rewards.overlong import PENALTY
+from shoal.rewards.scores import weighted_sum
 from shoal.trainer.checkpoint import Checkpoints, Restored
+from shoal.trainer.curriculum import DataExhausted, Prepared, PromptStream
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.prompts import Learnt, Prepared, PromptStream
-from shoal.trainer.record import Recorder
+from shoal.trainer.recorder import Recorder
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater
 from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, SamplingParams, ShoalError
@@ -30,16 +30,16 @@ from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, Sam
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which version each step samples from: `publish_every * floor(max(0, step - lag) / publish_every)`."""
+    """Which version each step samples from: `weight_sync_interval * floor(max(0, step - lag) / weight_sync_interval)`."""
 
     lag: int = 0
-    publish_every: int = 1
+    weight_sync_interval: int = 1
 
     def version(self, step: int) -> int:
-        return self.publish_every * (max(0, step - self.lag) // self.publish_every)
+        return self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
 
     def publishes(self, version: int) -> bool:
-        return version % self.publish_every == 0
+        return version % self.weight_sync_interval == 0
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Run:
     recorder: Recorder
     schedule: Schedule = field(default_factory=Schedule)
     restored: Restored | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what each checkpoint tells of machine and data
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # what each checkpoint tells of machine and data
     stopping: Callable[[], bool] = lambda: False  # somebody asked the run to stop
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
@@ -79,7 +79,7 @@ class Run:
                 with self.saved_on_failure(step, state):
                     groups, discarded = self.take(step)
                 state, outcome = self.updater.update(state, groups, step)
-                self.learnt(step, groups, discarded)
+                self.step_done(step, groups, discarded)
                 if self.publication_due(step + 1):
                     self.publish(step + 1, state.trainable, step + 1)
                 metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started, len(discarded))
@@ -138,15 +138,15 @@ class Run:
         while self.asked < self.config.steps and self.schedule.version(self.asked) <= published:
             try:
                 prompts = self.prompts.next(self.config.batch.prompts_per_step)
-            except Learnt as learnt:
-                self.recorder.learnt(str(learnt))
+            except DataExhausted as exhausted:
+                self.recorder.data_exhausted(str(exhausted))
                 return
             self.request(self.asked, prompts)
             self.asked += 1
 
     def ends_at(self, version: int) -> bool:
         """Whether the data is learnt and no step follows: what is evaluated of this version is evaluated at the end."""
-        return version not in self.pending and self.prompts.is_learnt(self.config.batch.prompts_per_step)
+        return version not in self.pending and self.prompts.is_exhausted(self.config.batch.prompts_per_step)
 
     def request(self, step: int, prompts: Sequence[Prepared]) -> None:
         """A step's groups; asked again after a restart, the same addresses give the same tokens."""
@@ -174,7 +174,7 @@ class Run:
                 if useful >= wanted:
                     break
                 count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
-                if not (prompts := self.prompts.further(count, {group.example.row for group in groups})):
+                if not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
                     break
                 self.source.request(self.group_requests(step, prompts))
                 groups += self.source.take(Purpose.TRAIN, step)
@@ -192,11 +192,11 @@ class Run:
     def ask_again(self) -> None:
         """Puts every pending step as a whole before the source, in order: as a checkpoint will ask for them."""
         for step in self.pending:
-            self.source.withdraw(Purpose.TRAIN, step)
+            self.source.cancel(Purpose.TRAIN, step)
         for step, rows in sorted(self.pending.items()):
             self.source.request(self.group_requests(step, [self.prompts.of_row(row) for row in rows]))
 
-    def learnt(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
+    def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]
         self.prompts.rates.add([*groups, *discarded])
 
@@ -225,7 +225,7 @@ class Run:
     def save_due(self, version: int) -> bool:
         c = self.config.checkpoint
         best = c.keep_best > 0 and self.evaluation_due(version)
-        return version == self.config.steps or best or (c.checkpoint_period > 0 and version % c.checkpoint_period == 0)
+        return version == self.config.steps or best or (c.every > 0 and version % c.every == 0)
 
     def save(self, version: int, state: TrainState) -> None:
         if version == self.saved:
@@ -242,7 +242,7 @@ class Run:
             "evaluated": version in self.recorder.evaluations,
             "recorder": self.recorder.state(),
             "config": to_dict(self.config),
-            "facts": dict(self.facts),
+            "facts": dict(self.fingerprint),
         }
         older = {number: params for number, params in published.items() if number != version}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
@@ -259,13 +259,13 @@ class Run:
 
 
 def has_variance(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
-    """Whether valid completions of a group differ in what `filter_by` names: in what the task's check says of them,
+    """Whether valid completions of a group differ in what `dynamic_sampling_by` names: in what the task's check says of them,
     without a check in the reward less `penalty`, a function's name; or in the whole reward. Where each function is
     normalised apart, the values of any one that has a weight count as the reward does."""
-    if a.filter_by == "correct" and group.correct is not None:
+    if a.dynamic_sampling_by == "correct" and group.correct is not None:
         parts = [group.correct.astype(float)]
     else:
-        left_out = penalty if a.filter_by == "correct" else ""
+        left_out = penalty if a.dynamic_sampling_by == "correct" else ""
         weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
         reward = group.rewards
         if left_out:
@@ -273,7 +273,7 @@ def has_variance(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
             reward = weighted_sum(list(weights.values()), values.reshape(len(weights), len(reward)))
         own = [group.reward_components[name] for name, weight in weights.items() if weight]
         parts = [reward, *(own if a.advantage == "gdpo" else ())]
-    return any(informative(part[None], (group.valid & ~np.isnan(part))[None])[0] for part in parts)
+    return any(nonzero_std(part[None], (group.valid & ~np.isnan(part))[None])[0] for part in parts)
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:

@@ -30,10 +30,10 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
     return rate
 
 
-def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any], decays: Any) -> optax.GradientTransformation:
+def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any], weight_decay: Any) -> optax.GradientTransformation:
     """`decays`: a tree of bools over the parameters; weight decay applies where True."""
     parts = [optax.clip_by_global_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
-    adamw = optax.adamw(rate, section.beta1, section.beta2, weight_decay=section.weight_decay, mask=decays)
+    adamw = optax.adamw(rate, section.beta1, section.beta2, weight_decay=section.weight_decay, mask=weight_decay)
     return optax.chain(*parts, adamw)
 
 

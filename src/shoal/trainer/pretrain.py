@@ -19,7 +19,7 @@ import optax
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.mesh import Role
-from shoal.model.transformer import Architecture, Model, declare, initialise, is_declared
+from shoal.model.transformer import Architecture, Model, initialise, is_param_spec, param_specs
 from shoal.trainer.batch import LearnerBatch, bucket
 from shoal.trainer.step import batch_logprobs
 from shoal.types import Params
@@ -58,12 +58,12 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> Non
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def tiny_architecture(width: int, layers: int, vocabulary: int) -> Architecture:
+def tiny_architecture(hidden_size: int, layers: int, vocabulary: int) -> Architecture:
     """A Qwen3-shaped decoder of this width: heads of 32, two query heads to a key head, feed-forward 3 x wide."""
-    heads = width // 32
+    heads = hidden_size // 32
     return Architecture(
-        vocab_size=vocabulary, width=width, feed_forward=3 * width, num_layers=layers, num_heads=heads,
-        num_key_heads=max(1, heads // 2), head_width=32, rope_theta=10000.0, tie_embeddings=True, qk_norm=True)
+        vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=layers, num_heads=heads,
+        num_kv_heads=max(1, heads // 2), head_dim=32, rope_theta=10000.0, tie_embeddings=True, qk_norm=True)
 
 
 def supervised_batch(prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LearnerBatch:
@@ -75,11 +75,11 @@ def supervised_batch(prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray
     for row, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
         prefix[row, : len(prompt)] = prompt
         slots[row, 0, : len(target)], segment[row, 0, : len(target)] = target, 1
-    drawn = segment > 0
+    loss_mask = segment > 0
     zeros = np.zeros(slots.shape, np.float32)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    weight = (drawn / drawn.sum()).astype(np.float32)
-    return LearnerBatch(prefix, lengths, slots, segment, drawn, weight, zeros, zeros, zeros, zeros, np.float32(1.0))
+    weight = (loss_mask / loss_mask.sum()).astype(np.float32)
+    return LearnerBatch(prefix, lengths, slots, segment, loss_mask, weight, zeros, zeros, zeros, zeros, np.float32(1.0))
 
 
 def run_pretraining(
@@ -96,9 +96,9 @@ def run_pretraining(
     model = Model(architecture, role)
     warmup = min(100, max(1, steps // 10))
     rate = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1), lr / 10)
-    decays = jax.tree.map(lambda d: d.decays, declare(architecture), is_leaf=is_declared)
+    weight_decay = jax.tree.map(lambda d: d.weight_decay, param_specs(architecture), is_leaf=is_param_spec)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0),
-                            optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=decays))
+                            optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=weight_decay))
     # Not the parameters: who looks at the accuracy may hold them.
     update = jax.jit(partial(_update, model, optimizer), donate_argnums=1)
     parameters = initialise(architecture, seed, role)

@@ -21,18 +21,27 @@ import optax
 from shoal.algorithm.correction import CORRECTIONS, correction_weights
 from shoal.algorithm.kl import KL_ESTIMATORS, token_kl
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
-from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds, log_ratio
+from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds, policy_log_ratio
 from shoal.config.schema import AlgorithmSection, OptimizerSection
 from shoal.mesh import Role
-from shoal.model.attention import segment_index, share_prefix
-from shoal.model.transformer import Architecture, Declared, Model, declare, forward, is_declared, logits, shardings
+from shoal.model.attention import segment_index, shared_prefix_attention
+from shoal.model.transformer import (
+    Architecture,
+    Model,
+    ParamSpec,
+    forward,
+    is_param_spec,
+    logits,
+    param_specs,
+    shardings,
+)
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 from shoal.types import Params
 
-SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "mismatch/logprob_mean", "mismatch/w",
-        "mismatch/w2")
-MAXIMA = ("mismatch/logprob_max",)
+SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "sampler_gap/logprob_mean", "sampler_gap/w",
+        "sampler_gap/w2")
+MAXIMA = ("sampler_gap/logprob_max",)
 """What a micro-batch tells beside its loss: (sum, count) pairs, with those of `Objective.sums`, and largest values."""
 
 PROGRAMS_KEPT = 4
@@ -87,7 +96,7 @@ class Objective:
     def of(cls, a: AlgorithmSection) -> Objective:
         bounds = Bounds(a.clip_low, a.clip_high, a.clip_dual, a.cispo_bound, a.sapo_positive, a.sapo_negative)
         return cls(
-            a.loss, bounds, a.kl, a.kl_coef if a.kl_in == "loss" else 0.0, a.num_epochs * a.num_minibatches > 1,
+            a.loss, bounds, a.kl, a.kl_coef if a.kl_placement == "loss" else 0.0, a.num_epochs * a.num_minibatches > 1,
             (a.kl_clamp_input, a.kl_clamp_value), a.kl_weighted, a.entropy_coef, a.correction, a.correction_level,
             (a.correction_cap, a.correction_floor))
 
@@ -120,8 +129,8 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     own_positions = (batch.prefix_len[:, None, None] + index).reshape(rows, -1)
     positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(prefix_size), batch.prefix.shape), own_positions], 1)
     tokens = jnp.concatenate([batch.prefix, batch.slots.reshape(rows, -1)], axis=1)
-    mix = share_prefix(prefix_size, batch.prefix_len, batch.segment)
-    hidden, _ = forward(model, parameters, tokens, positions, mix)
+    attention = shared_prefix_attention(prefix_size, batch.prefix_len, batch.segment)
+    hidden, _ = forward(model, parameters, tokens, positions, attention)
     last = jnp.maximum(batch.prefix_len - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden[:, :prefix_size], last, axis=1)[:, :, None]  # [R, 1, 1, D]
     own = hidden[:, prefix_size:].reshape(rows, slots, size, -1)
@@ -129,8 +138,8 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
     chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
     project = partial(_project, model, parameters)
-    kept = None if batch.kept is None else batch.kept.reshape(rows, slots * size, -1)
-    both = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk, kept,
+    support_ids = None if batch.support_ids is None else batch.support_ids.reshape(rows, slots * size, -1)
+    both = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk, support_ids,
                           entropy_gradient)
     return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in both)
 
@@ -149,12 +158,12 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
 
 def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: LearnerBatch) -> Any:
     """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies: policy term, times its correction, plus
-    divergence, less entropy. Tokens of weight 0 (with `mask_cut` those of completions that were cut) count in what
+    divergence, less entropy. Tokens of weight 0 (with `mask_truncated` those of completions that were cut) count in what
     sampler and trainer disagree on, and in no other metric; completions that could not be judged are not in a batch."""
-    mask = batch.drawn & (batch.weight > 0)
-    old = batch.old if o.use_old else jax.lax.stop_gradient(lp)
+    mask = batch.loss_mask & (batch.weight > 0)
+    old_logprobs = batch.old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
     count = mask.sum(dtype=jnp.float32)
-    token_loss, policy = POLICY_LOSSES[o.loss](lp, old, batch.advantage, mask, batch.segment, o.bounds)
+    token_loss, policy = POLICY_LOSSES[o.loss](lp, old_logprobs, batch.advantage, mask, batch.segment, o.bounds)
     sums = {
         "clip/fraction": policy["clip_fraction"],
         "clip/low": policy["clip_low_fraction"],
@@ -163,25 +172,25 @@ def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: Learner
         "entropy": (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count),
     }
     if o.correction != "none":
-        weight = correction_weights(o.correction, o.correction_level, old, batch.beh, mask, batch.segment,
+        weight = correction_weights(o.correction, o.correction_level, old_logprobs, batch.sampler_logprobs, mask, batch.segment,
                                     *o.correction_bounds)
         token_loss = weight * token_loss
         sums["correction/weight"] = (weight.sum(), count)
         sums["correction/zero"] = ((mask & (weight == 0)).sum(dtype=jnp.float32), count)
     if o.kl_coef:
-        divergence = token_kl(o.kl, lp, batch.ref, mask, *o.kl_clamps)
+        divergence = token_kl(o.kl, lp, batch.ref_logprobs, mask, *o.kl_clamps)
         sums["kl"] = (divergence.sum(), count)
         if o.kl_weighted:
-            divergence *= jnp.exp(log_ratio(o.loss, lp, old, mask, batch.segment))
+            divergence *= jnp.exp(policy_log_ratio(o.loss, lp, old_logprobs, mask, batch.segment))
         token_loss += o.kl_coef * divergence
     if o.entropy_coef:
         token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
-    apart, drawn = jnp.where(batch.drawn, old - batch.beh, 0.0), batch.drawn.sum(dtype=jnp.float32)
-    difference, w = jnp.abs(apart), jnp.where(batch.drawn, jnp.exp(apart), 0.0)
-    sums["mismatch/logprob_mean"] = (difference.sum(), drawn)
-    sums["mismatch/w"] = (w.sum(), drawn)
-    sums["mismatch/w2"] = ((w * w).sum(), drawn)
-    return token_loss, sums, {"mismatch/logprob_max": difference.max()}
+    log_ratio, loss_mask = jnp.where(batch.loss_mask, old_logprobs - batch.sampler_logprobs, 0.0), batch.loss_mask.sum(dtype=jnp.float32)
+    difference, w = jnp.abs(log_ratio), jnp.where(batch.loss_mask, jnp.exp(log_ratio), 0.0)
+    sums["sampler_gap/logprob_mean"] = (difference.sum(), loss_mask)
+    sums["sampler_gap/w"] = (w.sum(), loss_mask)
+    sums["sampler_gap/w2"] = ((w * w).sum(), loss_mask)
+    return token_loss, sums, {"sampler_gap/logprob_max": difference.max()}
 
 
 @dataclass(frozen=True)
@@ -222,7 +231,7 @@ class Learner:
     def shapes_of_parameters(self) -> Params:
         return jax.tree.map(
             lambda d, place: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=place),
-            declare(self.model.architecture), self.layout.trainable, is_leaf=is_declared)
+            param_specs(self.model.architecture), self.layout.trainable, is_leaf=is_param_spec)
 
     def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
         """Adds a micro-batch's gradient and metrics; also its log-probs, float32[R, S, C]."""
@@ -288,7 +297,7 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
         optax.GradientTransformation, TrainState, Callable, Callable]:
     """The optimizer, the layout of its state, and its two programs: init and apply."""
     rate = learning_rate(section, num_updates)
-    optimizer = make_optimizer(section, rate, _of_declared(lambda d: d.decays, a))
+    optimizer = make_optimizer(section, rate, _of_declared(lambda d: d.weight_decay, a))
     split, everywhere = shardings(a, role), role.replicated
     moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere)
     layout = TrainState(split, jax.tree.map(lambda _: None, split), moments, everywhere)
@@ -308,8 +317,8 @@ def _gradient_programs(model: Model, objective: Objective, functions: tuple) -> 
     return zero, accumulate, jax.jit(partial(_score, model, objective.chunk_elements))
 
 
-def _of_declared(read: Callable[[Declared], Any], a: Architecture) -> Params:
-    return jax.tree.map(read, declare(a), is_leaf=is_declared)
+def _of_declared(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
+    return jax.tree.map(read, param_specs(a), is_leaf=is_param_spec)
 
 
 def _gradient_shapes(a: Architecture) -> Params:
@@ -344,8 +353,8 @@ def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, 
     change, new_moments = optimizer.update(safe, moments, trainable)
     new = optax.apply_updates(trainable, change)
 
-    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(finite, new, old)
+    def keep(new: jax.Array, old_logprobs: jax.Array) -> jax.Array:
+        return jnp.where(finite, new, old_logprobs)
 
     state = TrainState(jax.tree.map(keep, new, trainable), frozen, jax.tree.map(keep, new_moments, moments),
                        updates + finite)

@@ -1,0 +1,103 @@
+"""`shoal export-rollouts`: a run's training groups as files that the tools around other systems read.
+
+    trl    completions_00001.parquet, ...   step, prompt, completion, each reward function, extra columns, advantage
+    verl   1.jsonl, ...                     input, output, gts, score, step, each reward function, extra columns
+
+Prompts are the text that the model read, special tokens included; steps count from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.config.compose import require_given
+from shoal.config.schema import ExportRolloutsConfig
+from shoal.model.tokenizer import Tokenizer
+from shoal.report.console import Console
+from shoal.report.folder import find_run
+from shoal.report.groups import StoredGroup
+from shoal.report.groups_table import encodable
+from shoal.report.lines import appearing, json_line, json_ready, write_atomically
+from shoal.report.reading import is_finished, read_stored, require_groups
+from shoal.run.output import check_new_folder
+from shoal.trainer.checkpoint import MODEL_FOLDER
+from shoal.types import ShoalError, ground_truth
+
+
+def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None) -> dict[str, Any]:
+    """Writes a file a step to the folder `config.to`, which must be new or empty."""
+    require_given(config, "run", "to")
+    with console or Console() as console:
+        run, to = find_run(config.run), check_new_folder(config.to, "to")
+        files = require_groups(run)
+        decode = Tokenizer.load(run / MODEL_FOLDER).decode
+        if not is_finished(run):
+            console.note(f"{run} has not ended: what is there by now is written")
+        count = 0
+        for step in files:
+            stored = read_stored(run, step)
+            count += sum(entry.group.size for entry in stored)
+            if config.format == "trl":
+                _write_trl(to / f"completions_{step:05d}.parquet", trl_columns(step, stored, decode))
+            else:
+                write_atomically(to / f"{step}.jsonl", map(json_line, verl_rows(step, stored, decode)))
+        console.note(f"wrote {count} completions of {len(files)} steps to {to}")
+    return {"run": str(run), "format": config.format, "to": str(to), "steps": list(files), "completions": count}
+
+
+def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:
+    """Column -> one value a completion, in TRL's order."""
+    rows = [{"step": step, "prompt": decode(entry.group.prompt_ids, skip_special_tokens=False),
+             "completion": entry.group.texts[i], **_rewards(entry, i), **_extra(entry, i),
+             "advantage": None if entry.advantages is None else entry.advantages[i]}
+            for entry in stored for i in range(entry.group.size)]
+    names = dict.fromkeys(name for row in rows for name in row if name != "advantage")
+    return {name: [row.get(name) for row in rows] for name in [*names, "advantage"]}
+
+
+def verl_rows(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> list[dict[str, Any]]:
+    """A row a completion."""
+    return [{"input": decode(entry.group.prompt_ids, skip_special_tokens=False), "output": entry.group.texts[i],
+             "gts": ground_truth(entry.group.example.columns), "score": entry.group.rewards[i], "step": step,
+             **_rewards(entry, i), **_extra(entry, i)}
+            for entry in stored for i in range(entry.group.size)]
+
+
+def _rewards(entry: StoredGroup, i: int) -> dict[str, Any]:
+    return {name: values[i] for name, values in entry.group.reward_components.items()}
+
+
+_TAKEN = ("step", "prompt", "completion", "advantage", "input", "output", "gts", "score")
+
+
+def _extra(entry: StoredGroup, i: int) -> dict[str, Any]:
+    """Columns that rewards logged; one whose name is taken is called `extra_<name>`."""
+    taken = {*_TAKEN, *entry.group.reward_components}
+    return {f"extra_{name}" if name in taken else name: values[i] for name, values in entry.group.extra.items()}
+
+
+def _write_trl(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    arrays = {name: _array(json_ready(values)) for name, values in columns.items()}
+    with appearing(path) as temporary:
+        try:
+            pq.write_table(pa.table(arrays), temporary)
+        except OSError as error:
+            raise ShoalError(f"cannot write {path}: {error}; make room or choose another place") from error
+
+
+def _array(values: list[Any]) -> Any:
+    """A column of one kind as it is; of several, or of lists and objects, as JSON text."""
+    import pyarrow as pa
+
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        return pa.array(values, pa.float64())
+    if len(kinds) <= 1 and kinds <= {str, int, float, bool}:
+        return pa.array([encodable(value) for value in values])
+    return pa.array([None if value is None else encodable(json.dumps(value, ensure_ascii=False)) for value in values])

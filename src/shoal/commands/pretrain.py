@@ -1,0 +1,74 @@
+"""`shoal pretrain`: the tiny model from nothing, on the worked solutions of `words`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.config.compose import require_given
+from shoal.config.schema import MeshSection, PretrainConfig, RewardSection, SamplingSection
+from shoal.mesh import make_roles
+from shoal.model import hf
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Model
+from shoal.report.console import Console
+from shoal.rewards.judge import Judge
+from shoal.rollout.source import LocalSource
+from shoal.run.assembly import engine_maker, prepare_sets
+from shoal.run.output import check_new_folder, writing
+from shoal.run.task import load_task
+from shoal.tasks import words
+from shoal.trainer.batch import LearnerBatch
+from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.loop import sampling_params
+from shoal.trainer.pretrain import run_pretraining, supervised_batch, tiny_architecture, write_tokenizer
+from shoal.types import Params, ShoalError
+
+LOOK_EVERY = 100
+"""Updates between looks at the held-out accuracy."""
+
+
+def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str, Any]:
+    """Trains a tokenizer, then a random model by supervised steps, and writes both in Hugging Face format."""
+    require_given(config, "output")
+    check_new_folder(config.output, "output")
+    with console or Console() as console, tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_tokenizer(folder, words.corpus(20_000), config.vocabulary)
+        tokenizer = Tokenizer.load(folder)
+        architecture = tiny_architecture(config.hidden_size, config.layers, tokenizer.vocab_size)
+        roles, task, sampling = make_roles(MeshSection()), load_task(config.task), SamplingSection()
+        example = task.pretrain_example
+        if example is None:
+            raise ShoalError(f"task.name={config.task.name!r} has no worked solutions to learn from: use words")
+        sets = prepare_sets(task, tokenizer, sampling, console)
+        evaluator = Evaluator(sets, sampling_params(sampling), 0, task)
+        model = Model(architecture, roles.sampler)
+        make = engine_maker(model, tokenizer, sampling, 128)
+        judge = Judge(task.rewards, RewardSection(workers=0))
+        source = LocalSource(model, make, task, judge, tokenizer.decode, config.seed)
+
+        def batch_of(step: int) -> LearnerBatch:
+            rows = range(step * config.batch, (step + 1) * config.batch)
+            pairs = [example(row) for row in rows]
+            prompts = [tokenizer.encode_prompt(prompt) for prompt, _ in pairs]
+            eos = tokenizer.eos_ids[0]
+            return supervised_batch(prompts, [np.append(tokenizer.encode_prompt(text), eos) for _, text in pairs])
+
+        def after(step: int, loss: Any, parameters: Params) -> bool:
+            if step % LOOK_EVERY and step != config.steps:
+                return False
+            source.publish(step, parameters)
+            figures, _ = evaluator.evaluate(source, step, step, sampled=False)
+            accuracy = next(iter(figures.values()))["accuracy"]
+            console.note(f"step {step}/{config.steps}  loss {float(loss):.4f}  greedy accuracy {100 * accuracy:.1f}%")
+            return 0 < config.stop_at_accuracy <= accuracy
+
+        parameters = run_pretraining(architecture, roles.trainer, batch_of, steps=config.steps, lr=config.lr,
+                                     seed=config.seed, after=after)
+        with writing(config.output, "output"):
+            hf.save(config.output, parameters, architecture, folder, np.float32)
+    return {"output": config.output}

@@ -1,0 +1,1 @@
+"""Scores in: reward functions, the processes that call them, their limits."""

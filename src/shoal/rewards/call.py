@@ -1,0 +1,326 @@
+"""One call of a reward function: what it is given, what it may return, and the plain form of how it ended.
+
+A function in TRL's convention is called once a batch, with keywords only: `prompts`, `completions`, `completion_ids`,
+every data column, `trainer_state`, `log_extra`, `log_metric`. The lists are flat, P*G long, the G completions of a
+prompt side by side. It returns as many numbers, or None where it cannot judge. After messages, a completion is
+`[{"role": "assistant", "content": text}]`, the whole text always in `content`; after a plain prompt it is a string.
+A function in verl's convention (one that takes `solution_str` and `ground_truth`) is called once a completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.text import shorten, suggest
+from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ground_truth
+
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+WRONG = "wrong"
+"""The kind of an outcome whose function breaks the convention: an error under every policy."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a function reads of the run: the fields of transformers' `TrainerState` that rewards use."""
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0  # the share of the run that is done
+    num_train_epochs: int = 1
+    num_input_tokens_seen: int = 0
+    log_history: tuple[dict[str, float], ...] = ()
+    is_world_process_zero: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call for `n` completions ended; all of it but `cause` is JSON.
+
+    >>> Outcome(values=[1.0, None], bad=[(1, "nan")])      # None where it cannot judge, and where `bad` says what came
+    >>> Outcome(kind="raised", text="ValueError: ...", where="rewards.py, line 3")
+    """
+
+    values: list[float | None] = field(default_factory=list)
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (index in the call, what came instead of a number)
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # log_extra: column -> n values
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # log_metric: name -> values
+    kind: str = ""  # of failure: "raised", "timed out", "died" or `WRONG`; "" where it returned
+    text: str = ""  # one line: what happened
+    where: str = ""  # file and line at which it was raised
+    cause: BaseException | None = None  # in the process of the call only
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.kind or self.bad)
+
+    def plain(self) -> dict[str, Any]:
+        return {one.name: value for one in fields(self) if one.name != "cause" and (value := getattr(self, one.name))}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """P groups of G completions, as the flat lists of P*G entries that functions are called with."""
+
+    shape: tuple[int, int]
+    rows: list[tuple[int, int]]  # the data row and the completion's index in its group
+    prompts: list[Prompt]
+    texts: list[str]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    state: TrainerState
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]],
+           completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]], state: TrainerState) -> Batch:
+        if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
+            raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
+        sizes = {len(group) for group in (*texts, *completion_ids)}
+        if len(sizes) != 1 or 0 in sizes:
+            raise ValueError("every group must hold the same number of completions, G, which is 1 or more")
+        at = [(p, g) for p, group in enumerate(texts) for g in range(len(group))]
+        names = dict.fromkeys(name for example in examples for name in example.columns if name not in _NOT_COLUMNS)
+        return cls(shape=(len(texts), len(texts[0])),
+                   rows=[(examples[p].row, g) for p, g in at],
+                   prompts=[prompts[p] for p, _ in at],
+                   texts=[texts[p][g] for p, g in at],
+                   completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
+                   columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names},
+                   state=state)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def place(self, i: int) -> str:
+        row, index = self.rows[i]
+        prompt = self.prompts[i]
+        asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
+        return f"example row {row}, completion {index} (prompt {shorten(asked)!r}, completion {shorten(self.texts[i])!r})"
+
+
+# ---- calling
+
+
+def call(one: RewardFunction, batch: Batch, part: range, wait: Callable[[Awaitable[Any]], Any]) -> Outcome:
+    """Calls a function for `part` of a batch; `wait` runs what it returns where that must be awaited."""
+    journal = _Journal(len(part))
+    try:
+        result = one.function(**_arguments(one, batch, part, journal))
+        return _read(one, wait(result) if inspect.isawaitable(result) else result, batch, part, journal)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return _failed(one, error)
+
+
+async def call_async(one: RewardFunction, batch: Batch, part: range, limit_seconds: float | None = None) -> Outcome:
+    """The same for an `async` function, on the running event loop."""
+    journal = _Journal(len(part))
+    scope = asyncio.timeout(limit_seconds)
+    try:
+        async with scope:
+            result = await one.function(**_arguments(one, batch, part, journal))
+        return _read(one, result, batch, part, journal)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return Outcome(kind="timed out") if scope.expired() else _failed(one, error)
+
+
+class Loop:
+    """An event loop that is made when first needed and kept, for clients of a network that functions keep too."""
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+
+    def run(self, wanted: Awaitable[Any]) -> Any:
+        async def wait() -> Any:
+            return await wanted
+
+        self._runner = self._runner or asyncio.Runner()
+        return _outside_loops(self._runner.run, wait())
+
+    def close(self) -> None:
+        if self._runner:
+            _outside_loops(self._runner.close)
+        self._runner = None
+
+
+def _outside_loops(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function where no event loop is running: a notebook has one in its thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function(*args)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
+
+
+class _Wrong(Exception):
+    """What a function does against its convention."""
+
+
+@dataclass
+class _Journal:
+    """What a call logs besides its rewards."""
+
+    size: int
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if len(values) != self.size:
+            raise ValueError(f"log_extra({column!r}): expected {self.size} values, got {len(values)}")
+        self.extra[unused(column, self.extra)] = [_plain(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+
+def _failed(one: RewardFunction, error: BaseException) -> Outcome:
+    if isinstance(error, _Wrong):
+        return Outcome(kind=WRONG, text=str(error), cause=error.__cause__)
+    function = one.function.func if isinstance(one.function, functools.partial) else one.function
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+             if code is not None and frame.filename == code.co_filename]
+    where = f"{Path(code.co_filename).name}, line {lines[-1]}" if code is not None and lines else ""
+    limit = " (reward.memory_gib is the limit)" if isinstance(error, MemoryError) else ""
+    return Outcome(kind="raised", text=shorten(told(error), 300) + limit, where=where, cause=error)
+
+
+# ---- what a function is given
+
+
+def _arguments(one: RewardFunction, batch: Batch, part: range, journal: _Journal) -> dict[str, Any]:
+    """Lists of their own for each call, so that a function that changes them in place harms no other."""
+    columns = {name: values[part.start:part.stop] for name, values in batch.columns.items()}
+    if one.per_completion:
+        return _accepted(one.function, _verl_arguments(batch.texts[part.start],
+                                                       {name: values[0] for name, values in columns.items()}))
+    prompts = batch.prompts[part.start:part.stop]
+    completions = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                   for prompt, text in zip(prompts, batch.texts[part.start:part.stop], strict=True)]
+    own = [prompt if isinstance(prompt, str) else [dict(message) for message in prompt] for prompt in prompts]
+    ids = [list(tokens) for tokens in batch.completion_ids[part.start:part.stop]]
+    return _accepted(one.function, {
+        **columns, "prompts": own, "completions": completions, "completion_ids": ids,
+        "trainer_state": batch.state, "log_extra": journal.log_extra, "log_metric": journal.log_metric})
+
+
+def _verl_arguments(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    gold = ground_truth(columns)
+    if gold is None and not {"reward_model", *GOLD_COLUMNS} & columns.keys():
+        raise _Wrong("wants a ground truth: a column `reward_model` with `ground_truth` in it, or a column "
+                     f"`ground_truth`, `answer`, `solution`, `target` or `label`; there are: "
+                     f"{', '.join(columns) or 'none'}")
+    info = columns.get("extra_info")
+    turns = {"num_turns": 2, "rollout_reward_scores": {}}  # the prompt's and the completion's
+    return {"data_source": columns.get("data_source") or "", "solution_str": text, "ground_truth": gold,
+            "extra_info": {**(info if isinstance(info, Mapping) else {}), **turns}}
+
+
+def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """All keywords for a function with `**kwargs`, else those that it names."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some compiled functions tell no signature
+        return given
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            raise _Wrong(f"takes {p.name!r} by position only, but is called with keywords; remove the `/`")
+    for name, p in named.items():
+        if p.default is p.empty and name not in given:
+            raise _Wrong(f"wants {name!r}, which is no column of the data{suggest(name, list(given))}")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return given
+    return {name: value for name, value in given.items() if name in named}
+
+
+# ---- what it may return
+
+
+def _read(one: RewardFunction, result: Any, batch: Batch, part: range, journal: _Journal) -> Outcome:
+    found = [_verl_score(result, journal)] if one.per_completion else _listed(result, batch, part)
+    values: list[float | None] = []
+    bad = []
+    for i, value in enumerate(found):
+        number = _number(value)
+        values.append(None if isinstance(number, str) else number)
+        if isinstance(number, str):
+            bad.append((i, number))
+    return Outcome(values, bad, journal.extra, journal.metrics)
+
+
+def _listed(result: Any, batch: Batch, part: range) -> list[Any]:
+    wanted = f"expected a list of {len(part)} numbers (or None), one for each completion"
+    if isinstance(result, str | bytes | Mapping) or not (hasattr(result, "__len__") and hasattr(result, "__iter__")):
+        raise _Wrong(f"returned {shorten(repr(result))} for {batch.place(part.start)} and others: {wanted}")
+    values = list(result)
+    if len(values) != len(part):
+        raise _Wrong(f"returned {len(values)} values for {len(part)} completions, "
+                     f"the first {batch.place(part.start)}: {wanted}")
+    return values
+
+
+def _verl_score(result: Any, journal: _Journal) -> Any:
+    """The score of a float or of a dict with `score`; what else there is, is logged."""
+    if not isinstance(result, Mapping):
+        if isinstance(number := _number(result), float):
+            journal.log_metric("acc", number)
+        return result
+    if "score" not in result:
+        raise _Wrong(f"returned {shorten(repr(result))}: expected a number, or a dict with `score`")
+    for name, value in result.items():
+        if name != "score":
+            number = _number(value)
+            if isinstance(number, float):
+                journal.log_metric(name, number)
+            else:
+                journal.log_extra(str(name), [value])
+    return result["score"]
+
+
+def _number(value: Any) -> float | str | None:
+    """The number, None for None, or what came instead of a finite number."""
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return shorten(repr(value))
+    if math.isfinite(number):
+        return number
+    return shorten(repr(value)) if isinstance(value, str | bytes) else str(number)
+
+
+def _plain(value: Any) -> Any:
+    """The same as JSON can hold it."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+# ---- words
+
+
+def unused(name: str, taken: Iterable[str]) -> str:
+    taken = set(taken)
+    return next(free for n in range(1, len(taken) + 2) if (free := name if n == 1 else f"{name}_{n}") not in taken)
+
+
+def told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

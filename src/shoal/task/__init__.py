@@ -1,1 +1,0 @@
-"""Where questions and rewards come from: one task a file, the reward convention in `reward.py`."""

@@ -1,0 +1,1 @@
+"""Questions: one task a file, its data and its graders."""

@@ -1,0 +1,171 @@
+"""Countdown: numbers, and a target to reach with + - * / and brackets, each number used once; made here, endlessly.
+
+A row is a problem, the same on every machine; what it asks can always be reached. Held-out problems share their numbers
+and target with none that is trained on. Answers are read by a parser of their own (`arithmetic.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from shoal.config.schema import TaskSection
+from shoal.tasks.generated import MAX_IDLE_DRAWS, NUM_BUCKETS, NUM_HELD_OUT, NUM_TRAIN, MadeRows, pick, stable_hash
+from shoal.tasks.graders import arithmetic
+from shoal.tasks.graders.answer import completion_text, extract_answer, single_answer
+from shoal.tasks.task import Task
+from shoal.types import Example, Prompt, RewardFunction, ShoalError
+
+SYSTEM_PROMPT = (
+    "Reach the target with the given numbers and + - * / and brackets; use every number exactly once. Think between "
+    "<reasoning> and </reasoning>, then write only the expression, without an equals sign, between <answer> and "
+    "</answer>."
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers in the order they are shown, the target, and an expression that reaches it.
+
+    >>> problem.numbers, problem.target, problem.solution
+    ((3, 25, 5), 60, '(25 - 5) * 3')
+    """
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+
+    @property
+    def normal_form(self) -> str:
+        """The same for problems that differ in the order of their numbers only."""
+        return f"{sorted(self.numbers)} {self.target}"
+
+    @property
+    def question(self) -> str:
+        return f"Numbers: {', '.join(map(str, self.numbers))}. Target: {self.target}."
+
+    @property
+    def completion(self) -> str:
+        return f"<reasoning>{self.solution} = {self.target}.</reasoning><answer>{self.solution}</answer>"
+
+
+# ---- problems
+
+
+def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Problem:
+    """The training problem of a row; never one that is held out."""
+    rng = _generator(purpose, row, task)
+    while is_held_out(problem := _draw(rng, task)):
+        pass
+    return problem
+
+
+def held_out(count: int, task: TaskSection) -> tuple[Problem, ...]:
+    """`count` different held-out problems, the first n the same for every count; fewer where there are no more."""
+    rng = _generator("held_out", 0, task)
+    problems: dict[str, Problem] = {}
+    idle = 0
+    while len(problems) < count and idle < MAX_IDLE_DRAWS:
+        problem = _draw(rng, task)
+        idle += 1
+        if is_held_out(problem) and problem.normal_form not in problems:
+            problems[problem.normal_form] = problem
+            idle = 0
+    return tuple(problems.values())
+
+
+def is_held_out(problem: Problem) -> bool:
+    return stable_hash(f"countdown {problem.normal_form}") % NUM_BUCKETS == 0
+
+
+def _generator(purpose: str, row: int, task: TaskSection) -> Random:
+    return Random(stable_hash(f"countdown/{purpose}/{row}/{task.num_numbers}/{task.max_value}"))
+
+
+def _draw(rng: Random, task: TaskSection) -> Problem:
+    """Numbers from 1 to `task.max_value`, joined two by two until one is left; no value on the way is larger."""
+    numbers = tuple(pick(rng, range(1, task.max_value + 1)) for _ in range(task.num_numbers))
+    parts = [(number, str(number)) for number in numbers]
+    while len(parts) > 1:
+        first = parts.pop(pick(rng, range(len(parts))))
+        second = parts.pop(pick(rng, range(len(parts))))
+        parts.append(pick(rng, _joined(max(first, second), min(first, second), task.max_value)))
+    value, solution = parts[0]
+    return Problem(numbers, value, solution.removeprefix("(").removesuffix(")"))
+
+
+def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[tuple[int, str]]:
+    """What two values come to, whole numbers from 1 to `most`; never nothing."""
+    (a, left), (b, right) = large, small
+    values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
+    return [(value, f"({left} {sign} {right})") for sign, value in values.items() if 1 <= value <= most]
+
+
+# ---- the task
+
+
+def load(task: TaskSection) -> Task:
+    """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_questions` 0 holds out 500."""
+    if task.path:
+        raise ShoalError(f"task.path={task.path!r}: the task countdown makes its own problems; leave task.path out")
+    count = task.num_questions or NUM_HELD_OUT
+    problems = held_out(count, task)
+    notes = (f"countdown: held_out has {len(problems)} problems, not {count}: there are no more at "
+             f"task.num_numbers={task.num_numbers} task.max_value={task.max_value}",) if len(problems) < count else ()
+    return Task(
+        name="countdown",
+        train=MadeRows(lambda row: _example(row, train_problem(row, task)), NUM_TRAIN),
+        evaluations={"held_out": tuple(_example(row, problem) for row, problem in enumerate(problems))},
+        rewards=(RewardFunction("correct", correct_reward, 0.9, builtin=True),
+                 RewardFunction("answered", answered_reward, 0.1, builtin=True)),
+        correct=is_correct,
+        well_formed=lambda text: bool(extract_answer(text)),
+        extract=lambda text: single_answer(text) or None,
+        pretrain_example=functools.partial(_pretrain_example, task=task),
+        notes=notes,
+    )
+
+
+def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
+    """Whether an answer is an expression of just these numbers that comes to the target.
+
+    >>> solves("(3 + 4) * 2", [2, 3, 4], 14), solves("3 + 4", [3, 4, 2], 7)
+    (True, False)
+    """
+    expression = arithmetic.read(answer) if answer else None
+    return expression is not None and expression.value == target and sorted(expression.numbers) == sorted(numbers)
+
+
+def is_correct(text: str, example: Example) -> bool:
+    """Whether the text has one `<answer>`, and it solves the problem."""
+    return solves(single_answer(text), example.columns["numbers"], example.columns["target"])
+
+
+def correct_reward(completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int],
+                   **kwargs: Any) -> list[float]:
+    """1.0 where the one `<answer>` solves the problem, else 0.0 (TRL's convention)."""
+    texts = [completion_text(completion) for completion in completions]
+    return [float(solves(single_answer(text), given, wanted))
+            for text, given, wanted in zip(texts, numbers, target, strict=True)]
+
+
+def answered_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """1.0 where there is an `<answer>` that is not empty, else 0.0 (TRL's convention)."""
+    return [float(bool(extract_answer(completion_text(completion)))) for completion in completions]
+
+
+def _prompt(problem: Problem) -> Prompt:
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
+
+
+def _example(row: int, problem: Problem) -> Example:
+    columns = {"numbers": list(problem.numbers), "target": problem.target, "solution": problem.solution}
+    return Example(row, _prompt(problem), columns)
+
+
+def _pretrain_example(row: int, task: TaskSection) -> tuple[Prompt, str]:
+    problem = train_problem(row, task, "pretrain")
+    return _prompt(problem), problem.completion

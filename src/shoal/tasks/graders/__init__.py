@@ -1,0 +1,1 @@
+"""What a task judges an answer with: pure functions of text."""

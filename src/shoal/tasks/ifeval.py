@@ -1,0 +1,219 @@
+"""IFEval (Zhou et al. 2023, arXiv:2311.07911): prompts with instructions that can be checked, and their four figures.
+
+A row holds `prompt`, `instruction_id_list` and `kwargs`, one dict of arguments for each instruction. The published set
+is one file of 541 rows, made to evaluate with; training on it is possible and contaminates it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from shoal.config.schema import TaskSection
+from shoal.tasks.data import Published, Rows, is_evaluating, place_splits, without_held_out
+from shoal.tasks.graders.answer import completion_text, single_answer
+from shoal.tasks.graders.instructions import follows, read_arguments, variants
+from shoal.tasks.task import Task
+from shoal.types import Example, RewardFunction, ShoalError
+
+PUBLISHED = Published("ifeval", "google/IFEval", ("prompt", "instruction_id_list", "kwargs"),
+                      ("ifeval_input_data", "{split}"), texts=("prompt",))
+SYSTEM_PROMPT = (
+    "Think first, between <think> and </think>. Then write your whole response between <answer> and </answer>: only "
+    "what stands there is checked against the user's instructions."
+)
+HELD_OUT = 10
+"""Of data with one split, every row whose number (from 1) this divides is held out."""
+
+WEIGHTS = (0.4, 0.3, 0.2, 0.1)
+"""Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose in the reward."""
+ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
+
+
+def load(task: TaskSection) -> Task:
+    """The task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
+
+    Where there is one split, and nothing is trained or it is `task.eval_split` too (so in the preset of `shoal eval`),
+    all its rows are evaluated on, with the published prompts and nothing else. Otherwise a system prompt asks for the
+    two tags; of one split every tenth row is held out.
+
+    Raises `ShoalError` for data that is missing or unreadable, and for a row with an instruction or an argument that no
+    check can take.
+    """
+    train, held_out, notes = place_splits(task, PUBLISHED)
+    bare = False
+    if not train or {_file(place) for place, _ in held_out} <= {_file(place) for place, _ in train}:  # no other split
+        rows, bare = [*train, *held_out], task.eval_split == task.split or is_evaluating()
+        notes = [note for note in notes if "no split to evaluate on" not in note]
+        held_out = rows[HELD_OUT - 1::HELD_OUT] or rows[-1:]
+        notes += _benchmark_notes(bare, len(held_out), len(rows))
+        known = {row["prompt"] for _, row in held_out}
+        train, held_out = [one for one in rows if one[1]["prompt"] not in known], rows if bare else held_out
+    else:
+        train = without_held_out(train, held_out, lambda one: one[1]["prompt"], "ifeval", "prompt", notes)
+    if not (train or bare):
+        raise ShoalError("task ifeval: every training prompt is held out too; give other data in task.path")
+    return _task(_examples(train, not bare), {"held_out": _examples(held_out, not bare)}, notes, tags=not bare)
+
+
+def blank(task: TaskSection) -> Task:
+    """The task without data: it judges rows that bring their own instructions."""
+    return _task((), {}, (), tags=False)
+
+
+def _task(train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]], notes: Sequence[str],
+          tags: bool) -> Task:
+    """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and no form measured."""
+    instructions = RewardFunction("instructions", instructions_reward if tags else whole_text_reward, 1.0, builtin=True)
+    return Task(
+        name="ifeval",
+        train=train,
+        evaluations=evaluations,
+        rewards=(instructions, RewardFunction("format", format_reward, 1.0, builtin=True)) if tags else (instructions,),
+        correct=partial(is_correct, tags=tags),
+        well_formed=well_formed if tags else None,
+        verdict=partial(verdict, tags=tags),
+        figures=figures,
+        question="prompt",
+        of_row=lambda number, row: _example(number, f"row {number}", row, tags=False),
+        notes=tuple(notes),
+    )
+
+
+def _benchmark_notes(bare: bool, held_out: int, count: int) -> list[str]:
+    if bare:
+        return [f"ifeval: all {count} rows are evaluated on, with their prompts as they are; a training run with these "
+                "keys would be measured on rows that it learned from"]
+    return [f"ifeval: there is one split; every tenth row of it is held out, {held_out} of {count}",
+            "ifeval: the published prompts are a benchmark; a model that trained on some of them has no fair figures "
+            "on it any more, not even on those held out"]
+
+
+def prompt(text: str, tags: bool) -> list[dict[str, Any]]:
+    user = {"role": "user", "content": text}
+    return [{"role": "system", "content": SYSTEM_PROMPT}, user] if tags else [user]
+
+
+# ---- judging
+
+
+def checked_text(text: str) -> str:
+    """What is checked of a completion: what stands in its only answer block, else all of it.
+
+    >>> checked_text("<think>hm</think> <answer> Yes. </answer>")
+    'Yes.'
+    """
+    answer = single_answer(text)
+    return text if answer is None else answer
+
+
+def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
+    """How a text does, of which with `tags` the answer block alone is checked; `correct` is `prompt_strict`.
+
+    >>> verdict("no, thanks", Example(0, "...", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}))
+    {'correct': False, 'prompt_strict': False, 'instruction_strict': [False], 'prompt_loose': False,
+     'instruction_loose': [False], 'instruction_id_list': ['punctuation:no_comma']}
+    """
+    names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
+    strict, loose = _judge(checked_text(text) if tags else text, names, arguments)
+    return {"correct": all(strict), "prompt_strict": all(strict), "instruction_strict": strict,
+            "prompt_loose": all(loose), "instruction_loose": loose, "instruction_id_list": list(names)}
+
+
+def is_correct(text: str, example: Example, tags: bool = False) -> bool:
+    """Whether every instruction is followed, strictly; with `tags`, by the answer block alone."""
+    checked, columns = checked_text(text) if tags else text, example.columns
+    return all(follows(checked, name, arguments)
+               for name, arguments in zip(columns["instruction_id_list"], columns["kwargs"], strict=True))
+
+
+def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The four published figures, shares in [0, 1]: of prompts, and of the instructions of all prompts together."""
+    found = {}
+    for mode in ("strict", "loose"):
+        prompts = [bool(one[f"prompt_{mode}"]) for one in verdicts]
+        instructions = [followed for one in verdicts for followed in one[f"instruction_{mode}"]]
+        found[f"prompt_{mode}"] = _mean(prompts)
+        found[f"instruction_{mode}"] = _mean(instructions)
+    return found
+
+
+def well_formed(text: str) -> bool:
+    """Whether there is exactly one think block and exactly one answer block."""
+    return _thinks_once(text) and single_answer(text) is not None
+
+
+# ---- rewards, in TRL's convention
+
+
+def instructions_reward(completions: Sequence[Any], instruction_id_list: Sequence[Sequence[str]],
+                        kwargs: Sequence[Sequence[Mapping[str, Any]]], **others: Any) -> list[float]:
+    """0.4, 0.3, 0.2 and 0.1 for prompt-strict, the mean of instruction-strict, prompt-loose and the mean of
+    instruction-loose. The four weights are TorchRL's; it checks the first answer block, nothing where there is none.
+    Ours is to take only a single block as the answer, and the whole text where there is not exactly one."""
+    texts = [checked_text(completion_text(completion)) for completion in completions]
+    return [_points(*one) for one in zip(texts, instruction_id_list, kwargs, strict=True)]
+
+
+def whole_text_reward(completions: Sequence[Any], instruction_id_list: Sequence[Sequence[str]],
+                      kwargs: Sequence[Sequence[Mapping[str, Any]]], **others: Any) -> list[float]:
+    """`instructions_reward` of the whole text: for prompts that ask for no answer block."""
+    texts = [completion_text(completion) for completion in completions]
+    return [_points(*one) for one in zip(texts, instruction_id_list, kwargs, strict=True)]
+
+
+def _points(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]) -> float:
+    strict, loose = _judge(text, names, arguments)
+    parts = (all(strict), _mean(strict), all(loose), _mean(loose))
+    return math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True))
+
+
+def format_reward(completions: Sequence[Any], **others: Any) -> list[float]:
+    """0.1 for exactly one answer block and 0.05 for exactly one think block, added to what the instructions give."""
+    texts = [completion_text(completion) for completion in completions]
+    return [ANSWER_BONUS * (single_answer(text) is not None) + THINK_BONUS * _thinks_once(text) for text in texts]
+
+
+def _judge(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[bool]]:
+    """Whether each instruction is followed strictly, and by any of the variants."""
+    pairs = list(zip(names, arguments, strict=True))
+    strict = [follows(text, name, given) for name, given in pairs]
+    tried = variants(text)[1:]
+    loose = [done or any(follows(one, name, given) for one in tried)
+             for done, (name, given) in zip(strict, pairs, strict=True)]
+    return strict, loose
+
+
+def _thinks_once(text: str) -> bool:
+    return text.count("<think>") == 1 == text.count("</think>") and text.index("<think>") < text.index("</think>")
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+# ---- rows
+
+
+def _file(place: str) -> str:
+    return place.rpartition(",")[0]
+
+
+def _examples(rows: Rows, tags: bool) -> tuple[Example, ...]:
+    return tuple(_example(i, place, row, tags) for i, (place, row) in enumerate(rows))
+
+
+def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:
+    """A published row, its arguments read; raises `ShoalError` that names its place."""
+    names, given = row["instruction_id_list"], row["kwargs"]
+    lists = isinstance(names, list) and names and isinstance(given, list) and len(given) == len(names)
+    if not (lists and all(isinstance(name, str) for name in names) and all(isinstance(one, dict) for one in given)):
+        raise ShoalError(f"task ifeval: {place}: `instruction_id_list` must be a list of names, and `kwargs` a list of "
+                         "as many objects")
+    try:
+        arguments = [read_arguments(name, one) for name, one in zip(names, given, strict=True)]
+    except ValueError as error:
+        raise ShoalError(f"task ifeval: {place}: {error}") from error
+    return Example(number, prompt(row["prompt"], tags), {"instruction_id_list": list(names), "kwargs": arguments})

@@ -1,0 +1,235 @@
+"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems whose answers are checked with math-verify.
+
+A row holds `problem` and `answer`, or a `solution` that ends in `\\boxed{answer}`. By default the hub's training split
+of 7,500 problems is trained on and MATH-500 evaluated on, which shares none with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.config.schema import TaskSection
+from shoal.tasks.data import Published, read_splits, without_held_out
+from shoal.tasks.graders import math_check
+from shoal.tasks.graders.answer import completion_text, extract_answer, format_reward, well_formed
+from shoal.tasks.graders.final_answer import behind_hashes, last_boxed, said_answer, solution_of
+from shoal.tasks.task import Task
+from shoal.types import Example, Messages, RewardFunction, ShoalError
+
+TRAIN = Published("math", "DigitalLearningGmbH/MATH-lighteval", ("problem",), ("math_{split}", "{split}"),
+                  texts=("problem",))
+EVALUATION = replace(TRAIN, hub_id="HuggingFaceH4/MATH-500")
+SYSTEM_PROMPT = (
+    "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
+    "then write only the final answer, in LaTeX, between <answer> and </answer>."
+)
+TAIL_CHARS = 10_000
+"""The answer is looked for in so many last characters."""
+
+_DRAWING = re.compile(r"\[asy\](?:(?!\[asy\]).)*?\[/asy\]", re.DOTALL)
+_ANSWER_HEADING = re.compile(r"^[#*_ ]*(?:final )?answer[*_ ]*$", re.IGNORECASE | re.MULTILINE)
+_WIDE = re.compile(r"\$\$((?:[^$\\]|\\.)+)\$\$|(?<!\\)\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]]", re.DOTALL)
+_FORMULA = re.compile(r"(?<!\\)\$((?:[^$\\\n]|\\[^\n])+)(?:(?<!\s)\$|\$(?![\w\\(]))")  # not the sums $5 and $7
+_BOLD = re.compile(r"\*\*([^*\n]*[^*\n:])\*\*(?!:)")
+_MARK = re.compile(r"(?:[-•*]|[0-9]+[.)]|[A-Za-z]:)\s+")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:pi|sqrt)(?![A-Za-z]))[A-Za-z]{2,}")
+_EQUALS = re.compile(r"=\s*([^\s=][^=\n]*)\Z")
+_SEVERAL = re.compile(r",(?!\\!|[0-9]{3})|\\(?:text|quad|begin)|[<>!]=")
+"""In a formula with several `=`: it is more than one chain of them."""
+_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:[./][0-9]+)?")
+
+
+def load(task: TaskSection) -> Task:
+    """The task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or `solution`.
+
+    Raises `ShoalError` for data that is missing or without answers, and where math-verify is not installed.
+    """
+    math_check.require_math_verify()
+    train, held_out, notes = _rows(task)
+    train = _gold(train, notes, "training") if train else []
+    held_out = _gold(held_out, notes, "held-out")
+    kept = without_held_out(train, held_out, lambda row: row["problem"].strip(), "math", "problem", notes)
+    return _task(_examples(kept), {"held_out": _examples(held_out)}, notes)
+
+
+def blank(task: TaskSection) -> Task:
+    """The task without data: it judges rows that bring their own answer."""
+    math_check.require_math_verify()
+    return _task((), {}, ())
+
+
+def _task(train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]], notes: Sequence[str]) -> Task:
+    return Task(
+        name="math",
+        train=train,
+        evaluations=evaluations,
+        rewards=(RewardFunction("correct", correct_reward, 1.0, builtin=True),
+                 RewardFunction("format", format_reward, 0.1, builtin=True)),
+        correct=is_correct,
+        well_formed=well_formed,
+        extract=lambda text: math_check.plain(answer_of(text) or "") or None,
+        verdict=verdict,
+        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
+        question="problem",
+        of_row=_of_row,
+        notes=tuple(notes),
+    )
+
+
+def answer_of(text: str) -> str | None:
+    """What stands in the last `<answer>`, without a `\\boxed{}` around it, else in the last `\\boxed{}`; None where the
+    last 10,000 characters have neither."""
+    tail = text[-TAIL_CHARS:]
+    tagged = extract_answer(tail)
+    boxed = last_boxed(tail if tagged is None else tagged)
+    return tagged if boxed is None else boxed
+
+
+def is_correct(text: str, example: Example) -> bool:
+    """Whether the answer is the same as the gold one."""
+    return bool(_same([text], [example.columns["answer"]], answer_of)[0])
+
+
+def correct_reward(completions: Sequence[Any], answer: Sequence[str],
+                   log_metric: Callable[[str, float], None] | None = None, **kwargs: Any) -> list[float]:
+    """1.0 where the answer is the same as the gold one, else 0.0 (TRL's convention).
+
+    Logged: `unchecked`, the share of answers whose check came to no end (0.0 for them)."""
+    found = _same([completion_text(completion) for completion in completions], answer, answer_of)
+    for one in found if log_metric else ():
+        log_metric("unchecked", float(one is None))  # pyright: ignore[reportOptionalCall]
+    return [float(bool(one)) for one in found]
+
+
+def verdict(text: str, example: Example) -> dict[str, Any]:
+    """Whether a solution of whatever form ends with the gold answer, that answer, and whether its check came to no
+    end."""
+    same = _same([text], [example.columns["answer"]], final_answer)[0]
+    answer = final_answer(text)
+    return {"correct": bool(same), "answer": None if answer is None else answer[:math_check.MAX_CHARS],
+            "unchecked": same is None}
+
+
+def final_answer(text: str) -> str | None:
+    """The answer of a solution of whatever form: in a tag or a box, behind `####` or "the answer is"; else what the
+    last line that has an answer ends with: a formula in `$`, `\\(\\)` or `\\[\\]`, bold text, what stands behind `=`,
+    a number. Thoughts before the solution are left out.
+
+    >>> final_answer("so x = 5"), final_answer("Thus **5**."), final_answer("#### 42"), final_answer("none")
+    ('5', '5', '42', None)
+    """
+    text = solution_of(text[-TAIL_CHARS:])
+    found = answer_of(text)
+    if found is not None:
+        return found
+    text = _ANSWER_HEADING.sub("Answer:", _DRAWING.sub("", text))
+    text = _WIDE.sub(lambda match: f"${' '.join((match[1] or match[2]).split())}$", text)
+    found = behind_hashes(text)
+    found = said_answer(text) if found is None else found
+    if found is not None:
+        formulas = _FORMULA.findall(found)
+        return _chain_end(formulas[-1]) if formulas else found
+    return _at_the_end(text)
+
+
+def _at_the_end(text: str) -> str | None:
+    """The answer of the last line that has one; of headings, bold words in a line of their own that is not the last,
+    only where no other line has. None where all lack."""
+    lines = [line.strip() for line in reversed(text.split("\n")) if line.strip()]
+    headings = [line for line in lines[1:] if (bold := _BOLD.fullmatch(line)) and _WORD.search(bold[1])]
+    others = [line for line in lines if line not in headings]
+    return next((found for line in [*others, *headings] if (found := _in_line(line)) is not None), None)
+
+
+def _in_line(line: str) -> str | None:
+    """Of a line's formulas and bold texts the last, else what stands behind the last `=`, else the line itself where it
+    has no words, else the last number. What follows a formula or bold text without a digit goes before it."""
+    line = _MARK.sub("", line.rstrip(" ."), count=1) if _MARK.match(line) else line.rstrip(" .")
+    marked = [match for pattern in (_FORMULA, _BOLD) for match in pattern.finditer(line)]
+    last = max(marked, key=lambda match: match.end(), default=None)
+    if last and any(character.isdigit() for character in last[1]):
+        return _chain_end(last[1])
+    begin = last.end() if last else 0
+    if equal := _EQUALS.search(line, begin):
+        return equal[1].strip(" *")
+    numbers = _NUMBER.findall(line, begin)
+    if last and not numbers:
+        return _chain_end(last[1])
+    return None if not numbers else numbers[-1] if last or _WORD.search(line) else line.strip(" *")
+
+
+def _chain_end(formula: str) -> str:
+    """A formula; of a chain `a = b = c` what it ends with."""
+    formula = formula.strip().rstrip(" .")
+    end = formula.rpartition("=")[2].strip()
+    chained = formula.count("=") > 1 and end and end.count("{") == end.count("}")
+    return end if chained and not _SEVERAL.search(formula) else formula
+
+
+def _same(texts: Sequence[str], golds: Sequence[str], find: Callable[[str], str | None]) -> list[bool | None]:
+    answers = [find(text) for text in texts]
+    return math_check.same_all([(gold, answer or "") for gold, answer in zip(golds, answers, strict=True)])
+
+
+# ---- rows
+
+
+def _rows(task: TaskSection) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """Training rows, held-out rows, notes; without a path of two data sets of the hub, the other one's split alone."""
+    if task.path:
+        return read_splits(task, TRAIN)
+    train, _, notes = read_splits(task, TRAIN)
+    alone = replace(task, split=task.eval_split, subset="", files=())
+    first, last, _ = read_splits(alone, EVALUATION)
+    return train, [*first, *last], notes
+
+
+def _prompt(problem: str) -> Messages:
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem}]
+
+
+def gold(row: Mapping[str, Any]) -> str | None:
+    """The answer of a row: its `answer`, else what its `solution` has in its last box; None where there is none."""
+    answer = row.get("answer")
+    if answer is None or not str(answer).strip():
+        answer = last_boxed(str(row.get("solution") or ""))
+    return str(answer).strip() if answer is not None and str(answer).strip() else None
+
+
+def _example(number: int, row: Mapping[str, Any], answer: str) -> Example:
+    columns = {"answer": answer, "solution": str(row.get("solution") or "")}
+    return Example(number, _prompt(row["problem"]), columns)
+
+
+def _of_row(number: int, row: Mapping[str, Any]) -> Example:
+    answer = gold(row)
+    if answer is None or "problem" not in row:
+        raise ShoalError(f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends in "
+                         "`\\boxed{...}`")
+    if not math_check.is_whole(answer):
+        raise ShoalError(f"task math: row {number} has the answer {answer[:60]!r}, which cannot be read: braces in "
+                         f"pairs and at most {math_check.MAX_CHARS} characters are needed")
+    return _example(number, row, answer)
+
+
+def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[Example, ...]:
+    return tuple(_example(i, row, row["gold"]) for i, row in enumerate(rows))
+
+
+def _gold(rows: Sequence[dict[str, Any]], notes: list[str], kind: str) -> list[dict[str, Any]]:
+    """Adds the column `gold`; rows without, and those whose gold cannot be read, are dropped, which is noted."""
+    found = [row | {"gold": answer} for row in rows if (answer := gold(row)) is not None]
+    kept = [row for row in found if math_check.is_whole(row["gold"])]
+    if not kept:
+        raise ShoalError(f"task math: none of the {len(rows)} {kind} rows has an `answer` that can be read, or a "
+                         "`solution` with `\\boxed{...}`")
+    if len(found) < len(rows):
+        notes.append(f"math: {len(rows) - len(found)} of {len(rows)} {kind} rows have no answer and were dropped")
+    if len(kept) < len(found):
+        first = next(row["gold"] for row in found if not math_check.is_whole(row["gold"]))
+        notes.append(f"math: {len(found) - len(kept)} of {len(rows)} {kind} rows have an answer that cannot be read "
+                     f"and were dropped; the first is {first[:60]!r}")
+    return kept

@@ -1,0 +1,70 @@
+"""A task: questions to train on, questions held out, and the functions that judge completions."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.config.schema import RewardSection, TaskSection
+from shoal.text import nearest
+from shoal.types import Example, Prompt, RewardFunction, ShoalError
+
+TASKS = {name: f"shoal.tasks.{name}" for name in ("words", "gsm8k", "math", "ifeval", "countdown", "custom")}
+"""Name -> module with `load(TaskSection) -> Task`; one that takes `reward` too is given the RewardSection."""
+
+ROWS = "rows"
+"""The name of a task whose data was given from Python."""
+
+FROM_PYTHON = "python:"
+"""Begins the name of a reward function that was given from Python, where the configuration is stored."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run trains on and is measured by.
+
+    `train[i].row == i`. `evaluations` come in order: the first is the main held-out set, others are reported apart;
+    their rows differ, so that no two questions of one evaluation share their noise.
+    """
+
+    name: str
+    train: Sequence[Example]
+    evaluations: Mapping[str, Sequence[Example]]
+    rewards: tuple[RewardFunction, ...]
+    correct: Callable[[str, Example], bool] | None = None
+    """Whether a completion's text solves its example; None: there is no accuracy, only the mean reward."""
+    well_formed: Callable[[str], bool] | None = None
+    """Whether a completion's text has the asked form, right or wrong."""
+    extract: Callable[[str], str | None] | None = None
+    """The answer in a completion's text, for maj@k; None where there is none."""
+    verdict: Callable[[str, Example], Mapping[str, Any]] | None = None
+    """How an answer made elsewhere, of whatever form, does: plain values, `correct` (bool) among them."""
+    figures: Callable[[Sequence[Mapping[str, Any]]], dict[str, float]] | None = None
+    """Further figures of an evaluation, from the verdicts of its answers; None: accuracy alone."""
+    question: str = "question"
+    """The column of the published rows by which an answer made elsewhere names its question."""
+    of_row: Callable[[int, Mapping[str, Any]], Example] | None = None
+    """(number, a row as published) -> its example; None where rows are made here."""
+    pretrain_example: Callable[[int], tuple[Prompt, str]] | None = None
+    """Row -> (prompt, completion without a fault) for supervised training; row is 0 or more."""
+    notes: tuple[str, ...] = ()
+    """Lines that the run prints: what was dropped or derived when the data was read."""
+
+
+def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
+    """The task as its module makes it, with its own rewards and every question; its module is given the rewards'
+    settings where it takes them. ShoalError for an unknown name, and for what the task's data lacks."""
+    if task.name not in TASKS:
+        raise ShoalError(f"task.name={task.name!r}: there is no such task; did you mean {nearest(task.name, TASKS)!r}? "
+                         f"Tasks: {', '.join(TASKS)}")
+    load = importlib.import_module(TASKS[task.name]).load
+    if "reward" in inspect.signature(load).parameters:
+        return load(task, reward)
+    loaded = load(task)
+    if reward.preset == RewardSection.preset:
+        return loaded
+    note = f"{task.name}: reward.preset={reward.preset} has no effect: it is for task=gsm8k"
+    return replace(loaded, notes=(*loaded.notes, note))

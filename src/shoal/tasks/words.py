@@ -1,0 +1,362 @@
+"""`words`: arithmetic word problems of several steps in GSM8K's form, generated.
+
+A problem is a chain of operations on a quantity; every value on the way is a whole number from 1 to `task.max_value`.
+Which problems are held out depends on nothing but their operations and numbers: one in sixteen, by a hash. So training
+shares none of them, whatever the names, objects, sentences, dials or seed.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import operator
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.config.schema import TaskSection
+from shoal.tasks.generated import MAX_IDLE_DRAWS, NUM_BUCKETS, NUM_HELD_OUT, NUM_TRAIN, MadeRows, pick, stable_hash
+from shoal.tasks.graders.answer import (
+    completion_text,
+    extract_answer,
+    format_reward,
+    same_number,
+    single_answer,
+    well_formed,
+)
+from shoal.tasks.gsm8k_rewards import answer_key
+from shoal.tasks.task import Task
+from shoal.types import Example, Messages, Prompt, RewardFunction, ShoalError
+
+__all__ = ["Operation", "Problem", "Step", "corpus", "extract_answer", "held_out", "load", "normal_form",
+           "numeric_form", "pretrain_problem", "train_problem", "well_formed"]
+
+
+class Operation(enum.StrEnum):
+    ADD = "+"
+    SUBTRACT = "-"
+    MULTIPLY = "*"
+    DIVIDE = "/"
+
+
+_APPLY = {Operation.ADD: operator.add, Operation.SUBTRACT: operator.sub, Operation.MULTIPLY: operator.mul,
+          Operation.DIVIDE: operator.floordiv}
+
+SHE = ("Amy", "Bella", "Clara", "Dora", "Emma", "Fay", "Gina", "Hana", "Ida", "Jane", "Kate", "Lucy")
+HE = ("Adam", "Ben", "Carl", "Dan", "Eric", "Finn", "Gus", "Hugo", "Ivan", "Jack", "Karl", "Tom")
+OBJECTS = ("apples", "marbles", "books", "coins", "cards", "stickers", "pencils", "shells", "buttons", "stamps",
+           "balloons", "cookies", "beads", "toys", "stones", "keys", "cups", "candles", "oranges", "flowers",
+           "ribbons", "badges", "crayons", "peaches")
+
+# Sentences by part of the problem. Those of the second list never occur in training.
+SEEN: dict[str, tuple[str, ...]] = {
+    "opening": (
+        "{name} has {n} {objects}.",
+        "{name} starts with {n} {objects}.",
+        "{name} owns {n} {objects}.",
+        "On Sunday {name} has {n} {objects}.",
+        "{name} keeps {n} {objects} at home.",
+        "{name} counts {n} {objects}.",
+    ),
+    "+": (
+        "{He} buys {n} more.",
+        "Then {friend} gives {him} {n} more.",
+        "{He} finds {n} more {objects}.",
+        "Later {he} wins {n} {objects}.",
+        "{His} aunt sends {him} {n} more.",
+        "Next {he} picks up {n} more.",
+        "{friend} brings {him} {n} {objects}.",
+        "{He} then gets {n} new ones.",
+    ),
+    "-": (
+        "{He} gives {n} to {friend}.",
+        "Then {he} loses {n} of them.",
+        "{He} sells {n} {objects}.",
+        "{friend} takes {n} of them.",
+        "Later {he} throws {n} away.",
+        "Then {n} of them go missing.",
+        "{He} trades away {n} {objects}.",
+        "Next {he} leaves {n} on a bus.",
+    ),
+    "*": (
+        "Soon {he} has {times} as many.",
+        "By Monday {he} has {times} as many.",
+        "After a game {he} holds {times} as many.",
+        "A week later {he} has {times} as many {objects}.",
+        "{friend} helps {him} reach {times} as many.",
+        "{He} works until {he} has {times} as many.",
+        "Then {he} owns {times} as many {objects}.",
+        "Good luck leaves {him} with {times} as many.",
+    ),
+    "/": (
+        "{He} splits them into {n} equal boxes and keeps one.",
+        "Then {he} makes {n} equal piles and keeps one pile.",
+        "{He} fills {n} bags equally and keeps one bag.",
+        "{He} shares them equally among {n} jars and keeps one.",
+        "Later {he} packs {n} equal bags and sells all but one.",
+        "Next {he} lays {n} equal rows and saves one row.",
+        "{He} forms {n} equal groups and keeps a single group.",
+        "Then {friend} makes {n} equal parts and leaves {him} one.",
+    ),
+    "question": (
+        "How many {objects} does {name} have now?",
+        "How many {objects} does {he} have now?",
+        "How many {objects} does {name} have in the end?",
+        "How many {objects} does {he} end up with?",
+        "How many does {name} have now?",
+        "How many {objects} are left with {name}?",
+    ),
+}
+UNSEEN: dict[str, tuple[str, ...]] = {
+    "opening": (
+        "A shelf of {name}'s holds {n} {objects}.",
+        "At first there are {n} {objects} in {name}'s bag.",
+        "{name} was given {n} {objects} for {his} birthday.",
+    ),
+    "+": (
+        "A neighbour adds {n} to the collection.",
+        "The mail brings another {n} {objects}.",
+        "{His} total grows by {n}.",
+    ),
+    "-": (
+        "A dog runs off with {n}.",
+        "{n} {objects} are handed over to {friend}.",
+        "{His} total shrinks by {n}.",
+    ),
+    "*": (
+        "The collection becomes {times} as large.",
+        "Within a year {his} total is {times} what it was.",
+        "Every one is swapped for {n} others.",
+    ),
+    "/": (
+        "With {n} people sharing equally, {he} gets one share.",
+        "Only one out of every {n} stays with {him}.",
+        "One of {n} equal crates is all {he} takes home.",
+    ),
+    "question": (
+        "What number of {objects} does {name} own at last?",
+        "Can you tell how many {objects} {name} has?",
+        "So what is {name}'s count of {objects}?",
+    ),
+}
+
+
+# ---- problems
+
+
+@dataclass(frozen=True)
+class Step:
+    operation: Operation
+    operand: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A quantity, what is done to it, and the words for it.
+
+    >>> problem.question
+    'Tom has 12 apples. He buys 7 more. Then he loses 5 of them. How many apples does Tom have now?'
+    >>> problem.solution
+    '<reasoning>12 + 7 = 19. 19 - 5 = 14.</reasoning><answer>14</answer>'
+    """
+
+    start: int
+    steps: tuple[Step, ...]
+    templates: tuple[int, ...]  # of the opening, of each step, of the question
+    unseen: bool  # the templates are those that training never uses
+    name: str
+    friend: str
+    objects: str
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The quantity at the start and after every step."""
+        return tuple(itertools.accumulate(self.steps, lambda value, step: _APPLY[step.operation](value, step.operand),
+                                          initial=self.start))
+
+    @property
+    def answer(self) -> int:
+        return self.values[-1]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The kind of every sentence, in order."""
+        return ("opening", *(step.operation.value for step in self.steps), "question")
+
+    @property
+    def template_ids(self) -> tuple[str, ...]:
+        """Such as `seen:+:3`, one a sentence, in order."""
+        kind = "unseen" if self.unseen else "seen"
+        return tuple(f"{kind}:{part}:{index}" for part, index in zip(self.parts, self.templates, strict=True))
+
+    @property
+    def question(self) -> str:
+        sentences = UNSEEN if self.unseen else SEEN
+        numbers = (self.start, *(step.operand for step in self.steps), 0)
+        return " ".join(sentences[part][index].format_map(self._words(number))
+                        for part, index, number in zip(self.parts, self.templates, numbers, strict=True))
+
+    def _words(self, number: int) -> dict[str, Any]:
+        she = self.name in SHE
+        return {"name": self.name, "friend": self.friend, "objects": self.objects, "n": number,
+                "times": "twice" if number == 2 else f"{number} times", "he": "she" if she else "he",
+                "He": "She" if she else "He", "him": "her" if she else "him", "his": "her" if she else "his",
+                "His": "Her" if she else "His"}
+
+    @property
+    def solution(self) -> str:
+        """The worked text: one equation a step, then the answer."""
+        lines = [f"{before} {step.operation} {step.operand} = {after}."
+                 for step, (before, after) in zip(self.steps, itertools.pairwise(self.values), strict=True)]
+        return f"<reasoning>{' '.join(lines)}</reasoning><answer>{self.answer}</answer>"
+
+
+def numeric_form(problem: Problem) -> str:
+    """Operations and numbers only, such as `12 +7 -5`; held-out and training problems never share one."""
+    return _numeric_form(problem.start, problem.steps)
+
+
+def normal_form(problem: Problem) -> str:
+    """The problem with names and objects normalised away: numbers, operations and sentence templates."""
+    return f"{numeric_form(problem)} | {' '.join(problem.template_ids)}"
+
+
+def _numeric_form(start: int, steps: Sequence[Step]) -> str:
+    return " ".join((str(start), *(f"{step.operation}{step.operand}" for step in steps)))
+
+
+def _is_held_out(numeric: str) -> bool:
+    return stable_hash(numeric) % NUM_BUCKETS == 0
+
+
+# ---- drawing them
+
+
+def train_problem(row: int, task: TaskSection) -> Problem:
+    """The training problem of a row; the same on every machine."""
+    return _kept_for_training(_generator("train", row, task), task)
+
+
+def pretrain_problem(row: int, task: TaskSection) -> Problem:
+    """A problem for supervised training: other draws, and as for training never one that is held out."""
+    return _kept_for_training(_generator("pretrain", row, task), task)
+
+
+def held_out(count: int, task: TaskSection, unseen: bool = False) -> tuple[Problem, ...]:
+    """`count` held-out problems, all with different numbers; fewer where the dials admit no more.
+
+    The first n of them are the same for every count.
+    """
+    rng = _generator("unseen_templates" if unseen else "held_out", 0, task)
+    problems: dict[str, Problem] = {}
+    idle = 0
+    while len(problems) < count and idle < MAX_IDLE_DRAWS:
+        start, steps = _draw_numbers(rng, task)
+        numeric = _numeric_form(start, steps)
+        idle += 1
+        if _is_held_out(numeric) and numeric not in problems:
+            problems[numeric] = _draw_words(rng, start, steps, unseen)
+            idle = 0
+    return tuple(problems.values())
+
+
+def corpus(num_texts: int, task: TaskSection | None = None) -> Iterator[str]:
+    """Texts on which to train a tokenizer: questions with their worked solutions, none held out."""
+    for row in range(num_texts):
+        problem = pretrain_problem(row, task or TaskSection())
+        yield f"{problem.question}\n{problem.solution}"
+
+
+def _generator(purpose: str, row: int, task: TaskSection) -> random.Random:
+    return random.Random(stable_hash(f"words/{purpose}/{row}/{task.num_steps}/{task.max_value}"))
+
+
+def _kept_for_training(rng: random.Random, task: TaskSection) -> Problem:
+    while True:
+        start, steps = _draw_numbers(rng, task)
+        if not _is_held_out(_numeric_form(start, steps)):
+            return _draw_words(rng, start, steps, unseen=False)
+
+
+def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Step, ...]]:
+    start = value = pick(rng, range(2, task.max_value + 1))
+    steps = []
+    for _ in range(task.num_steps):
+        operation, operands = pick(rng, _choices(value, task.max_value))
+        steps.append(Step(operation, pick(rng, operands)))
+        value = _APPLY[operation](value, steps[-1].operand)
+    return start, tuple(steps)
+
+
+def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]]:
+    """What can be done to a value so that a whole number from 1 to max_value results; never nothing."""
+    choices: list[tuple[Operation, Sequence[int]]] = [
+        (Operation.ADD, range(2, max_value - value + 1)),
+        (Operation.SUBTRACT, range(2, value)),
+        (Operation.MULTIPLY, [k for k in range(2, 6) if value * k <= max_value]),
+        (Operation.DIVIDE, [k for k in range(2, 6) if value % k == 0]),
+    ]
+    return [(operation, operands) for operation, operands in choices if operands]
+
+
+def _draw_words(rng: random.Random, start: int, steps: tuple[Step, ...], unseen: bool) -> Problem:
+    sentences = UNSEEN if unseen else SEEN
+    parts = ("opening", *(step.operation.value for step in steps), "question")
+    templates = tuple(pick(rng, range(len(sentences[part]))) for part in parts)
+    name = pick(rng, SHE + HE)
+    friend = pick(rng, [other for other in SHE + HE if other != name])
+    return Problem(start, steps, templates, unseen, name, friend, pick(rng, OBJECTS))
+
+
+# ---- the task
+
+
+def load(task: TaskSection) -> Task:
+    """The task at the dials `task.num_steps` and `task.max_value`; `task.num_questions` 0 holds out 500."""
+    if task.path:
+        raise ShoalError(f"task.path={task.path!r}: the task words makes its own problems; leave task.path out, "
+                         f"or choose the task that reads it, task=custom for data of your own")
+    count = task.num_questions or NUM_HELD_OUT
+    sets = {"held_out": held_out(count, task), "unseen_templates": held_out(count, task, unseen=True)}
+    notes = tuple(f"words: {name} has {len(problems)} problems, not {count}: there are no more at "
+                  f"task.num_steps={task.num_steps} task.max_value={task.max_value}"
+                  for name, problems in sets.items() if len(problems) < count)
+    return Task(
+        name="words",
+        train=MadeRows(lambda row: _example(row, train_problem(row, task)), NUM_TRAIN),
+        evaluations={name: tuple(_example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(problems))
+                     for i, (name, problems) in enumerate(sets.items())},
+        rewards=(RewardFunction("correct", correct_reward, 1.0, builtin=True),
+                 RewardFunction("format", format_reward, 0.1, builtin=True)),
+        correct=is_correct,
+        well_formed=well_formed,
+        extract=lambda text: answer_key(single_answer(text)) or None,
+        pretrain_example=functools.partial(_pretrain_example, task=task),
+        notes=notes,
+    )
+
+
+def is_correct(text: str, example: Example) -> bool:
+    """Whether the text has one `<answer>`, and its number is the problem's."""
+    return same_number(single_answer(text), example.columns["answer"])
+
+
+def correct_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where the one `<answer>` equals the gold number, else 0.0 (TRL's convention)."""
+    texts = [completion_text(completion) for completion in completions]
+    return [float(same_number(single_answer(text), number)) for text, number in zip(texts, answer, strict=True)]
+
+
+def _prompt(problem: Problem) -> Messages:
+    return [{"role": "user", "content": problem.question}]
+
+
+def _example(row: int, problem: Problem) -> Example:
+    return Example(row, _prompt(problem), {"answer": str(problem.answer), "solution": problem.solution})
+
+
+def _pretrain_example(row: int, task: TaskSection) -> tuple[Prompt, str]:
+    problem = pretrain_problem(row, task)
+    return _prompt(problem), problem.solution

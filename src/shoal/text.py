@@ -1,0 +1,45 @@
+"""Text for people: the nearest of some names, one line of a long text."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+CLOSE = 0.75
+"""Likeness from which a name is taken for a misspelling."""
+
+
+def likeness(a: str, b: str) -> float:
+    """0 (nothing in common) to 1 (equal but for case); letters that changed places are a slip of the fingers."""
+    if a.lower() != b.lower() and sorted(a.lower()) == sorted(b.lower()):
+        return 0.95
+    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
+
+
+def nearest(key: str, names: Iterable[str]) -> str:
+    """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the first."""
+
+    def score(name: str) -> float:
+        whole, part = likeness(key, name), likeness(key.rpartition(".")[2], name.rpartition(".")[2])
+        return max(whole, 0.9 * part + 0.1 * whole)
+
+    return max(names, key=score)
+
+
+def suggest(name: str, names: Sequence[str]) -> str:
+    """The end of an error about an unknown name: the nearest right one, else all of them.
+
+    >>> suggest("anwser", ["answer", "question"])
+    "; did you mean 'answer'?"
+    """
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are: {', '.join(names)}" if names else ""
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """One line of at most `limit` characters, the middle left out."""
+    line = " ".join(text.split())
+    half = (limit - 5) // 2
+    return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"

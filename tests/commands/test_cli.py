@@ -1,0 +1,480 @@
+"""The command line: what it prints, what it returns, what it imports, whom it calls."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from shoal import cli
+from shoal.config import completion
+from shoal.config.compose import compose
+from shoal.config.help import TOPICS, step_text, topics_of
+from shoal.config.keys import COMMANDS, keys_of
+from shoal.config.schema import (
+    Config,
+    DiffConfig,
+    DoctorConfig,
+    EvalConfig,
+    ExportConfig,
+    ExportRolloutsConfig,
+    GenerateConfig,
+    PretrainConfig,
+    ReplayConfig,
+    RescoreConfig,
+    RewardSection,
+)
+from shoal.types import ShoalError
+
+SOURCES = Path(__file__).parents[2] / "src"
+CACHE_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """What the commands set in the environment is forgotten after each test."""
+    for name in CACHE_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+JOBS = {
+    "run.assembly": ("train", "generate", "export"), "commands.evaluate": ("evaluate",), "commands.convert": ("convert",),
+    "commands.pretrain": ("pretrain",), "commands.doctor": ("doctor",),
+    "commands.replay": ("replay",), "commands.rescore": ("rescore",), "commands.diff": ("diff",), "commands.export_rollouts": ("export_rollouts",),
+}
+"""Module -> the functions that commands call there."""
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the commands called, in place of the real jobs."""
+    made: list[tuple] = []
+
+    def stand_in(name):
+        def call(*args, **kwargs):
+            made.append((name, args, kwargs))
+            return {"called": name, "number": float("nan")}
+        return call
+
+    for module, functions in JOBS.items():
+        replacement = types.ModuleType(f"shoal.{module}")
+        for name in functions:
+            setattr(replacement, name, stand_in(name))
+        monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
+    sys.modules["shoal.commands.doctor"].explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
+    return made
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          env={"PYTHONPATH": str(SOURCES), "PATH": "", **environment})
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize(("command", "words", "called", "config"), [
+    ("train", ["steps=3"], "train", Config(steps=3)),
+    ("eval", ["--pass_k=0"], "evaluate", EvalConfig(pass_k=0)),
+    ("generate", ["prompts=a", "output=b"], "generate", GenerateConfig(prompts="a", output="b")),
+    ("export", ["from=a", "to=b"], "export", ExportConfig(source="a", to="b")),
+    ("pretrain", ["output=a"], "pretrain", PretrainConfig(output="a")),
+    ("doctor", ["steps=3"], "doctor", DoctorConfig(steps=3)),
+    ("replay", ["runs/a", "step=37", "group=5"], "replay", ReplayConfig(run="runs/a", step=37, group=5)),
+    ("rescore", ["last", "reward=f.py:g"], "rescore",
+     RescoreConfig(run="last", reward=RewardSection(functions=("f.py:g",)))),
+    ("diff", ["a", "b"], "diff", DiffConfig(run="a", other="b")),
+    ("export-rollouts", ["a", "--format=verl", "to=b"], "export_rollouts",
+     ExportRolloutsConfig(run="a", format="verl", to="b")),
+])
+def test_each_command_calls_its_job(calls, command, words, called, config):
+    assert cli.main([command, *words]) == 0
+    [(name, args, kwargs)] = calls
+    assert (name, args[0]) == (called, config)
+    assert "console" in kwargs or type(args[-1]).__name__ == "Console"
+    if command == "train":
+        assert "steps: 3" in args[1].text and args[1].difference == "steps: 3\n"
+        assert args[1].arguments.values == {"steps": "3"}
+
+
+def test_what_a_preset_sets_is_said(calls, capsys):
+    assert cli.main(["train", "task=gsm8k"]) == 0
+    assert "algorithm.kl_coef=0.04" in capsys.readouterr().out
+    assert calls[0][1][0].algorithm.kl_coef == 0.04
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in JOBS.items() for name in names])
+def test_the_jobs_exist_under_the_names_that_are_called(module, name):
+    function = getattr(importlib.import_module(f"shoal.{module}"), name)
+    assert "console" in function.__code__.co_varnames[:function.__code__.co_argcount]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run as far as its configuration, the last one started in its folder."""
+    run = tmp_path / "first"
+    run.mkdir()
+    words = ["sampling.max_prompt_tokens=100", "optimizer.lr=1e-3", f"base_output_directory={tmp_path}"]
+    (run / "config.yaml").write_text(compose("train", [*words, "run_name=first"])[1].text)
+    (tmp_path / "last").write_text("first\n")
+    return run
+
+
+def test_resumption_reaches_the_job(calls, run):
+    assert cli.main(["train", "resume=last", f"base_output_directory={run.parent}", "steps=200"]) == 0
+    [(_, (config, resolved, *_), _)] = calls
+    assert (config.resume, config.steps, config.optimizer.lr) == (str(run), 200, 1e-3)
+    assert resolved.arguments.config_name == str(run / "config.yaml")
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
+    words = [command, f"resume={run}", "max_target_length=150", "task=gsm8k"]
+    assert cli.main(words) == 0
+    assert calls[0][1][0].sampling.max_completion_tokens == 50
+    said = capsys.readouterr().out
+    assert said.startswith("max_target_length=150 became sampling.max_completion_tokens=50") and "preset" not in said
+    assert cli.main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"\nresume: {run}\n" in shown and "  max_completion_tokens: 50\n" in shown and "  lr: 0.001\n" in shown
+    assert cli.main([command, f"resume={run}", "max_target_length=100"]) == 2
+    assert "expected more than sampling.max_prompt_tokens=100" in capsys.readouterr().err
+
+
+def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
+    for words, part in ((["resume=last", f"base_output_directory={run}"], f"no run was started under {run} yet"),
+                        ([f"resume={run.parent}"], "is no run folder"),
+                        (["resume=last", "base_output_directory=gs://a"], "storage in a cloud is not there yet")):
+        assert cli.main(["train", *words, "--dry-run"]) == cli.main(["train", *words]) == 2
+        assert capsys.readouterr().err.count(part) == 2
+    assert calls == []
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["replay"], "expected `shoal replay RUN`: RUN is missing"),
+    (["diff", "a"], "expected `shoal diff RUN OTHER`: OTHER is missing"),
+    (["diff", "a", "b", "c"], "c: one word too many, expected `shoal diff RUN OTHER`"),
+    (["replay", "a", "stpe=3"], "did you mean step?"),
+    (["export-rollouts", "a", "--format"], "--format: expected a value (trl | verl): write format=VALUE"),
+])
+def test_words_that_are_missing_or_too_many(capsys, calls, words, part):
+    assert cli.main(words) == 2
+    assert part in capsys.readouterr().err and calls == []
+
+
+def test_json_stands_alone_on_stdout(capfd, calls, monkeypatch):
+    def talks(config, console):
+        console.note("a note")
+        print("said aloud")
+        os.write(1, b"by a process of its own\n")
+        return {"identical": True, "worst": float("nan")}
+
+    monkeypatch.setattr(sys.modules["shoal.commands.replay"], "replay", talks)
+    assert cli.main(["replay", "a", "json=true"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"identical": True, "worst": None}
+    assert "a note" in err and "said aloud" in err and "by a process" in err
+    assert cli.main(["replay", "a"]) == 0
+    out, err = capfd.readouterr()
+    assert "a note" in out and "identical" not in out and err == ""
+
+
+def test_what_the_doctor_finds_is_exit_code_2(calls, monkeypatch, capfd):
+    for ok, code in ((True, 0), (False, 2)):
+        monkeypatch.setattr(sys.modules["shoal.commands.doctor"], "doctor", lambda config, console, ok=ok: {"ok": ok})
+        assert cli.main(["doctor"]) == cli.main(["doctor", "--json"]) == code
+        assert json.loads(capfd.readouterr().out) == {"ok": ok}
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["trian"], "did you mean train?"),
+    (["evaluate"], "did you mean eval?"),
+    (["steps=3"], "Commands: train, doctor, eval"),
+    (["complete"], "did you mean completion?"),
+    (["train", "stpes=3"], "did you mean steps?"),
+    (["train", "steps=x"], "steps='x': expected a whole number"),
+    (["eval", "steps=3"], "steps: shoal eval has no use for it, shoal train does: leave it out here"),
+    (["eval", "optimizer.lr=1"], "optimizer.lr: shoal eval has no use for it, shoal train does"),
+    (["eval", "train.pass_k=8"], "did you mean pass_k?"),
+    (["replay", "a", "steps=3"], "did you mean step?"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, calls, words, part):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and calls == []
+    assert err.startswith("error: ") and err.count("\n") == 1 and part in err
+
+
+def test_a_mistake_met_later_is_one_line_too(capsys, calls, monkeypatch):
+    def fails(*args, **kwargs):
+        raise ShoalError("no such\nfolder")
+
+    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", fails)
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == "error: no such folder\n"
+
+
+def test_interrupt_and_bug(capsys, calls, monkeypatch):
+    def raises(error):
+        def call(*args, **kwargs):
+            raise error
+        return call
+
+    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", raises(KeyboardInterrupt()))
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", raises(KeyboardInterrupt("saved; resume=last")))
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "saved; resume=last\n"
+    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", raises(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli.main(["train"])
+
+
+def test_what_explains_running_out_of_memory_exists():
+    from shoal.commands.doctor import explain_out_of_memory
+
+    assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
+    assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")])
+def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
+    def out_of_memory(*args, **kwargs):
+        raise error
+
+    def explain(found, config):
+        assert found is error
+        return ShoalError(f"lower batch.micro_tokens={config.batch.micro_tokens}") if config.steps else None
+
+    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", out_of_memory)
+    monkeypatch.setattr(sys.modules["shoal.commands.doctor"], "explain_out_of_memory", explain)
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == "error: lower batch.micro_tokens=2048\n"
+    with pytest.raises(type(error)):
+        cli.main(["train", "steps=0"])
+
+
+# ---- dry run
+
+
+def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
+    words = ["batch.group_size=4", "algorithm.num_epochs=2", "algorithm.num_minibatches=3", "run_name=a"]
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert calls == []
+    for line in ("#   batch.group_size=4 (default 8)", "#   run_name=a (default empty)",
+                 "# this step = 32 prompts x 4 completions = 128 completions, 6 updates (2 epochs x 3 mini-batches); "
+                 "80 steps"):
+        assert f"\n{line}\n" in out
+    file = tmp_path / "printed.yaml"
+    file.write_text(out)
+    assert compose("train", [str(file)])[0] == compose("train", words)[0]
+
+
+def test_a_step_in_one_line():
+    assert step_text(Config()) == ("this step = 32 prompts x 8 completions = 256 completions, "
+                                   "1 update (1 epoch x 1 mini-batch); 80 steps")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_dry_run(capsys, calls, command):
+    assert cli.main([command, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "# nothing differs from the defaults\n" in out and calls == []
+    assert ("# this step = " in out) == (command in ("train", "doctor"))
+
+
+def test_a_dry_run_touches_nothing(tmp_path):
+    done = python(
+        "import sys\nfrom shoal.cli import main\n"
+        f"assert main(['train', 'model=/not/there', 'base_output_directory={tmp_path}/runs', '--dry-run']) == 0\n"
+        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+    assert "path: /not/there" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(capsys, words):
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"\n  {command} " in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_key(capsys, command):
+    assert cli.main([command, "steps=wrong", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, key in keys_of(COMMANDS[command]).items():
+        [place] = [i for i, line in enumerate(lines) if line.startswith(f"  {name}=") and " is " not in line]
+        assert key.help.split()[0] in lines[place + 1]
+    text = " ".join(" ".join(lines).split())
+    for key in keys_of(COMMANDS[command]).values():
+        assert f"{key.help} [{key.type_text}]" in text
+
+
+def test_help_shows_defaults_and_short_forms(capsys):
+    cli.main(["train", "--help"])
+    out = capsys.readouterr().out
+    for line in ("  optimizer.lr=5e-05", "  report.groups=true", "  sampling.stop=[]", "  model.path=tiny",
+                 "  model= is model.path="):
+        assert f"\n{line}\n" in out
+    assert "\noptimizer: AdamW" in out
+
+
+def test_help_of_one_topic(capsys):
+    cli.main(["train", "--help"])
+    everything = capsys.readouterr().out
+    assert cli.main(["train", "--help", "optimizer", "lr=1"]) == cli.main(["help", "train", "optimizer"]) == 0
+    once, again = capsys.readouterr().out.split("optimizer: ")[1:]
+    assert once == again and f"optimizer: {once}" in everything
+    assert once.count("\n  optimizer.") == sum(key.startswith("optimizer.") for key in keys_of(Config))
+    assert cli.main(["help", "train", "report", "steps"]) == 0
+    out = capsys.readouterr().out
+    assert "  report.wandb.mode=off\n" in out and out.endswith("[integer]\n") and "optimizer" not in out
+    assert cli.main(["train", "--help", "optimiser"]) == 2
+    assert "optimiser: there is no such topic or key, did you mean optimizer?" in capsys.readouterr().err
+
+
+def test_every_topic_is_described():
+    assert {topic for config_type in COMMANDS.values() for topic in topics_of(config_type)} == set(TOPICS)
+
+
+# ---- completion
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    (["tr"], ["train"]),
+    (["re"], ["replay", "rescore"]),
+    (["help", "ev"], ["eval"]),
+    (["completion", ""], ["bash", "zsh", "fish"]),
+    (["train", "optim"], ["optimizer."]),
+    (["train", "optimizer.be"], ["optimizer.beta1=", "optimizer.beta2="]),
+    (["train", "report.w"], ["report.wandb."]),
+    (["train", "report.wandb.m"], ["report.wandb.mode="]),
+    (["train", "--optimizer.l"], ["--optimizer.lr="]),
+    (["train", "mode"], ["model.", "model="]),
+    (["train", "steps=3", "optimizer.schedule=c"], ["optimizer.schedule=constant", "optimizer.schedule=cosine"]),
+    (["train", "report.groups="], ["report.groups=true", "report.groups=false"]),
+    (["train", "model="], []),
+    (["train", "nix=a"], []),
+    (["train", "--config-name", "gs"], ["gsm8k"]),
+    (["train", "--config-name=gs"], ["--config-name=gsm8k"]),
+    (["doctor", "gs"], ["gsm8k.yml"]),
+    (["train", "--m"], ["--multirun", "--model.", "--mesh.", "--model="]),
+    (["eval", "--mu"], []),
+    (["train", "--help", "op"], ["optimizer"]),
+    (["export", "fr"], ["from="]),
+    (["trian", "ste"], []),
+    (["export-rollouts", "a", "format="], ["format=trl", "format=verl"]),
+])
+def test_completion(capsys, words, found):
+    assert completion.candidates(words) == found
+    assert cli.main(["__complete", *words]) == 0
+    assert capsys.readouterr().out.splitlines() == found
+
+
+def test_every_key_and_every_word_of_the_help_is_completed():
+    for command, config_type in COMMANDS.items():
+        assert command in completion.candidates([command])
+        for name in keys_of(config_type):
+            assert f"{name}=" in completion.candidates([command, name])
+
+
+def test_completion_loads_nothing_heavy():
+    done = python("import sys\nfrom shoal.cli import main\nmain(['__complete', 'train', 'optimizer.'])\n"
+                  "heavy = [m for m in ('jax', 'hydra', 'omegaconf', 'rich', 'numpy') if m in sys.modules]\n"
+                  "assert heavy in ([], ['numpy']), heavy")
+    assert done.returncode == 0, done.stderr
+    assert "optimizer.lr=\n" in done.stdout
+
+
+def test_an_unknown_shell_is_named(capsys):
+    assert cli.main(["completion", "bsh"]) == cli.main(["completion"]) == 2
+    assert "expected one of bash, zsh, fish, came bsh; did you mean bash?" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+@pytest.mark.parametrize(("line", "found"), [
+    ("shoal tr", "<train >"),
+    ("shoal train optimizer.schedule=co", "<constant ><cosine >"),  # bash puts these in place of what follows the =
+    ("shoal train steps=3 optimizer.beta", "<optimizer.beta1=><optimizer.beta2=>"),
+    ("shoal train optimi", "<optimizer.>"),
+    ("shoal train --config-name gs", "<gsm8k >"),
+    ("shoal train model=", ""),
+])
+def test_bash_completes(line, found):
+    asks = (f"shoal() {{ {sys.executable} -m shoal \"$@\"; }}; source <(shoal completion bash); "
+            f"COMP_LINE='{line}'; COMP_POINT={len(line)}; _shoal; "
+            "printf '<%s>' \"${COMPREPLY[@]}\"; complete -p shoal | grep -c _shoal")
+    done = subprocess.run(["bash", "-c", asks], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(SOURCES)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{found or '<>'}1\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_script_is_what_its_shell_reads(capsys, shell):
+    assert cli.main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "shoal" in text and "__complete" in text and "ASK" not in text
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("shoal ")
+
+
+# ---- what is imported, and when
+
+
+def test_help_is_quick_and_light():
+    code = ("import sys\nfrom shoal.cli import main\nassert main(['--help']) == main(['train', '--help']) == 0\n"
+            "heavy = [m for m in ('jax', 'hydra', 'omegaconf', 'orbax', 'rich') if m in sys.modules]\n"
+            "assert not heavy, heavy")
+    started = time.perf_counter()
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - started < 2  # seconds
+
+
+def test_a_mistaken_key_is_found_without_jax():
+    done = python("import sys\nfrom shoal.cli import main\nassert main(['train', 'stpes=1']) == 2\n"
+                  "assert 'jax' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: stpes")
+
+
+def test_the_compilation_cache_is_the_users_choice(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cli.cache_by_environment()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "shoal" / "jax")
+    assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0.5"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
+    cli.cache_by_environment()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "mine"
+    for name in CACHE_VARIABLES:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    cli.cache_by_environment()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "home" / ".cache" / "shoal" / "jax")

@@ -1,0 +1,447 @@
+"""`shoal doctor`: nothing is wrong with what is right, and each planted mistake is found under its key."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jaxlib._jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny_models import save_tensors
+from tiny_runs import Workshop, quick_compilation
+
+from shoal import cli
+from shoal.commands import doctor as doctor_module
+from shoal.commands.doctor import doctor, explain_out_of_memory
+from shoal.config.compose import compose
+from shoal.config.schema import Config
+from shoal.model.tokenizer import Tokenizer
+from shoal.report.console import Console
+from shoal.rewards.judge import Judge
+from shoal.rewards.scores import name_functions
+from shoal.run.brief import brief, step_line
+from shoal.run.checks import key_in
+from shoal.run.memory import There, machine_memory
+from shoal.run.probe import KINDS, answers, findings_of, gold_of, others, probe
+from shoal.run.task import load_task
+from shoal.trainer.curriculum import Prepared
+from shoal.types import Example, ShoalError
+
+REWARDS = '''
+import re, time
+def text_of(c): return c if isinstance(c, str) else c[0]["content"]
+def found(c): return re.findall(r"<answer>(.*?)</answer>", text_of(c))
+def last(completions, answer, **kw): return [float(found(c)[-1:] == [a]) for c, a in zip(completions, answer)]
+def raises(completions, **kw): raise KeyError("no such thing")
+def constant(completions, **kw): return [0.5] * len(completions)
+def silent(completions, **kw): return [None] * len(completions)
+def lazy(completions, **kw): return [1.0 if not text_of(c) else 0.0 for c in completions]
+def any_tag(completions, answer, **kw): return [float(a in found(c)) for c, a in zip(completions, answer)]
+def count_tags(completions, answer, **kw): return [float(found(c).count(a)) for c, a in zip(completions, answer)]
+def contrary(completions, answer, **kw): return [float(found(c)[-1:] != [a]) for c, a in zip(completions, answer)]
+def picky(completions, answer, **kw):
+    if not all(map(text_of, completions)): raise ValueError("nothing to read")
+    return last(completions, answer)
+def sleeps(completions, **kw): time.sleep(60)
+def too_few(completions, **kw): return [1.0] * 4
+def wishes(completions, answr): return [1.0] * len(completions)
+def letters(completions, **kw): return [sum(map(ord, text_of(c))) % 3 for c in completions]
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation():
+    with quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    made = Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+    (made.folder / "probed.py").write_text(REWARDS)
+    return made
+
+
+def words(workshop: Workshop, *changes: str) -> list[str]:
+    """A right configuration on the tiny model, then changes."""
+    right = workshop.words("job", f"reward={workshop.folder}/probed.py:last", "sampling.max_completion_tokens=96",
+                           "reward.workers=0", "optimizer.lr=1e-3", "steps=40", "train.pass_k=0")
+    return [*right[1:], *changes]
+
+
+def look(workshop: Workshop, *changes: str) -> tuple[dict[str, Any], str]:
+    """The doctor's result, and what it printed."""
+    config, _ = compose("doctor", words(workshop, *changes))
+    out = io.StringIO()
+    return doctor(config, Console(out)), out.getvalue()
+
+
+def found(result: dict[str, Any], key: str, *parts: str) -> dict[str, Any]:
+    """The one finding under a key that is no `ok` and has all the parts in its text."""
+    amiss = [finding for finding in result["findings"] if finding["level"] != "ok"]
+    hits = [f for f in amiss if f["key"] == key and all(part in f["text"] for part in parts)]
+    assert len(hits) == 1, [(f["key"], f["text"]) for f in amiss]
+    return hits[0]
+
+
+# ---- a right configuration
+
+
+@pytest.fixture(scope="module")
+def right(workshop) -> tuple[dict[str, Any], str]:
+    functions = ",".join(f"{workshop.folder}/probed.py:{name}" for name in ("last", "letters"))
+    return look(workshop, f"reward={functions}", "reward.weights=1,0.1")
+
+
+def test_nothing_is_wrong_with_what_is_right(right):
+    result, out = right
+    assert result["ok"] and not [f for f in result["findings"] if f["level"] == "wrong"]
+    checks = list(dict.fromkeys(f["check"] for f in result["findings"]))
+    assert checks == ["configuration", "devices", "tokenizer", "template", "data", "reward", "model", "agreement",
+                      "samples", "memory", "time", "advice"]
+    assert "== nothing is wrong" in out and json.dumps(result)
+
+
+def test_shows_the_first_prompt_and_what_the_reward_says(right):
+    result, out = right
+    assert result["first_prompt"].endswith("=") and "first prompt:" in out
+    rows = {row["answer"]: row for row in result["rewards"]}
+    assert tuple(rows) == KINDS
+    assert rows["right"]["last"] == 1 and rows["wrong"]["last"] == 0 and rows["empty"]["text"] == ""
+    assert rows["right"]["total"] == pytest.approx(rows["right"]["last"] + 0.1 * rows["right"]["letters"])
+    assert "tag-stuffed" in out
+
+
+def test_sampler_and_trainer_agree(right):
+    figures = right[0]["agreement"]
+    assert figures["completions"] == 8 and figures["tokens"] > 100
+    assert 0 < figures["mean_difference"] <= figures["largest_difference"] < 1e-4
+    assert 0 < figures["entropy"] < 6 and 0 <= figures["cut"] <= 1 and 0 < figures["nonzero_std"] <= 1
+
+
+def test_memory_is_named_by_part(right):
+    memory = right[0]["memory"]
+    assert memory["phases"][memory["phase"]] == max(memory["phases"].values()) == sum(memory["parts"].values())
+    assert memory["parts"]["Adam's moments"] == 2 * memory["parts"]["parameters"] > 0
+    assert memory["needed_bytes"] < memory["free_bytes"] <= memory["total_bytes"]
+    assert len(memory["devices"]) == 1
+
+
+def test_time_is_estimated(right):
+    time = right[0]["time"]
+    assert time["step_seconds"] == pytest.approx(
+        time["sample_seconds"] + time["reward_seconds"] + time["update_seconds"])
+    assert time["run_seconds"] > 40 * time["step_seconds"] > 0
+    assert time["sampled_tokens"] == pytest.approx(8 * right[0]["agreement"]["mean_length"])
+    assert right[0]["advice"]["text"]
+
+
+def test_the_command_prints_json_and_fails_where_something_is_wrong(workshop, capsys):
+    assert cli.main(["doctor", *words(workshop, "json=true", "model.path=nowhere/at/all")]) == 2
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert not result["ok"] and "There is no model folder nowhere/at/all" in err
+    found(result, "model.path", "There is no model folder")
+
+
+# ---- planted mistakes
+
+MISTAKES = [  # a change of the command line, the key of the finding, parts of its text, its level
+    ("optimizer.lr=0", "optimizer.lr", "nothing would be learnt", "wrong"),
+    ("optimizer.lr=0.05", "optimizer.lr", "destroy the model", "wrong"),
+    ("optimizer.warmup_steps=40", "optimizer.warmup_steps", "only begins to rise", "warning"),
+    ("sampling.temperature=0", "sampling.temperature", "every completion of a group would be the same", "wrong"),
+    ("sampling.top_p=0.9&algorithm.match_sampling_support=false", "algorithm.match_sampling_support", "is biased", "warning"),
+    ("algorithm.loss=gspo-token", "algorithm.loss", "practically never clips", "warning"),
+    ("reward.weights=0", "reward.weights", "all 0", "wrong"),
+    ("base_output_directory={folder}/rewards.py", "base_output_directory", "is a file", "wrong"),
+    ("mesh.fsdp=9", "mesh.fsdp", "needs 9 devices, but 8 cpu", "wrong"),
+    ("model.path={folder}/missing", "model.path", "There is no model folder", "wrong"),
+    ("model.path={no_tokenizer}", "model.path", "holds no tokenizer.json", "wrong"),
+    ("model.path={small_vocabulary}", "model.path", "belong to different models", "wrong"),
+    ("model.path={no_eos}", "model.path", "no end-of-sequence token", "wrong"),
+    ("model.template={{ raise_exception('no') }}", "model.template", "refused a prompt", "wrong"),
+    ("model.template={{", "model.template", "not valid Jinja", "wrong"),
+    ("model.template={% if 1 %}Solve it.{% endif %}", "model.template", "the template leaves it out", "wrong"),
+    ("task.path={folder}/nowhere.jsonl", "task.path", "there is no such file", "wrong"),
+    ("task.path={empty}", "task.path", "is empty", "wrong"),
+    ("task.path={wrong_column}", "task.columns", "has no column 'answer'", "wrong"),
+    ("task.path={no_gold}", "task.path", "none of the 12 training rows", "wrong"),
+    ("task.path={half_gold}", "task.path", "have no `#### <number>` and were dropped", "warning"),
+    ("task.path={templated}", "task.path", "a template stands within the template", "warning"),
+    ("sampling.max_prompt_tokens=5", "sampling.max_prompt_tokens", "20 of 20 prompts", "wrong"),
+    ("batch.prompts_per_step=21", "batch.prompts_per_step", "20 prompts, fewer than", "wrong"),
+    ("reward={folder}/missing.py:f", "reward.functions", "no file", "wrong"),
+    ("reward={folder}/probed.py:lasst", "reward.functions", "did you mean 'last'", "wrong"),
+    ("reward={folder}/probed.py:raises", "reward.functions", "no such thing", "wrong"),
+    ("reward={folder}/probed.py:constant", "reward.functions", "all score 0.5", "wrong"),
+    ("reward={folder}/probed.py:silent", "reward.functions", "gave no number for any answer", "wrong"),
+    ("reward={folder}/probed.py:lazy", "reward.functions", "an empty answer scores 1", "warning"),
+    ("reward={folder}/probed.py:any_tag", "reward.functions", "many answers at once", "warning"),
+    ("reward={folder}/probed.py:count_tags", "reward.functions", "written 8 times", "warning"),
+    ("reward={folder}/probed.py:contrary", "reward.functions", "an empty answer scores 1", "warning"),
+    ("sampling.stop=</reasoning>", "sampling.stop", "ends right answers before their end", "warning"),
+    ("sampling.max_completion_tokens=12", "sampling.max_completion_tokens", "own right answers", "warning"),
+    ("model.path={nan}", "model.path", "NaN or infinity in the weights final_norm", "wrong"),
+    ("train.pass_k=8&steps=1", "task.num_questions", "evaluation draws", "warning"),
+]
+
+
+@pytest.fixture(scope="module")
+def planted(workshop) -> dict[str, str]:
+    """Names in the changes above -> paths."""
+    folder = workshop.folder
+
+    def model(name: str) -> Path:
+        return Path(shutil.copytree(workshop.model, folder / name))
+
+    def data(name: str, row: str) -> str:
+        lines = [row.replace("N", str(10 + i)).replace("HALF", "none" if i % 2 else "#### 7") for i in range(13)]
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(line + "\n" for line in lines))
+        return str(file)
+
+    no_tokenizer, small, no_eos, nan = (model(n) for n in ("no_tokenizer", "small_vocabulary", "no_eos", "nan"))
+    (no_tokenizer / "tokenizer.json").unlink()
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+    (no_eos / "generation_config.json").unlink()
+    settings = json.loads((no_eos / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (no_eos / "tokenizer_config.json").write_text(json.dumps(settings))
+    tensors = load_file(nan / "model.safetensors")
+    save_tensors(nan / "model.safetensors", {**tensors, "model.norm.weight": np.full_like(
+        tensors["model.norm.weight"], np.nan)})
+    (folder / "empty.jsonl").write_text("")
+    return {
+        "folder": str(folder), "no_tokenizer": str(no_tokenizer), "small_vocabulary": str(small),
+        "no_eos": str(no_eos), "nan": str(nan), "empty": str(folder / "empty.jsonl"),
+        "wrong_column": data("wrong_column", '{"question": "N?", "solution": "N"}'),
+        "no_gold": data("no_gold", '{"question": "N?", "answer": "none"}'),
+        "half_gold": data("half_gold", '{"question": "N?", "answer": "HALF"}'),
+        "templated": data("templated", '{"question": "<|im_start|>user\\nN?<|im_end|>", "answer": "#### N"}'),
+    }
+
+
+@pytest.fixture
+def without_trial(monkeypatch):
+    """These mistakes are found before anything is sampled."""
+
+    def none(*_: Any) -> None: ...
+
+    monkeypatch.setattr(doctor_module, "try_a_step", none)
+
+
+@pytest.mark.parametrize(("change", "key", "text", "level"), MISTAKES)
+def test_a_planted_mistake_is_found(workshop, planted, without_trial, change, key, text, level):
+    for name, path in planted.items():
+        change = change.replace("{" + name + "}", path)
+    result, out = look(workshop, *change.split("&"))
+    assert found(result, key, text)["level"] == level
+    assert result["ok"] == (level == "warning")
+    assert text in " ".join(out.split())
+
+
+def test_a_reward_that_hangs_is_found_within_its_limit(workshop, without_trial):
+    result, _ = look(workshop, f"reward={workshop.folder}/probed.py:sleeps", "reward.workers=1",
+                     "reward.timeout_seconds=0.5")
+    assert found(result, "reward.functions", "sleeps", "0.5")["level"] == "wrong"
+    assert result["first_prompt"]
+
+
+def test_a_failure_that_the_run_would_pass_over_is_a_warning(workshop, without_trial):
+    result, _ = look(workshop, f"reward={workshop.folder}/probed.py:picky", "reward.on_error=skip")
+    assert found(result, "reward.functions", "nothing to read", "reward.on_error lets the run go on")
+    assert result["ok"] and [np.isnan(row["total"]) for row in result["rewards"]] == [False, False, True, False, False]
+
+
+def test_a_mistyped_key_is_met_by_the_command_line(workshop, capsys):
+    assert cli.main(["doctor", *words(workshop, "batch.groupsize=4")]) == 2
+    assert "did you mean batch.group_size" in capsys.readouterr().err
+
+
+def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
+    result, _ = look(workshop, f"task.path={planted['empty']}", f"reward={planted['folder']}/missing.py:f",
+                     f"model.path={planted['no_eos']}", "optimizer.lr=0", "mesh.fsdp=9")
+    assert [f["key"] for f in result["findings"] if f["level"] == "wrong"] == [
+        "optimizer.lr", "task.path", "reward.functions", "mesh.fsdp", "model.path"]
+
+
+def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
+    monkeypatch.setattr(doctor_module, "memory_there", lambda devices: There(1 << 20, 1 << 18, "a small machine"))
+    result, _ = look(workshop, "sampling.max_prompt_tokens=4096")
+    told = found(result, "sampling.slots_per_device", "too little", "KV caches", "slots_per_device=4 (now 8)")
+    assert told["check"] == "memory" and "a small machine" in told["text"]
+    assert not [f for f in result["findings"] if f["check"] == "model"]
+    assert result["advice"]["key"] == "sampling.slots_per_device"
+
+
+def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
+    monkeypatch.setattr(doctor_module, "memory_there", lambda devices: There(1 << 30, 1 << 20, "a small machine"))
+    monkeypatch.setattr(doctor_module, "static_need", lambda *_: doctor_module.Need(update={"gradient": 100}))
+    result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
+    told = found(result, "batch.micro_tokens", "too little", "1.0 MiB of 1.0 GiB free")
+    assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20
+    assert result["time"]["step_seconds"] > 0 and result["advice"]["key"] == "batch.micro_tokens"
+
+
+def test_samples_that_teach_nothing_are_told(workshop, monkeypatch):
+    monkeypatch.setitem(doctor_module.LARGEST_DIFFERENCE, "float32", 0.0)
+    result, _ = look(workshop)
+    assert result["agreement"]["nonzero_std"] == 0 and result["agreement"]["cut"] > 0.5
+    found(result, "batch.group_size", "every completion scored 0, so this step would teach nothing")
+    assert found(result, "sampling.max_completion_tokens", "are cut at", "=96")["check"] == "samples"
+    found(result, "model.dtype", "more than 0 is to be expected")
+
+
+def test_a_job_on_a_mesh_with_a_reference_and_several_updates(workshop):
+    result, _ = look(workshop, f"reward={workshop.rewards}:letters", "mesh.fsdp=2", "mesh.tensor=2",
+                     "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "sampling.slots_per_device=4",
+                     "sampling.max_completion_tokens=16")
+    assert result["ok"] and result["agreement"]["largest_difference"] < 1e-4
+    memory = result["memory"]
+    assert len(memory["devices"]) == memory["sharing_devices"] == 4
+    assert memory["parts"]["reference"] == memory["parts"]["parameters"] < memory["parts"]["the sampler's copy"]
+
+
+# ---- parts
+
+
+def test_running_out_of_memory_is_one_line_with_the_keys_to_turn():
+    text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
+    explained = explain_out_of_memory(jaxlib._jax.JaxRuntimeError(text), Config())
+    assert explained is not None and "\n" not in str(explained)
+    for part in ("12.50GiB more", "lower batch.micro_tokens, now 2048", "model.remat=full, now auto",
+                 "raise mesh.fsdp", "batch.group_size, now 8"):
+        assert part in str(explained)
+    assert key_in(str(explained), "") == "batch.micro_tokens"
+
+
+def test_running_out_of_memory_is_found_below_other_errors():
+    try:
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise RuntimeError("the update failed") from error
+    except RuntimeError as error:
+        assert "memory ran out" in str(explain_out_of_memory(error, Config()))
+    config, _ = compose("eval", [])
+    assert "lower batch, now 128" in str(explain_out_of_memory(MemoryError(), config))
+
+
+def test_other_errors_are_not_explained():
+    assert explain_out_of_memory(ValueError("out of memory"), Config()) is None
+    assert explain_out_of_memory(jaxlib._jax.JaxRuntimeError("INVALID_ARGUMENT: no"), Config()) is None
+
+
+def test_a_control_group_limits_memory(tmp_path):
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    proc.mkdir()
+    groups.mkdir()
+    (proc / "meminfo").write_text("MemTotal:  8000 kB\nMemFree:  100 kB\nMemAvailable:  6000 kB\n")
+    assert machine_memory(proc, groups) == (8000 * 1024, 6000 * 1024)
+    (groups / "memory.max").write_text("4096000\n")
+    (groups / "memory.current").write_text("3000000\n")
+    (groups / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
+    assert machine_memory(proc, groups) == (4096000, 2096000)
+    (groups / "memory.max").write_text("max\n")
+    assert machine_memory(proc, groups) == (8000 * 1024, 6000 * 1024)
+
+
+@pytest.mark.parametrize(("columns", "gold"), [
+    ({"answer": "5"}, "5"),
+    ({"solution": "2 + 3 = 5\n#### 5"}, "5"),
+    ({"solution": "<reasoning>so</reasoning><answer> 5 </answer>"}, "5"),
+    ({"reward_model": {"style": "rule", "ground_truth": "5"}}, "5"),
+    ({"ground_truth": 5}, "5"),
+    ({"question": "5"}, None),
+    ({"answer": ""}, None),
+])
+def test_gold_answers_are_found_where_people_keep_them(columns, gold):
+    assert gold_of(Example(0, "q", columns)) == gold
+
+
+def test_wrong_answers_are_wrong():
+    for gold in ("0", "1", "-3", "19", "1.5", "1,000", "Paris"):
+        wrong = others(gold)
+        assert len(set(wrong)) == 5 and not any(gold in text for text in wrong)
+    made = answers(Example(0, "q", {"answer": "5", "solution": "2 + 3 = 5"}))
+    assert made["####", "wrong"] == "2 + 3 = 6\n#### 6" and made["bare", "right"] == "5"
+    assert made["\\boxed", "tag-stuffed"].count("\\boxed{") == 6 and "\\boxed{5}" in made["\\boxed", "tag-stuffed"]
+
+
+@pytest.mark.parametrize(("function", "form"), [
+    (lambda text, gold: text.endswith(f"#### {gold}"), "####"),
+    (lambda text, gold: text == gold, "bare"),
+])
+def test_the_form_that_a_reward_wants_is_found(function, form):
+    def wanted(completions, answer, **_):
+        return [float(function(text, gold)) for text, gold in zip(completions, answer, strict=True)]
+
+    judge = Judge(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
+    tried = probe(judge, [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)], lambda text: text.encode())
+    judge.close()
+    assert tried.form == form and tried.total("right") == 1 and tried.total("wrong") == tried.total("empty") == 0
+    assert [finding.level for finding in findings_of(tried) if finding.level != "ok"] in ([], ["warning"])
+
+
+def test_the_brief_says_what_a_step_is_and_what_the_reward_says(workshop):
+    config, _ = compose("train", ["reward.workers=0"])
+    task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
+    judge = Judge(task.rewards, config.reward)
+    example = task.train[0]
+    found = brief(config, task, tokenizer, Prepared(example, tokenizer.encode_prompt(example.prompt)), judge)
+    judge.close()
+    assert [(finding.level, finding.text) for finding in found] == [
+        ("ok", "this step = 32 x 8 completions, 1 update"),
+        ("ok", "rewards of known answers: right 1.1, wrong 0.1, empty 0, repeated 0, tag-stuffed 0")]
+    several, _ = compose("train", ["algorithm.num_epochs=2", "algorithm.num_minibatches=4"])
+    assert step_line(several) == "this step = 32 x 8 completions, 8 updates"
+
+
+def in_brief(workshop, name: str, *changes: str) -> list[str]:
+    """The brief's warnings of a reward."""
+    config, _ = compose("train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:{name}", *changes])
+    task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
+    first = Prepared(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
+    with Judge(task.rewards, config.reward) as judge:
+        return [f.text for f in brief(config, task, tokenizer, first, judge) if f.level == "warning"]
+
+
+@pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
+@pytest.mark.parametrize(("name", "told"), [("too_few", "returned 4 values for 25 completions"),
+                                            ("wishes", "wants 'answr', which is no column")])
+def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(workshop, name, told, on_error):
+    with pytest.raises(ShoalError, match=told):
+        in_brief(workshop, name, f"reward.on_error={on_error}")
+
+
+def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(workshop):
+    told = r"'raises' raised KeyError: 'no such thing' for .*right answer \(.*failed at every known answer.*mend it"
+    with pytest.raises(ShoalError, match=told):
+        in_brief(workshop, "raises")
+    for policy in ("zero", "skip"):
+        assert "no such thing" in in_brief(workshop, "raises", f"reward.on_error={policy}")[0]
+
+
+@pytest.mark.parametrize("on_error", ["error", "skip"])
+def test_a_reward_that_fails_at_an_odd_answer_is_a_warning(workshop, on_error):
+    told = in_brief(workshop, "picky", f"reward.on_error={on_error}")[0]
+    assert "nothing to read" in told and "empty answer (prompt" in told
+    assert not any(words in told for words in (", completion 2", "step 0", "reward.on_error", "no more answers"))
+
+
+def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
+    limits = ["reward.workers=1", "reward.timeout_seconds=0.5"]
+    started = time.monotonic()
+    [told] = in_brief(workshop, "sleeps", "reward.on_error=skip", *limits)
+    assert time.monotonic() - started < 8  # two limits; each of 25 answers alone takes 12.5
+    assert "took longer than reward.timeout_seconds=0.5" in told and "no more answers were tried" in told
+    with pytest.raises(ShoalError, match=r"took longer than reward.timeout_seconds=0.5.*every known answer"):
+        in_brief(workshop, "sleeps", *limits)

@@ -1,0 +1,310 @@
+"""`shoal eval`: what is counted of answers, by hand; files of answers; models from everywhere; progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import PLAIN, Workshop, quick_compilation, read_lines
+
+import shoal
+from shoal import cli
+from shoal.report.console import Console
+from shoal.report.figures import evaluation_text, figure_text, summary_rows
+from shoal.report.metrics import majority_at_k, pass_at_k, standard_error
+from shoal.tasks.task import Task
+from shoal.trainer.curriculum import Prepared
+from shoal.trainer.evaluation import Evaluator, score_greedy, score_sampled
+from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
+
+# ---- by hand
+
+
+@pytest.mark.parametrize(("answers", "correct", "expected"), [
+    (["5"], [True], True),
+    (["5", "6", "6"], [True, False, False], False),  # two for the wrong one
+    (["6", "5", "5"], [False, True, True], True),
+    (["5", "6"], [True, False], True),  # a tie: the one drawn first
+    (["6", "5"], [False, True], False),
+    (["6", "5", "5", "6", "7"], [False, True, True, False, False], False),
+    ([None, None, "5"], [False, False, True], True),  # no answer, no vote
+    ([None, None], [False, False], False),
+    ([], [], False),
+    (["5", "5"], [False, True], False),  # one answer, judged twice: the first to give it
+])
+def test_majority(answers, correct, expected):
+    assert majority_at_k(answers, correct) is expected
+
+
+@pytest.mark.parametrize(("n", "c", "k", "expected"), [(8, 0, 8, 0), (8, 1, 8, 1), (4, 1, 1, 0.25), (4, 1, 2, 0.5),
+                                                       (5, 2, 3, 1 - 1 / 10), (10, 3, 4, 1 - 35 / 210)])
+def test_pass_at_k(n, c, k, expected):
+    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
+
+
+def test_standard_error():
+    assert standard_error([0, 1, 1, 0]) == pytest.approx(math.sqrt((4 * 0.25) / 3 / 4))
+    assert standard_error([0.5] * 9) == 0
+    assert standard_error([1]) is None and standard_error([]) is None
+
+
+# ---- figures of groups
+
+
+def group(texts: str, right: str, row: int = 0, with_correct: bool = True) -> Group:
+    """One completion a letter of `texts`; those in `right` are right. Rewards are 3 and 0.5."""
+    correct = np.array([text in right for text in texts])
+    completions = tuple(
+        Completion(0, i, np.zeros(2 + i, np.int32), np.zeros(2 + i, np.float32), np.ones(2 + i, bool),
+                   np.zeros(2 + i, np.int32), StopReason.EOS if i else StopReason.LENGTH) for i in range(len(texts)))
+    rewards = np.where(correct, 3.0, 0.5)
+    return Group(Purpose.EVALUATE, 0, 0, Example(row, "?", {"answer": right}), np.zeros(3, np.int32), completions,
+                 tuple(texts), rewards, {"own": rewards}, np.ones(len(texts), bool), correct if with_correct else None)
+
+
+def task(**parts: Any) -> Task:
+    return Task("own", (), {}, (), **parts)
+
+
+def test_samples_by_hand():
+    groups = [group("abba", "a"), group("ccde", "e"), group("xaab", "a"), group("zzzz", "a")]
+    figures = score_sampled(groups, SamplingParams(top_k=5), task(extract=lambda text: None if text == "x" else text))
+    assert figures["pass@4"] == 3 / 4  # 2, 1, 2 and 0 of 4 are right
+    assert figures["pass@1"] == figures["sampled_accuracy"] == 5 / 16
+    assert figures["pass@2"] == pytest.approx((5 / 6 + 1 / 2 + 5 / 6 + 0) / 4)  # 1 - C(4-c, 2) / C(4, 2)
+    assert figures["pass@2_error"] == pytest.approx(np.array([5 / 6, 1 / 2, 5 / 6, 0]).std(ddof=1) / 2)
+    assert figures["maj@4"] == 2 / 4  # a (drawn before b), c, a, z
+    shares = np.array([0.5, 0.25, 0.5, 0])
+    assert figures["sampled_accuracy_error"] == pytest.approx(shares.std(ddof=1) / 2)
+    assert figures["pass@4_error"] == pytest.approx(np.array([1, 1, 1, 0]).std(ddof=1) / 2)
+    assert figures["sampled_mean_reward"] == pytest.approx((5 * 3 + 11 * 0.5) / 16)
+    assert figures["sampled_protocol"] == "4 completions a question at temperature 1, top_k 5"
+
+
+@pytest.mark.parametrize(("k", "names"), [
+    (1, {"pass@1"}), (2, {"pass@1", "pass@2"}), (3, {"pass@1", "pass@2", "pass@3"}),
+    (8, {"pass@1", "pass@2", "pass@4", "pass@8"})])
+def test_fewer_samples_than_were_drawn(k, names):
+    figures = score_sampled([group("a" + "b" * (k - 1), "a")], SamplingParams(), task())
+    assert {name for name in figures if name.startswith("pass@") and not name.endswith("_error")} == names
+    text = evaluation_text(figures)
+    assert f"pass@{k} 100.0% (" in text if k > 1 else "sampled accuracy" in text
+    assert text.count("pass@") == (k > 1)  # the others are in the files
+
+
+def test_greedy_by_hand():
+    groups = [group("a", "a"), group("b", "a"), group("b", "b"), group("b", "b")]
+    verdict = lambda text, example: {"correct": text == "b", "row": example.row}  # noqa: E731
+    figures = score_greedy(groups, task(verdict=verdict, figures=lambda verdicts: {
+        "prompt_strict": sum(one["correct"] for one in verdicts) / len(verdicts)}))
+    assert (figures["accuracy"], figures["num_questions"], figures["protocol"]) == (3 / 4, 4, "greedy")
+    assert figures["accuracy_interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
+    assert figures["prompt_strict"] == 3 / 4 and figures["mean_reward"] == figures["rewards/own"] == 9.5 / 4
+    assert (figures["mean_length"], figures["cut"]) == (2, 1)
+    assert "well_formed" not in figures
+
+
+def test_without_a_right_answer_there_is_no_accuracy():
+    groups = [group("ab", "a", with_correct=False), group("aa", "a", with_correct=False)]
+    figures = score_greedy(groups, task()) | score_sampled(groups, SamplingParams(), task(extract=str))
+    assert not [name for name in figures if name.startswith(("accuracy", "pass@", "maj@", "sampled_accuracy"))]
+    assert figures["mean_reward"] == 3 and figures["sampled_mean_reward"] == 9.5 / 4
+    assert evaluation_text(figures).startswith("mean reward 3 (greedy, 2 questions)  rewards/own 3")
+    assert "sampled mean reward 2.375 (2 completions a question at temperature 1)" in evaluation_text(figures)
+    assert summary_rows({"held_out": figures}, {"held_out": figures})[0] == (
+        "held_out mean reward (greedy, 2 questions)", "3", "3", "+0")
+    assert figure_text("rewards/accuracy", 4.5) == "4.5"
+
+
+def test_the_line_has_protocol_size_interval_and_errors():
+    groups = [group("aa", "a"), group("ba", "a")]
+    figures = score_greedy(groups, task()) | score_sampled(groups, SamplingParams(), task(extract=str))
+    text = evaluation_text(figures | {"data": "gsm8k, split test"})
+    assert text.startswith("accuracy 50.0% (greedy, gsm8k, split test, 2 questions; 95% interval 9.5-90.5)")
+    assert "pass@2 100.0% (2 completions a question at temperature 1; standard error 0.0)  maj@2 50.0% (stand" in text
+    assert text.count("2 completions") == 1 and "pass@1" not in text and "sampled accuracy 75.0%" in text
+
+
+# ---- what is asked
+
+
+class Source:
+    """Answers with the number of the request."""
+
+    def __init__(self) -> None:
+        self.asked: list[GroupRequest] = []
+
+    def request(self, requests) -> None:
+        self.asked.extend(requests)
+
+    def take(self, purpose, step) -> list[Group]:
+        assert purpose is Purpose.EVALUATE and step == 3
+        return [group("a" * request.num_completions, "a", request.example.row) for request in self.asked]
+
+
+def prepared(*rows: int) -> list[Prepared]:
+    return [Prepared(Example(row, "?"), np.ones(3, np.int32)) for row in rows]
+
+
+def test_each_set_is_asked_once_and_the_first_is_sampled():
+    source = Source()
+    evaluator = Evaluator({"main": prepared(4, 7), "other": prepared(5)}, SamplingParams(top_p=0.9), 3, task())
+    answers = evaluator.answers(source, 3, 3, sampled=True)  # pyright: ignore[reportArgumentType]
+    assert [(one.subset, one.example.row, one.num_completions, one.params.temperature) for one in source.asked] == [
+        ("main", 4, 1, 0), ("main", 7, 1, 0), ("main", 4, 3, 1), ("main", 7, 3, 1), ("other", 5, 1, 0)]
+    assert {name: (len(own.greedy), len(own.sampled)) for name, own in answers.items()} == {
+        "main": (2, 2), "other": (1, 0)}
+    assert [one.example.row for one in answers["main"].sampled] == [4, 7] and answers["main"].sampled[0].size == 3
+
+
+@pytest.mark.parametrize(("temperature", "pass_k", "sampled"), [(0, 3, True), (1, 0, True), (1, 3, False)])
+def test_samples_are_left_out(temperature, pass_k, sampled):
+    source = Source()
+    evaluator = Evaluator({"main": prepared(4)}, SamplingParams(temperature), pass_k, task())
+    figures, groups = evaluator.evaluate(source, 3, 3, sampled)  # pyright: ignore[reportArgumentType]
+    assert len(source.asked) == len(groups) == 1 and "sampled_protocol" not in figures["main"]
+
+
+def test_progress_is_told_every_ten_seconds():
+    now, stream = [0.0], io.StringIO()
+    console = Console(stream, terminal=False, clock=lambda: now[0])
+    for part in ("held_out, greedy", "held_out, sampled"):
+        for done in range(1, 31):
+            now[0] += 1 if done > 1 else 600  # programs are compiled before the first answer
+            console.answered(part, done, 30)
+    assert stream.getvalue().splitlines() == [
+        f"{part}: {done} of 30, 0:{left} left" for part in ("held_out, greedy", "held_out, sampled")
+        for done, left in ((11, 19), (21, "09"))]
+
+
+# ---- shoal eval
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Iterator[Workshop]:
+    with quick_compilation():
+        yield Workshop(tmp_path_factory.mktemp("evaluation"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def run(workshop) -> Path:
+    return workshop.train("run", "steps=1", "checkpoint_period=1", f"reward={workshop.rewards}:vowels")
+
+
+def words(workshop: Workshop, model: object, *changes: str) -> list[str]:
+    return ["eval", f"model={model}", "task=gsm8k", f"task.path={workshop.data}", f"reward={workshop.rewards}:vowels",
+            f"model.template={PLAIN}", "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12", "batch=8",
+            "pass_k=4", "task.num_questions=0", *changes]
+
+
+def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_the_same(workshop, run, tmp_path,
+                                                                                        capsys):
+    assert cli.main(["export", f"from={run}", f"to={tmp_path / 'model'}"]) == 0
+    files = []
+    for model in (run, run / "checkpoints" / "1", tmp_path / "model"):
+        file = tmp_path / "new" / "folder" / f"{len(files)}.json"
+        assert cli.main(words(workshop, model, f"output={file}")) == 0
+        files.append(json.loads(file.read_text()))
+    assert {file.pop("model") for file in files} == {str(run), str(run / "checkpoints" / "1"), str(tmp_path / "model")}
+    assert files[0] == files[1] == files[2]
+    told = files[0]
+    assert (told["task"], told["seed"], told["max_completion_tokens"]) == ("gsm8k", 0, 12)
+    figures, rows = told["held_out"], told["rows"]
+    last = read_lines(run / "evaluations.jsonl")[-1]
+    for name in ("accuracy", "num_questions", "protocol", "mean_reward", "rewards/vowels", "mean_length", "pass@4"):
+        assert figures[name] == last[name]
+    assert [row["row"] for row in rows] == [0, 1, 2, 3] and {row["set"] for row in rows} == {"held_out"}
+    assert rows[0]["question"] == "10 + 58 = ?" and rows[0]["gold"] == "68"
+    for row in rows:
+        assert len(row["samples"]) == 4 and row["correct"] is False
+        for answer in (row, *row["samples"]):
+            assert answer["reward"] == answer["rewards"]["vowels"] == pytest.approx(
+                sum(letter in "aeiou" for letter in answer["response"]) / 10)
+    assert len({one["response"] for row in rows for one in row["samples"]}) > 4
+    assert figures["mean_reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    assert figures["sampled_mean_reward"] == pytest.approx(
+        np.mean([one["reward"] for row in rows for one in row["samples"]]))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("held_out: accuracy"))
+    assert f"(greedy, gsm8k of {workshop.data}, split test, model.template, 4 questions; 95% interval 0.0-49.0)" in line
+
+
+def test_json_on_stdout_and_greedy_alone(workshop, capsys):
+    assert cli.main(words(workshop, workshop.model, "json=true", "temperature=0")) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    assert figures["held_out"]["num_questions"] == 4 and figures["held_out"]["accuracy"] == 0
+    assert "sampled_protocol" not in figures["held_out"]
+    assert "greedy answers alone; pass@k and maj@k need samples that differ" in err
+
+
+def test_words(workshop):
+    figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
+                             task__num_questions=3, sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4})
+    assert list(figures) == ["held_out", "unseen_templates"]
+    assert all(own["num_questions"] == 3 and own["cut"] == 1 for own in figures.values())
+    assert {"pass@2", "maj@2"} & set(figures["held_out"]) and "pass@2" not in figures["unseen_templates"]
+    assert figures["held_out"]["data"] == "words, model.template"
+
+
+def test_the_overlong_penalty_is_part_of_the_reward(workshop, capsys):
+    assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", "reward.overlong_buffer_tokens=12",
+                          "task.num_questions=2")) == 0
+    figures = json.loads(capsys.readouterr().out)["held_out"]
+    assert figures["rewards/overlong"] == pytest.approx(-figures["mean_length"] / 12)
+    assert figures["mean_reward"] == pytest.approx(figures["rewards/vowels"] + figures["rewards/overlong"])
+
+
+def test_failures_are_counted_by_set_and_the_first_is_shown(workshop, capsys):
+    def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
+        raise KeyError(answer[0])
+
+    figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
+                             task__num_questions=3, sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
+                             reward=fails, reward__on_error="zero", reward__workers=0)
+    assert figures["held_out"]["failed"] == figures["held_out"]["failed/fails"] == 3 + 6  # greedy and sampled
+    assert figures["unseen_templates"]["failed"] == 3 and figures["held_out"]["rewards/fails"] == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")]
+    assert len(warnings) == 2 and "raised KeyError" in warnings[0]
+    assert warnings[1] == "warning: reward function fails: raised for 12 completions"
+
+
+def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(3)))
+    assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", f"task.path={data}")) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["held_out"]["num_questions"] == 3 and "all its 3 rows are evaluated on" in err
+
+
+def test_an_output_that_cannot_be_is_met_first(workshop, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(words(workshop, "no-such-model", f"output={tmp_path / 'file' / 'a.json'}")) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+    assert cli.main(words(workshop, "no-such-model", "output=/proc/none/a.json")) == 2
+    assert "output=/proc/none/a.json cannot be written" in capsys.readouterr().err
+    own = Task("own", (), {"rows": (Example(0, "?"),)}, ())
+    with pytest.raises(shoal.ShoalError, match="cannot be called 'rows' there"):
+        shoal.evaluate(task=own, model=str(workshop.model), output=str(tmp_path / "a.json"),
+                       reward=lambda completions, **_: [0.0] * len(completions))
+
+
+def test_a_run_without_a_right_answer_reports_its_reward(workshop):
+    result = shoal.train(
+        task=[{"prompt": f"{i} + 1 ="} for i in range(20)], reward=lambda completions, **_: [
+            float(len(text)) for text in completions], run_name="rewarded", base_output_directory=str(workshop.runs),
+        model={"path": str(workshop.model), "template": PLAIN}, steps=2, reward__workers=0, task__num_questions=2,
+        train={"pass_k": 0, "evaluate_every": 1}, batch={"prompts_per_step": 2, "group_size": 2},
+        checkpoint={"keep_best": 1, "keep_last": 1}, algorithm__kl_coef=0,
+        sampling={"max_prompt_tokens": 64, "max_completion_tokens": 6})
+    assert result["accuracy_before"] is None is result["accuracy_after"]
+    assert result["mean_reward_after"] == result.after["held_out"]["mean_reward"] > 1
+    assert "accuracy" not in result.after["held_out"] and "held_out mean reward (greedy, 2 questions)" in repr(result)
+    scores = {row["step"]: row["mean_reward"] for row in result.evaluations}
+    kept = {int(folder.name) for folder in result.checkpoints_path.iterdir()}
+    assert max((1, 2), key=lambda step: (scores[step], step)) in kept

@@ -1,0 +1,264 @@
+"""Stored groups under other rewards, and in other systems' formats: without a model, without devices."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pandas
+import polars
+import pytest
+from tiny_models import write_tokenizer
+
+from shoal.algorithm.advantage import grpo
+from shoal.commands.export_rollouts import export_rollouts, ground_truth
+from shoal.commands.rescore import rank_correlation, rescore
+from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
+from shoal.report.folder import RunFolder
+from shoal.report.reading import read_file
+from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
+
+REWARDS = '''\
+def same(completions, stored, **kwargs):
+    return [dict(zip("abcd", row))[text[0]] for text, row in zip(completions, stored)]
+
+def opposite(completions, stored, **kwargs):
+    return [-value for value in same(completions, stored)]
+
+def length(completions, **kwargs):
+    return [len(text) for text in completions]
+
+def one(completions, **kwargs):
+    return [1.0] * len(completions)
+
+def shy(completions, **kwargs):
+    return [None if text.startswith("a") else 1.0 for text in completions]
+
+def broken(completions, **kwargs):
+    for text in completions:
+        if text.startswith("b"):
+            raise ValueError("no b")
+    return [float(text.startswith("c")) for text in completions]
+
+def when(completions, trainer_state, **kwargs):
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+'''
+TEXTS = ("a", "bb", "ccc", "dddd")
+STORED = {1: [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]], 2: [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, float("nan")]]}
+
+
+def stored_group(step: int, row: int, rewards: list[float]) -> Group:
+    values = np.array(rewards)
+    sizes = [len(text) for text in TEXTS]
+    completions = tuple(
+        Completion(0, i, np.full(size, 70 + i, np.int32), np.full(size, -0.5, np.float32), np.ones(size, bool),
+                   np.full(size, step - 1, np.int32), StopReason.EOS) for i, size in enumerate(sizes))
+    return Group(Purpose.TRAIN, step - 1, step - 1,
+                 Example(row, f"prompt {row}", {"answer": str(row), "stored": [0 if x != x else x for x in rewards]}),
+                 np.array([71, 72], np.int32), completions, TEXTS, values, {"stored": values}, ~np.isnan(values),
+                 extra={"parsed": list(TEXTS), "step": [1, "two", None, [4]]})
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run folder with two steps of two groups of four, made without training."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "run").mkdir()
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_config("steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nalgorithm: {std_ddof: 0}", "")
+        for step, rows in STORED.items():
+            groups = [stored_group(step, 10 * step + n, rewards) for n, rewards in enumerate(rows)]
+            advantages = [grpo(group.rewards[None], group.valid[None], std_ddof=0, std_eps=1e-4)[0] for group in groups]
+            folder.write_groups(step, groups, advantages)
+    return tmp_path / "run"
+
+
+def under(run: Path, *names: str, step: int = 0, **changes) -> dict:
+    functions = tuple(f"{run.parent / 'rewards.py'}:{name}" for name in names)
+    return rescore(RescoreConfig(run=str(run), step=step, reward=RewardSection(functions, workers=0, **changes)))
+
+
+def test_the_same_reward_changes_nothing(run):
+    result = under(run, "same")
+    c = result["comparison"]
+    assert c["advantages_flipped"] == 0 and c["rank_correlation"] == pytest.approx(1)
+    assert c["rank_correlation_within_groups"] == pytest.approx(1)
+    assert c["groups_that_gain_variance"] == c["groups_that_lose_variance"] == 0
+    assert c["reward_mean"] == pytest.approx([7 / 15 + 1 / 15] * 2)  # 8 over the 15 that could be scored
+    assert result["steps"] == [1, 2] and result["num_completions"] == 16 and result["finished"] is False
+    assert result["groups"] is None and [step["advantages_flipped"] for step in result["by_step"]] == [0, 0]
+    assert result["other_settings"] == [] and result["advantages_not_stored"] == 0
+    for group in under(run, "same", step=1)["groups"]:
+        assert group["old_advantages"] == group["advantages"]
+
+
+def test_which_advantages_flip(run, capsys):
+    result = under(run, "opposite")
+    assert [(group["step"], group["group"], group["flipped"]) for group in result["flips"]] == \
+        [(1, 0, [0, 1, 2, 3]), (2, 0, [0, 1, 2, 3]), (2, 1, [0, 2])]
+    assert [step["advantages_flipped"] for step in result["by_step"]] == [4, 6]
+    groups = under(run, "opposite", step=2)["groups"]
+    assert [group["flipped"] for group in groups] == [[0, 1, 2, 3], [0, 2]]
+    assert result["comparison"]["advantages_flipped"] == 10
+    assert result["comparison"]["rank_correlation_within_groups"] == pytest.approx(-1)
+    wanted = grpo(-np.array([[1.0, 0, 0, 0]]), np.ones((1, 4), bool), std_ddof=0, std_eps=1e-4)
+    assert groups[0]["advantages"] == wanted[0].tolist()  # by the run's own settings
+    out = capsys.readouterr().out
+    assert "advantages that flip" in out and "10 of 15 (66.7%)" in out and "the run has not ended" in out
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def test_a_reward_of_length_is_found_out(run, capsys):
+    result = under(run, "length")
+    assert result["lint"]["correlation_with_length"] == pytest.approx(1)
+    assert result["comparison"]["groups_that_gain_variance"] == 1
+    assert "it goes with length (rank correlation +1.00): it may teach longer completions" in capsys.readouterr().out
+    assert [(hack["step"], hack["group"], hack["completion"]) for hack in result["hacks"]] == [(2, 0, 3), (2, 0, 2)]
+    assert result["hacks"][0]["text"] == "dddd" and result["hacks"][0]["old_reward"] == 0
+
+
+def test_a_constant_reward_is_found_out(run):
+    result = under(run, "one", weights=(2.0,))
+    found = result["lint"]
+    assert (found["min"], found["max"], found["num_distinct"], found["share_of_constant_groups"]) == (2, 2, 1, 1)
+    assert found["correlation_with_length"] is None and "nothing can be learnt" in found["warnings"][0]
+    assert result["comparison"]["groups_that_lose_variance"] == 3 and result["hacks"] == []
+    assert found["seconds_per_completion"] >= 0
+
+
+@pytest.mark.parametrize(("policy", "nothing", "unscorable"), [("zero", 0, 0), ("skip", 0, 4)])
+def test_failures_are_counted_apart_from_none(run, policy, nothing, unscorable):
+    result = under(run, "broken", on_error=policy)
+    found = result["lint"]
+    assert found["failed"] == {"broken: raised": 4} and found["none"] == {"broken": nothing}
+    assert found["unscorable"] == unscorable and "no b" in found["first_failure"]
+    assert under(run, "shy")["lint"]["none"] == {"shy": 4} and under(run, "shy")["lint"]["unscorable"] == 4
+    with pytest.raises(ShoalError, match="no b"):
+        under(run, "broken")
+
+
+@pytest.mark.parametrize("call", ["group", "step"])
+def test_functions_see_the_step_that_was(run, call):
+    for step, seen in ((1, 0), (2, 0.25)):
+        groups = under(run, "when", "one", call=call, step=step)["groups"]
+        assert [group["components"]["when"][0] for group in groups] == [seen, seen]
+    assert under(run, "when", step=2, call=call)["steps"] == [2]
+
+
+def test_old_advantages_are_the_stored_ones(run, capsys):
+    """The settings on file give others: they changed, and only the newest were kept."""
+    config = run / "config.yaml"
+    before = config.read_text()
+    config.write_text(before.replace("std_ddof: 0", "std_ddof: 1"))
+    result = under(run, "same", step=1)
+    stored = grpo(np.array([STORED[1][0]]), np.ones((1, 4), bool), std_ddof=0, std_eps=1e-4)[0]
+    by_settings = grpo(np.array([STORED[1][0]]), np.ones((1, 4), bool), std_ddof=1, std_eps=1e-4)[0]
+    assert result["groups"][0]["old_advantages"] == stored.tolist() != by_settings.tolist()
+    assert result["groups"][0]["advantages"] == by_settings.tolist() and result["other_settings"] == [1]
+    assert "give other advantages than those that were learnt from, at step 1:" in capsys.readouterr().out
+    (run / "config_0.yaml").write_text(before)
+    (run / "config_1.yaml").write_text(config.read_text())
+    assert under(run, "same")["other_settings"] == [2]  # step 1 was the first part's
+    lines = [json.loads(line) for line in (run / "groups" / "step_000002.jsonl").read_text().splitlines()]
+    for completion in lines[0]["completions"]:
+        del completion["advantage"]
+    (run / "groups" / "step_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert under(run, "same", step=2)["advantages_not_stored"] == 1
+    assert "1 groups were stored without advantages" in capsys.readouterr().out
+
+
+def test_steps_are_let_go_of_one_by_one(run, monkeypatch):
+    """When a step's file is read, the groups of the one before it are gone."""
+    alive: list[weakref.ref] = []
+
+    def read(path: Path):
+        gc.collect()
+        assert sum(ref() is not None for ref in alive) <= 4  # the flips that are shown, and the step in hand
+        stored = read_file(path)
+        alive.extend(weakref.ref(entry.group) for entry in stored)
+        return stored
+
+    monkeypatch.setattr("shoal.commands.rescore.read_file", read)
+    for step in range(3, 7):
+        (run / "groups" / f"step_{step:06d}.jsonl").write_bytes((run / "groups" / "step_000001.jsonl").read_bytes())
+    result = under(run, "one")
+    assert len(alive) == 12 and result["num_groups"] == 12 and result["groups"] is None
+    assert len(result["by_step"]) == 6
+
+
+def test_what_is_not_there(run):
+    with pytest.raises(ShoalError, match=r"step=5: .*steps 1-2"):
+        under(run, "same", step=5)
+    with pytest.raises(ShoalError, match="defines no 'nothing'"):
+        under(run, "nothing")
+    with pytest.raises(ShoalError, match="is no run folder"):
+        under(run / "groups", "same")
+
+
+def test_rank_correlation_by_hand():
+    assert rank_correlation(np.array([1, 2, 3]), np.array([10, 30, 20])) == pytest.approx(0.5)
+    assert rank_correlation(np.array([1, 1, 2, 2]), np.array([1, 1, 5, 9])) == pytest.approx(0.9428, abs=1e-4)
+    assert rank_correlation(np.array([1, 1]), np.array([1, 2])) is None
+
+
+# ---- export
+
+
+@pytest.fixture
+def exported(run):
+    write_tokenizer(run / "model")
+
+    def export(format: str) -> Path:
+        to = run.parent / format
+        config = ExportRolloutsConfig(run=str(run), to=str(to), format=format)  # type: ignore[arg-type]
+        assert export_rollouts(config)["completions"] == 16
+        return to
+
+    return export
+
+
+def test_rollouts_as_trl_writes_them(exported):
+    to = exported("trl")
+    assert sorted(path.name for path in to.iterdir()) == ["completions_00001.parquet", "completions_00002.parquet"]
+    p, d = polars.read_parquet(to / "completions_00002.parquet"), pandas.read_parquet(to / "completions_00002.parquet")
+    assert p.columns == list(d.columns) == ["step", "prompt", "completion", "stored", "parsed", "extra_step",
+                                            "advantage"]
+    assert p["step"].to_list() == [2] * 8 and p["completion"].to_list() == list(TEXTS) * 2
+    assert p["stored"].to_list() == [1, 0, 0, 0, 0, 1, 2, None] and p["stored"].dtype == polars.Float64
+    assert p["extra_step"].to_list()[:4] == ["1", '"two"', None, "[4]"]
+    assert p["advantage"].to_list()[:4] == pytest.approx([1.7317, -0.5772, -0.5772, -0.5772], abs=1e-4)
+    assert all(isinstance(prompt, str) and prompt for prompt in p["prompt"])
+
+
+def test_rollouts_as_verl_writes_them(exported):
+    to = exported("verl")
+    assert sorted(path.name for path in to.iterdir()) == ["1.jsonl", "2.jsonl"]
+    rows = [json.loads(line) for line in (to / "2.jsonl").read_text().splitlines()]
+    assert len(rows) == 8 and list(rows[0])[:5] == ["input", "output", "gts", "score", "step"]
+    assert rows[5] == {"input": rows[0]["input"], "output": "bb", "gts": "21", "score": 1.0, "step": 2, "stored": 1.0,
+                       "parsed": "bb", "extra_step": "two"}
+    assert rows[7]["score"] is None
+    assert polars.read_ndjson(to / "1.jsonl").height == 8
+
+
+def test_an_export_never_goes_over_what_is_there(exported):
+    (exported("trl") / "mine").write_text("")
+    with pytest.raises(ShoalError, match="exists and is not empty"):
+        exported("trl")
+
+
+def test_an_export_goes_to_the_users_home(run, tmp_path, monkeypatch):
+    write_tokenizer(run / "model")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    told = export_rollouts(ExportRolloutsConfig(run=str(run), to="~/out"))
+    assert told["to"] == str(tmp_path / "home" / "out") and len(list((tmp_path / "home" / "out").iterdir())) == 2
+    assert not (tmp_path / "~").exists()
+
+
+def test_what_is_taken_for_the_ground_truth():
+    assert ground_truth({"reward_model": {"ground_truth": "5"}, "answer": "6"}) == "5"
+    assert ground_truth({"question": "?", "answer": "6"}) == "6" and ground_truth({"question": "?"}) is None

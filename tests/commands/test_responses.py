@@ -1,0 +1,424 @@
+"""`shoal eval responses=FILE`: answers made elsewhere, with a task that stands for the published ones."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal import cli
+from shoal.commands.responses import question_of, spelled
+from shoal.config.schema import TaskSection
+from shoal.tasks import task as tasks
+from shoal.tasks.data import Published
+from shoal.tasks.task import Task
+from shoal.types import Example, ShoalError
+
+QUESTIONS = ["2 + 3 = ?", "4 + 4 = ?", "1 + 1 = ?\n", "9 + 9 = ?"]
+GOLD = ["5", "8", "2", "18"]
+
+
+with_math_verify = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="an extra")
+
+
+def of_row(number: int, row: Any) -> Example:
+    if not str(row["answer"]).isdigit():
+        raise ShoalError(f"`answer` is {row['answer']!r}, which is no number")
+    return Example(number, [{"role": "system", "content": "Add."}, {"role": "user", "content": row["question"]}],
+                   {"answer": row["answer"]})
+
+
+def verdict(text: str, example: Example) -> dict[str, Any]:
+    strict = text == example.columns["answer"]
+    return {"correct": strict, "answer": text.split()[-1], "loose": text.endswith(example.columns["answer"])}
+
+
+def blank(section: TaskSection) -> Task:
+    return Task("sums", (), {}, (), verdict=verdict, of_row=of_row, figures=lambda verdicts: {
+        "prompt_loose": sum(one["loose"] for one in verdicts) / len(verdicts)})
+
+
+@pytest.fixture
+def loads(monkeypatch) -> list[TaskSection]:
+    """The task `sums`, three questions held out and one to train on; the sections that its data was loaded with."""
+    asked: list[TaskSection] = []
+
+    def load(section: TaskSection, *_: Any) -> Task:
+        asked.append(section)
+        rows = [of_row(i, {"question": question, "answer": answer})
+                for i, (question, answer) in enumerate(zip(QUESTIONS, GOLD, strict=True))]
+        whole = blank(section)
+        return Task("sums", rows[3:], {"held_out": rows[:3]}, (), verdict=whole.verdict, of_row=of_row,
+                    figures=whole.figures, notes=("sums: 0 rows were dropped",))
+
+    module = types.ModuleType("sums")
+    module.load, module.blank = load, blank  # pyright: ignore[reportAttributeAccessIssue]
+    module.PUBLISHED = Published("sums", "", ("question", "answer"))  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "sums", module)
+    monkeypatch.setitem(tasks.TASKS, "sums", "sums")
+    return asked
+
+
+def write(folder: Path, rows: list[Any], name: str = "responses.jsonl") -> Path:
+    file = folder / name
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return file
+
+
+def judge(folder: Path, rows: list[Any], *words: str) -> dict[str, Any]:
+    output = folder / "deep" / "out.json"
+    file = write(folder, rows)
+    assert cli.main(["eval", "task=sums", f"responses={file}", f"output={output}", *words]) == 0
+    return json.loads(output.read_text(encoding="utf-8"))
+
+
+def test_rows_with_their_gold_need_no_data(loads, tmp_path, capsys):
+    rows = [{"question": "7 + 7 = ?", "answer": "14", "response": "14", "id": "a"}, "",
+            {"question": "é\u2028 ?", "answer": "3", "response": "it is 3"},
+            {"question": "é\u2028 ?", "answer": "3", "response": "4"}]
+    told = judge(tmp_path, rows)
+    assert not loads
+    assert (told["task"], told["num_responses"], told["num_questions"], told["num_unjudged"]) == ("sums", 3, 2, 0)
+    assert told["accuracy"] == pytest.approx(1 / 3) and told["prompt_loose"] == pytest.approx(2 / 3)
+    assert told["accuracy_interval"] == pytest.approx([0.0615, 0.7923], abs=1e-4)
+    assert told["rows"] == [
+        {"question": "7 + 7 = ?", "given_answer": "14", "response": "14", "id": "a", "correct": True, "answer": "14",
+         "loose": True},
+        {"question": "é\u2028 ?", "given_answer": "3", "response": "it is 3", "correct": False, "answer": "3",
+         "loose": True},
+        {"question": "é\u2028 ?", "given_answer": "3", "response": "4", "correct": False, "answer": "4",
+         "loose": False}]
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == (f"sums: accuracy 33.3% (answers of {tmp_path / 'responses.jsonl'}, 3 responses, 2 questions; "
+                    "95% interval 6.1-79.2)  prompt loose 66.7%")
+
+
+def test_gold_is_found_by_the_question(loads, tmp_path, capsys):
+    told = judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}, {"question": "9 + 9 = ?", "response": "17"},
+                            {"question": "no such", "response": "8"}, {"question": "1 + 1 = ?", "response": "2"},
+                            {"question": "5 + 5 = ?", "answer": "10", "response": "10"},
+                            {"question": "2 + 3 = ?", "answer": "five", "response": "5"},
+                            {"question": "3 + 3 = ?", "answer": "six", "response": "6"}])
+    assert [section.num_questions for section in loads] == [0]
+    assert (told["num_responses"], told["num_unjudged"], told["accuracy"]) == (5, 2, 4 / 5)
+    assert [row["correct"] for row in told["rows"]] == [True, False, None, True, True, True, None]
+    assert told["protocol"] == f"answers of {tmp_path / 'responses.jsonl'}, 2 of 7 not judged"
+    assert told["rows"][2] == {"question": "no such", "response": "8", "correct": None,
+                               "unjudged": "its question is not in the task's data"}
+    assert told["rows"][5]["given_answer"] == "five"  # looked up, since it cannot be read
+    assert told["rows"][6] == {"question": "3 + 3 = ?", "given_answer": "six", "response": "6", "correct": None,
+                               "unjudged": "`answer` is 'six', which is no number"}
+    out = capsys.readouterr().out
+    assert "1 of 7 responses are judged by what their own rows say is right" in out
+    assert "3 of 3 held_out questions are answered" in out and "1 of 1 training questions are answered" in out
+    assert (f"2 of 7 responses cannot be judged and are not counted; the first, {tmp_path / 'responses.jsonl'}, line 3:"
+            " its question is not in") in out and "sums: 0 rows were dropped" in out
+
+
+def test_an_own_answer_that_cannot_be_read_needs_no_data(loads, tmp_path, monkeypatch, capsys):
+    """Where the data cannot be had, the rows that can be judged are."""
+    def fails(section: TaskSection) -> Task:
+        raise ShoalError("task sums: no data")
+
+    monkeypatch.setattr(sys.modules["sums"], "load", fails)
+    told = judge(tmp_path, [{"question": "a", "answer": "x", "response": "1"},
+                            {"question": "b", "answer": "1", "response": "1"}])
+    assert (told["num_responses"], told["num_unjudged"]) == (1, 1)
+    assert "the other questions cannot be looked up: task sums: no data" in capsys.readouterr().out
+
+
+def test_questions_are_found_in_other_spellings(loads, tmp_path):
+    rows = [{"question": "4 +\u00a04  =\n?", "response": "8"}, {"prompt": "2 + 3 = ?", "response": "5"},
+            {"problem": "1 + 1 = ?", "response": "2"}, {"question": None, "prompt": [
+                {"role": "system", "content": "Add."}, {"role": "user", "content": "9 + 9 = ?"}], "response": "18"}]
+    assert judge(tmp_path, rows)["accuracy"] == 1
+    assert spelled("Janet’s “２”\u2028 cafe\u0301 ") == 'Janet\'s "2" café'
+
+
+def test_responses_that_are_no_text(loads, tmp_path, capsys, monkeypatch):
+    rows = [{"question": "4 + 4 = ?", "response": 8}, {"question": "2 + 3 = ?", "response": None, "answer": "5"},
+            {"question": "1 + 1 = ?", "response": "\ud83d 2", "\udc00": ["\ud83d", {"\ud83d": 1}]}]
+    ends = {"verdict": lambda text, example: {"correct": text.endswith(example.columns["answer"])}, "figures": None}
+    monkeypatch.setattr(sys.modules["sums"], "blank", lambda section: replace(blank(section), **ends))
+    told = judge(tmp_path, rows)
+    assert [row["correct"] for row in told["rows"]] == [True, False, True]
+    assert told["rows"][2] == {"question": "1 + 1 = ?", "response": "\\ud83d 2", "\\udc00": ["\\ud83d", {"\\ud83d": 1}],
+                               "correct": True}
+    out = capsys.readouterr().out
+    assert "1 of 3 responses are null and are judged as empty" in out
+    assert "1 of 3 responses are numbers and are judged as text" in out
+
+
+def test_a_column_means_the_same_in_every_row(loads, tmp_path):
+    rows = [{"question": "4 + 4 = ?", "answer": "8", "given_answer": "own", "response": "8", "correct": 3, "loose": 4},
+            {"question": "none", "answer": "x", "response": "8", "unjudged": 5}]
+    first, second = judge(tmp_path, rows)["rows"]
+    assert first == {"question": "4 + 4 = ?", "given_given_answer": "8", "given_answer": "own", "response": "8",
+                     "given_correct": 3, "given_loose": 4, "correct": True, "answer": "8", "loose": True}
+    assert second["given_given_answer"] == "x" and second["given_unjudged"] == 5 and "answer" not in second
+    assert second["unjudged"] == "`answer` is 'x', which is no number"
+
+
+def test_the_overlong_penalty_is_said_to_do_nothing(loads, tmp_path, capsys):
+    judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}], "reward.overlong_buffer_tokens=8")
+    assert "reward.overlong_buffer_tokens=8 has no effect: the lengths in tokens of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["18", 18, "", None, "9 * 2\nA: 18", "two\n#### 18", "18 dollars", "a dozen"])
+def test_gold_of_gsm8k_in_every_form(tmp_path, answer):
+    data = write(tmp_path, [{"question": "What is 9 * 2?", "answer": "It is so.\n#### 18"}], "data.jsonl")
+    rows = [{"question": "What is 9 * 2?", "answer": answer, "response": text} for text in ("It is 18.", "It is 3.")]
+    figures = shoal.evaluate(task={"name": "gsm8k", "path": str(data)}, responses=str(write(tmp_path, rows)))
+    assert (figures["num_unjudged"], figures["accuracy"]) == (0, 0.5)
+
+
+def test_ifeval_judges_the_whole_text_of_a_question(tmp_path):
+    row = {"question": "Hi?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    rows = [{**row, "response": text} for text in ("Well, <answer>hi</answer>", "<answer>hi</answer>")]
+    told = shoal.evaluate(task="ifeval", responses=str(write(tmp_path, rows)))
+    assert told["prompt_strict"] == 0.5
+
+
+@with_math_verify
+def test_math_is_looked_up_where_its_own_answer_cannot_be_read(tmp_path):
+    data = write(tmp_path, [{"problem": "p?", "answer": "5"}], "data.jsonl")
+    rows = [{"problem": "p?", "label": 1, "response": "so x = 5"},
+            {"problem": "p?", "target": "t", "response": "**6**"}]
+    figures = shoal.evaluate(task={"name": "math", "path": str(data)}, responses=str(write(tmp_path, rows)))
+    assert (figures["num_unjudged"], figures["accuracy"]) == (0, 0.5)
+
+
+def test_a_home_folder_is_found(loads, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, [{"question": "7 + 7 = ?", "answer": "14", "response": "14"}])
+    figures = shoal.evaluate(task="sums", responses="~/responses.jsonl", output="~/out.json")
+    assert figures["accuracy"] == json.loads((tmp_path / "out.json").read_text())["accuracy"] == 1
+
+
+def test_a_task_without_blank_is_loaded(loads, tmp_path, monkeypatch):
+    monkeypatch.delattr(sys.modules["sums"], "blank")
+    assert judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}])["accuracy"] == 1
+    assert len(loads) == 1
+
+
+def test_words_are_judged_too(tmp_path, capsys):
+    from shoal.run.task import load_task
+
+    example = load_task(TaskSection(num_questions=3)).evaluations["held_out"][1]
+    answer = f"<reasoning>so</reasoning><answer>{example.columns['answer']}</answer>"
+    rows = [{"question": question_of(example, "question"), "response": text} for text in (answer, "nothing")]
+    file = write(tmp_path, rows)
+    figures = shoal.evaluate(task="words", responses=str(file), model="elsewhere")
+    assert (figures["accuracy"], figures["num_responses"], figures["num_questions"]) == (0.5, 2, 1)
+    assert "model=elsewhere has no effect" in capsys.readouterr().out
+
+
+def rewards(completions: Any, answer: Any, **_: Any) -> list[float | None]:
+    return plain([completion[0]["content"] for completion in completions], answer)
+
+
+def plain(completions: Any, answer: Any, **_: Any) -> list[float | None]:
+    """The length of the text in tens, beside the gold answer; it cannot judge an empty one."""
+    return [len(text) / 10 + int(gold) if text else None for text, gold in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize("call", ["group", "step"])
+def test_reward_functions_are_called_where_given(loads, tmp_path, call):
+    rows = [{"question": "4 + 4 = ?", "response": "8"}, {"question": "2 + 3 = ?", "response": "it is 5"},
+            {"question": "none", "response": "5"}]
+    output = tmp_path / "out.json"
+    figures = shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=rewards, output=str(output),
+                             reward__call=call, reward__workers=0)
+    assert figures["mean_reward"] == figures["rewards/rewards"] == pytest.approx((8.1 + 5.7) / 2)
+    assert figures["accuracy"] == 0.5
+    told = json.loads(output.read_text())["rows"]
+    assert told[0]["reward"] == told[0]["rewards"]["rewards"] == 8.1 and told[0]["correct"] is True
+    assert "reward" not in told[2]
+
+
+async def patient(completions: Any, **_: Any) -> list[float]:
+    await asyncio.sleep(0.2)
+    return [1.0] * len(completions)
+
+
+def test_a_judge_is_asked_for_many_at_once(loads, tmp_path):
+    rows = [{"question": f"{i}?", "answer": str(i), "response": str(i)} for i in range(30)]
+    started = time.monotonic()
+    assert shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=patient)["mean_reward"] == 1
+    assert time.monotonic() - started < 4  # one at a time: 6 s
+
+
+def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
+    return [1 / (int(gold) % 3) for gold in answer]
+
+
+@pytest.mark.parametrize(("policy", "mean"), [("zero", 0.5), ("skip", 0.75)])
+def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, policy, mean):
+    rows = [{"question": f"{i}?", "answer": str(i), "response": "?"} for i in range(1, 10)]
+    figures = shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=fails, reward__on_error=policy,
+                             output=str(tmp_path / "out.json"))
+    assert figures["failed"] == figures["failed/fails"] == 3 and figures["mean_reward"] == pytest.approx(mean)
+    assert json.loads((tmp_path / "out.json").read_text())["failed"] == 3
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")]
+    assert len(warnings) == 2 and "raised ZeroDivisionError" in warnings[0] and "example row 2," in warnings[0]
+    assert warnings[1] == "warning: reward function fails: raised for 3 completions"
+    with pytest.raises(ShoalError, match="reward function 'fails' after 0 steps raised ZeroDivisionError"):
+        shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=fails)
+
+
+def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
+    said = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [*([{"role": "system", "content": system}] if system else []), *said]
+
+
+def test_conversations_are_told_apart_by_all_their_messages(tmp_path, capsys):
+    data = [{"prompt": turns("I have 2.", "Well.", "And 1 more?"), "answer": "3"},
+            {"prompt": turns("I have 6.", "Well.", "And 1 more?"), "answer": "7"},
+            {"prompt": turns("Yes?", system="Say yes."), "answer": "yes"},
+            {"prompt": turns("Yes?", system="Say no."), "answer": "no"},
+            *({"prompt": turns(f"{i}?"), "answer": str(i)} for i in range(20))]
+    settings = {"task": {"name": "custom", "path": str(write(tmp_path, data, "data.jsonl"))}, "reward__workers": 0,
+                "reward": lambda completions, answer, **_: [
+                    float(one[0]["content"] == gold) for one, gold in zip(completions, answer, strict=True)]}
+    rows = [{"prompt": turns("I have  6.", "Well.", "And 1 more?"), "response": "7"},
+            {"prompt": turns("I have 2.", "Well.", "And 1 more?"), "response": "3"},
+            {"prompt": turns("Yes?", system="Say no."), "response": "no"},
+            {"prompt": turns("5?", "6?", "7?", system="Elsewhere."), "response": "7"},  # examples before the question
+            {"prompt": turns("8?", system="Elsewhere."), "response": "8"}, {"prompt": "9?", "response": "9"}]
+    told = shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))
+    assert (told["mean_reward"], told["num_questions"], told["num_unjudged"]) == (1, 6, 0)
+    assert "warning" not in capsys.readouterr().out
+    rows = [{"prompt": turns("I have 4.", "Well.", "And 1 more?"), "response": "5"}, {"prompt": "5?", "response": "5"}]
+    assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["num_unjudged"] == 1
+    capsys.readouterr()
+    rows = [{"prompt": "5?", "response": "5"}, {"prompt": "And 1 more?", "response": "3"},
+            {"prompt": turns("Yes?", system="Elsewhere."), "response": "yes"}]
+    assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["mean_reward"] == 1
+    assert ("warning: 2 questions name several rows of the data that differ in what is right, and the first row is "
+            f"taken; the first such question, {tmp_path / 'responses.jsonl'}, line 2") in capsys.readouterr().out
+
+
+def test_own_rewards_are_told_with_a_preset_or_weights(tmp_path, capsys):
+    rows = [{"question": "a?", "answer": "18", "response": text} for text in ("#### 18", "#### 18.0")]
+    file = str(write(tmp_path, rows))
+    assert "mean_reward" not in shoal.evaluate(task="gsm8k", responses=file)
+    figures = shoal.evaluate(task="gsm8k", responses=file, reward__preset="verl", reward__weights=[2.0])
+    assert (figures["accuracy"], figures["rewards/correct"], figures["mean_reward"]) == (1, 0.5, 1)
+    assert "rewards/format" in shoal.evaluate(task="gsm8k", responses=file, reward__weights=[1.0, 0.5])
+    assert "has no effect" not in capsys.readouterr().out
+    cases: list[dict[str, Any]] = [{"task": "gsm8k", "reward": fails}, {"task": "ifeval"}]
+    for settings in cases:
+        row = {"prompt": "a?", "answer": "1", "response": "no", "instruction_id_list": ["punctuation:no_comma"],
+               "kwargs": [{}]}
+        shoal.evaluate(**settings, responses=str(write(tmp_path, [row])), reward__preset="verl")
+        assert "reward.preset=verl has no effect: it is for the own rewards of task=gsm8k" in capsys.readouterr().out
+
+
+def test_rows_from_python_are_answered(tmp_path):
+    data = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(20)]
+    file = str(write(tmp_path, [{"prompt": "3 + 1 = ?", "response": "4!"},
+                                {"question": "19 + 1 = ?", "response": "20"}]))
+
+    def correct(text, example):
+        return text == example.columns["answer"]
+
+    figures = shoal.evaluate(task=data, responses=file, reward=plain, reward__workers=0, correct=correct)
+    assert (figures["task"], figures["accuracy"], figures["num_unjudged"]) == ("rows", 0.5, 0)
+    assert figures["mean_reward"] == pytest.approx((4.2 + 20.2) / 2)
+    own = Task("own", [], {"first": [Example(0, "3 + 1 = ?", {"answer": "4"})]}, (), correct=correct)
+    assert shoal.evaluate(task=own, responses=file)["num_unjudged"] == 1
+
+
+def test_own_data_is_judged_by_rewards_alone(tmp_path):
+    data = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(20)]
+    source, file = write(tmp_path, data, "data.jsonl"), write(tmp_path, [{"prompt": "3 + 1 = ?", "response": "4!"},
+                                                                        {"prompt": "19 + 1 = ?", "response": ""}])
+    settings = {"task": {"name": "custom", "path": str(source)}, "responses": str(file)}
+    figures = shoal.evaluate(**settings, reward=plain, reward__workers=0)
+    assert figures["mean_reward"] == pytest.approx(4.2) and "accuracy" not in figures and figures["num_responses"] == 2
+    with pytest.raises(ShoalError, match="task custom does not say what is right"):
+        shoal.evaluate(**settings)
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    (["{"], ("line 1 is no JSON object",)),
+    (["[" * 100_000], ("line 1 is no JSON object",)),
+    ([{"question": "?", "response": "!"}, "", [1]], ("line 3 is a list", "`question` and `response`")),
+    ([{"response": "8"}], ("line 1: `question` is missing; text is needed",)),
+    ([{"question": "?"}], ("line 1: `response` is missing; text is needed",)),
+    ([{"question": "?", "response": True}], ("line 1: `response` is true; text is needed",)),
+    ([{"question": None, "response": "8"}], ("line 1: `question` is null; text is needed",)),
+    (['{"question": "?", "response": ' + "9" * 5000 + "}"], ("line 1 is no JSON object",)),
+    ([{"question": "?", "response": ["a"]}], ('line 1: `response` is ["a"]; text is needed',)),
+    ([{"question": "?", "answer": "x", "response": "8"}], ("none of the 1 responses can be judged by task sums",
+                                                           "line 1: `answer` is 'x', which is no number",)),
+    (["  "], ("holds no row",)),
+    ([{"question": "what?", "response": "8"}], ("line 1: its question is not in the task's data",
+                                                "Its data must have each `question` as it stands")),
+])
+def test_bad_rows_are_named(loads, tmp_path, capsys, rows, words):
+    output = tmp_path / "out.json"
+    assert cli.main(["eval", "task=sums", f"responses={write(tmp_path, rows)}", f"output={output}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words), line
+    assert not output.exists()
+
+
+def test_bad_settings_are_named(loads, tmp_path, monkeypatch):
+    file = str(write(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}]))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"responses": str(tmp_path / "none")}, "there is no such file; give a jsonl file with `question`"),
+        ({"responses": file, "output": str(tmp_path)}, "is a folder"),
+        ({"responses": file, "output": file}, "is the file of responses itself, which would be lost"),
+        ({"responses": file, "output": str(tmp_path / "deep" / ".." / "responses.jsonl")}, "would be lost"),
+        ({"responses": file, "task": "summs"}, "there is no such task")]
+    for settings, message in cases:
+        with pytest.raises(ShoalError, match=message):
+            shoal.evaluate(**{"task": "sums", **settings})
+    (tmp_path / "latin").write_bytes(b'{"question": "\xe9"}')
+    with pytest.raises(ShoalError, match="is no text in UTF-8"):
+        shoal.evaluate(task="sums", responses=str(tmp_path / "latin"))
+    monkeypatch.setattr(sys.modules["sums"], "blank", lambda section: Task("sums", (), {}, (), of_row=of_row))
+    with pytest.raises(ShoalError, match="does not say what is right"):
+        shoal.evaluate(task="sums", responses=str(write(tmp_path, [{"question": "a", "answer": "1", "response": "1"}])))
+
+
+def test_no_jax_is_imported(tmp_path):
+    file = write(tmp_path, [{"question": "?", "response": "8"}])
+    code = ("import sys; from shoal import cli; code = cli.main(sys.argv[1:]); "
+            "sys.exit(9 if 'jax' in sys.modules else code)")
+    done = subprocess.run([sys.executable, "-c", code, "eval", "task=words", f"responses={file}"], capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 2 and "none of the 1 responses can be judged by task words" in done.stderr
+
+
+@pytest.mark.parametrize(("task", "row", "right", "wrong", "extra"), [
+    ("gsm8k", {"question": "2 + 3?", "answer": "Add.\n#### 5"}, "The answer is 5.", "It is 6.", {}),
+    ("ifeval", {"prompt": "Say hi, no commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+     "Hi.", "Hi, you.", {"prompt_strict": 0.5, "instruction_strict": 0.5, "prompt_loose": 0.5,
+                         "instruction_loose": 0.5}),
+])
+def test_published_rows_are_judged_without_their_data(tmp_path, monkeypatch, task, row, right, wrong, extra):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
+    file = write(tmp_path, [{**row, "response": text} for text in (right, wrong)])
+    figures = shoal.evaluate(task=task, responses=str(file), output=str(tmp_path / "out.json"))
+    assert figures["accuracy"] == 0.5 and extra.items() <= figures.items()
+    assert [one["correct"] for one in json.loads((tmp_path / "out.json").read_text())["rows"]] == [True, False]
+
+
+@with_math_verify
+def test_math_is_judged_without_its_data(tmp_path):
+    rows = [{"problem": "?", "solution": "\\boxed{\\frac{3}{4}}", "response": "so \\boxed{0.75}"},
+            {"problem": "?", "answer": "5", "response": "$6$"}]
+    assert shoal.evaluate(task="math", responses=str(write(tmp_path, rows)))["accuracy"] == 0.5

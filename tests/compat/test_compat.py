@@ -1,0 +1,269 @@
+"""Command lines of other systems as their users type them: what each becomes, that a look at it touches nothing, that
+those for one device run; the table of flags, and the page that is made of it.
+
+`python tests/test_compat.py` writes what the lines resolve to anew, beside `tests/compat/*.sh`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shoal import cli
+from shoal.config.aliases import FOREIGN
+from shoal.config.compose import compose, from_overrides
+from shoal.config.derivations import DERIVATIONS
+from shoal.config.keys import COMMANDS, keys_of
+from shoal.config.migrating import document
+from shoal.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "lines"
+TOKEN = "hf_thisIsNoTokenOfAnyone"
+SCRIPTS = sorted(FOLDER.glob("*.sh"))
+
+
+def lines_of(script: Path) -> list[str]:
+    """The command lines of a script, each whole."""
+    text = re.sub(r"\\\n\s*", "", script.read_text(encoding="utf-8"))
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def words_of(line: str) -> list[str]:
+    """The words of `shoal` that a line's entry point makes of it; without variables and the interpreter."""
+    if "test_grpo.sh" in line:  # what the script hands on, echoed
+        environment = {"PATH": os.environ["PATH"], "PYTHON": "echo", "HF_TOKEN": TOKEN}
+        line = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=True,
+                              env=environment).stdout
+    words = shlex.split(line.replace("$HF_TOKEN", TOKEN))
+    while "=" in words[0]:
+        words.pop(0)
+    start = next(place for place, word in enumerate(words) if "compat" in word)
+    name = words[start].rpartition("/")[2].rpartition("compat.")[2].removesuffix(".py")
+    return cli.door_words(name, words[start + 1:])
+
+
+def dry_run(words: list[str]) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli.main([*words, "--dry-run"]) == 0, words
+    return out.getvalue()
+
+
+def resolve(line: str) -> dict:
+    """What a line becomes: the keys that differ from the defaults, and what is said of it."""
+    words = words_of(line)
+    if "--multirun" in words:
+        return {"line": line, "said": dry_run(words).splitlines()}
+    text = dry_run(words)
+    _, resolved = compose(words[0], words[1:])
+    assert text.startswith(resolved.text)
+    return {"line": line, "command": words[0], "resolved": yaml.safe_load(resolved.difference),
+            "said": [*resolved.notes, *(line for line in resolved.became if line not in resolved.notes)]}
+
+
+def golden_of(script: Path) -> Path:
+    return script.with_suffix(".yaml")
+
+
+def shown(script: Path) -> str:
+    found = [resolve(line) for line in lines_of(script)]
+    text = yaml.safe_dump(found, sort_keys=False, width=100, allow_unicode=True)
+    return re.sub(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", "multirun/DATE/TIME", text)
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    for name in ("HF_TOKEN", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+# ---- command lines
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_each_line_becomes_what_is_written(script, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = shown(script)
+    assert text == golden_of(script).read_text(encoding="utf-8"), "python tests/test_compat.py, and look at the change"
+    assert TOKEN not in text and list(tmp_path.iterdir()) == []
+
+
+def test_the_lines_of_the_systems_documents_are_there():
+    assert {path.stem for path in SCRIPTS} == {
+        "grpo_demo", "pathways", "train_rl", "to_maxtext", "test_grpo", "torchrl"}
+    assert sum(len(lines_of(script)) for script in SCRIPTS) == 14
+    assert [entry["line"] for script in SCRIPTS for entry in yaml.safe_load(golden_of(script).read_text())] == [
+        line for script in SCRIPTS for line in lines_of(script)]
+
+
+GUARD = """
+import sys
+def look(event, args):
+    if event.startswith(("socket.", "urllib", "http")) or (event == "import" and args[0] in ("jax", "huggingface_hub")):
+        print("TOUCHED", event, args, file=sys.stderr); sys.stderr.flush(); __import__("os")._exit(9)
+sys.addaudithook(look)
+"""
+
+
+def through_bash(line: str, tmp_path: Path) -> subprocess.CompletedProcess:
+    """A line as it stands, in bash, in a process that opens no socket and imports no JAX."""
+    guard = tmp_path / "guard"
+    guard.mkdir()
+    (guard / "sitecustomize.py").write_text(GUARD)
+    for name in ("python", "python3"):
+        (guard / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (guard / name).chmod(0o755)
+    environment = {"PATH": f"{guard}:{os.environ['PATH']}", "PYTHONPATH": f"{guard}:{ROOT / 'src'}", "HF_TOKEN": TOKEN}
+    return subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("stem", ["grpo_demo", "train_rl", "to_maxtext", "test_grpo", "torchrl"])
+def test_a_line_as_it_stands_touches_nothing(stem, tmp_path):
+    ran = through_bash(f"{lines_of(FOLDER / f'{stem}.sh')[0]} --dry-run", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert TOKEN not in ran.stdout + ran.stderr
+    settings = yaml.safe_load(ran.stdout)
+    if stem == "test_grpo":
+        assert (settings["model"]["name"], settings["steps"], settings["sampling"]["slots_per_device"]) == (
+            "llama3.3-70b", 20, 8)
+        assert settings["mesh"] | {"sampler": "64", "sampler_tensor": 8} == settings["mesh"]
+    elif stem == "torchrl":
+        assert [settings["mesh"][role] for role in ("trainer", "reference", "sampler")] == ["2", "2", "2"]
+    else:
+        assert "llama3.1-8b" in ran.stdout
+
+
+@pytest.mark.parametrize("code", ["import jax", "import socket; socket.socket()"])
+def test_what_touches_something_would_be_seen(code, tmp_path):
+    ran = through_bash(f"python -c '{code}'", tmp_path)
+    assert ran.returncode == 9 and "TOUCHED" in ran.stderr
+
+
+def test_maxtexts_doors_read_the_environment(monkeypatch):
+    monkeypatch.setenv("TRAINER_DEVICES_FRACTION", "0.5")
+    monkeypatch.setenv("SAMPLER_DEVICES_FRACTION", "0.5")
+    words = cli.door_words("grpo_demo", ["trainer_devices_fraction=0.25"])
+    config, _ = compose(words[0], words[1:])
+    assert (config.mesh.trainer, config.mesh.sampler) == ("0.25", "0.5")
+    assert cli.door_words("grpo", []) == ["train", "--config-name", "grpo_gsm8k"]
+
+
+def test_the_asynchronous_door_lets_samples_be_a_version_old():
+    assert cli.door_words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
+    assert cli.door_words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
+    assert cli.door_words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "steps=1"]
+    for name in cli.DOORS:
+        text = (ROOT / "examples" / "compat" / f"{name}.py").read_text()
+        assert f'door("{name}")' in text and len(text.splitlines()) < 12
+
+
+# ---- the token
+
+
+@pytest.mark.parametrize("word", [f"{name}={TOKEN}" for name in (
+    "hf_access_token", "--hf_access_token", "--hf-access-token", "++hf_access_token")])
+@pytest.mark.parametrize("other", [[], ["stpes=1"], ["steps=x"], ["--multirun", "seed=1,2"], ["nix.yml"]])
+def test_the_token_is_shown_nowhere(word, other, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code = cli.main(["train", *other, word, "--dry-run"])
+    out, err = capsys.readouterr()
+    assert code == (0 if not other or other[0] == "--multirun" else 2)
+    assert TOKEN not in out + err and os.environ["HF_TOKEN"] == TOKEN
+
+
+def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkeypatch, capsys):
+    for give in (lambda: compose("train", [f"hf_access_token={TOKEN}"]),
+                 lambda: from_overrides(Config, hf_access_token=TOKEN)):
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        found = give()
+        assert TOKEN not in repr(found) and os.environ["HF_TOKEN"] == TOKEN
+        assert any("HF_TOKEN of this process" in note for note in found[1].notes)
+    monkeypatch.setattr(sys, "argv", ["shoal", "train", "--dry-run", f"hf_access_token={TOKEN}"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *sys.argv])
+    assert cli.program() == 0
+    assert TOKEN not in " ".join([*sys.argv, *sys.orig_argv, *capsys.readouterr()])
+    assert cli.main(["train", "--hf_access_token", TOKEN]) == 2
+    assert TOKEN not in capsys.readouterr().err
+    (tmp_path / "mine.yaml").write_text(f"hf_access_token: {TOKEN}\nsteps: 3\n")
+    assert TOKEN not in repr(compose("train", [str(tmp_path / "mine.yaml")]))
+    monkeypatch.delenv("HF_TOKEN")
+    compose("train", ["hf_access_token="])
+    assert "HF_TOKEN" not in os.environ
+
+
+# ---- the table
+
+SECTION_D = """
+model_name tokenizer_path load_parameters_path base_output_directory hf_access_token hf_path hf_data_split
+hf_data_files steps per_device_batch_size learning_rate run_name num_generations grpo_beta grpo_epsilon
+max_prefill_predict_length max_target_length use_pathways inference_devices_per_replica inference_replicas
+ici_fsdp_parallelism ici_tensor_parallelism profiler checkpoint_period config_file loss_algo inference_rollouts
+trainer_devices_fraction sampler_devices_fraction decode_sampling_temperature scan_layers train_model.num_devices
+ref_model.num_devices inference_model.num_devices train_model.devices ref_model.devices inference_model.devices
+inference_model.gpu_memory_utilization env.dataset env.num_envs env.repeats model.name optimizer.lr
+optimizer.weight_decay optimizer.clip_grad_norm policy.kl_coef train.kl_to_ref_coeff train.total_dialog_turns
+train.optim_batch_size train.gradient_accumulation_steps train.checkpoint_frequency train.mixed_precision
+train_model.lora.enabled
+"""
+VALUES = {"steps": "5", "per_device_batch_size": "2", "learning_rate": "1e-5", "num_generations": "4",
+          "grpo_beta": "0.1", "grpo_epsilon": "0.1", "max_prefill_predict_length": "99", "max_target_length": "400",
+          "use_pathways": "true",
+          "inference_devices_per_replica": "4", "inference_replicas": "2", "ici_fsdp_parallelism": "4",
+          "ici_tensor_parallelism": "2", "profiler": "xplane", "checkpoint_period": "7", "config_file": "grpo.yml",
+          "loss_algo": "gspo", "inference_rollouts": "2", "trainer_devices_fraction": "0.5", "hf_path": "a/b",
+          "sampler_devices_fraction": "0.5", "decode_sampling_temperature": "0.5", "scan_layers": "false",
+          "env.dataset": "ifeval", "model.name": "a/b", "train.mixed_precision": "true",
+          "train_model.lora.enabled": "false", "env.num_envs": "4", "env.repeats": "4", "train.optim_batch_size": "4",
+          "train.gradient_accumulation_steps": "2", "train.total_dialog_turns": "1000", "policy.kl_coef": "0.1",
+          "train.kl_to_ref_coeff": "0.1", "train.checkpoint_frequency": "5", "optimizer.lr": "1e-3",
+          "optimizer.weight_decay": "0.1", "optimizer.clip_grad_norm": "2"}
+WITHOUT_A_KEY = {"hf_access_token", "use_pathways", "inference_model.gpu_memory_utilization",
+                 "train_model.lora.enabled"}
+
+
+@pytest.mark.parametrize("name", SECTION_D.split())
+def test_no_name_that_users_know_is_unknown(name):
+    value = VALUES.get(name, "2" if name.endswith("devices") else "some")
+    config, resolved = compose("train", [f"--{name}={value}"])
+    assert (config == Config()) == (name in WITHOUT_A_KEY)
+    if name in FOREIGN and name not in ("train_model.lora.enabled",):
+        assert len(resolved.became) == 1 and resolved.became[0].startswith(f"{name}=")
+    assert compose("doctor", [f"{name}={value}"])[1].difference == resolved.difference
+    if "." not in name and name not in ("config_file", "run_name"):
+        assert from_overrides(Config, **{name: value})[0] == config
+
+
+def test_the_table_is_whole():
+    settings = {key for config_type in COMMANDS.values() for key in keys_of(config_type)}
+    for name, row in FOREIGN.items():
+        assert row.name == name and set(row.systems.split(", ")) <= {"MaxText", "TorchRL", "TRL", "verl"}
+        assert set(row.keys) <= settings, f"{name}: no such key"
+        assert (row.kind == "derived") == bool(row.group) and (not row.group or row.group in DERIVATIONS)
+        assert row.kind != "same" or len(row.keys) == 1
+        assert row.kind in ("same", "derived") or row.meaning, name
+        assert name not in keys_of(Config) or row.only, f"{name} is ours"
+    assert {row.group for row in FOREIGN.values()} == {*DERIVATIONS, ""}
+
+
+def test_the_page_is_the_one_the_table_makes():
+    page = ROOT / "docs" / "migrating.md"
+    assert page.read_text(encoding="utf-8") == document(), "python -m shoal.config.migrating > docs/migrating.md"
+    assert all(f"| `{name}` | " in document() for name in FOREIGN)
+    for line in re.findall(r"^shoal (.*)$", document(), re.MULTILINE):
+        assert cli.main(line.split()) == 0
+
+
+if __name__ == "__main__":
+    for path in SCRIPTS:
+        golden_of(path).write_text(shown(path), encoding="utf-8")

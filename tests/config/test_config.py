@@ -1,0 +1,511 @@
+"""Configuration: what is typed arrives as meant, what is wrong is named, what is written composes to the same."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.config.arguments import ALIASES, aliases_of, names_of, quote, rewrite
+from shoal.config.compose import (
+    PACKAGED,
+    PRESETS,
+    compose,
+    compose_values,
+    convert,
+    difference_from_defaults,
+    from_overrides,
+    get_value,
+    presets_of,
+    recompose,
+    require_given,
+    to_dict,
+    to_yaml,
+)
+from shoal.config.keys import COMMANDS, describe, keys_of
+from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
+from shoal.text import nearest
+from shoal.types import ShoalError
+
+PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+HARD_TEXTS = ["</answer>", "a=b", "a b", " lead", "[x]", "{a: b}", "a,b", "a:b", "it's", '"q"', "a\\", "\\'", "\\\\'",
+              "${steps}", "\\${x}", "\\\\${", "$", "???", "", "null", "true", "123", "1e-4", "007", "ünï→☃", "a\nb",
+              "~", "@x", "#c", "%", "!tag", "- a", "(x)", "'", "''", "\t"]
+
+
+def difference(command: str, *argv: str) -> dict:
+    return difference_from_defaults(compose(command, argv)[0])
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_given_is_the_defaults(command):
+    config, resolved = compose(command)
+    assert config == COMMANDS[command]()
+    assert (resolved.difference, resolved.notes, resolved.config_name) == ("", (), "")
+
+
+SAMPLES = {str: ("some", "some"), int: ("3", 3), float: ("0.5", 0.5)}
+
+
+@pytest.mark.parametrize(("command", "name"), [(c, n) for c, t in COMMANDS.items() for n in aliases_of(t)
+                                               if n != "algorithm"])
+def test_each_alias_sets_its_key(command, name):
+    key = keys_of(COMMANDS[command])[ALIASES[name].key]
+    text, value = ("a.py:f", ("a.py:f",)) if key.is_list else SAMPLES[key.type]
+    assert difference(command, f"{name}={text}") == {key.name: value} == difference(command, f"{key.name}={text}")
+
+
+def test_the_alias_table_holds_no_dead_or_shadowing_name():
+    used = {name for config_type in COMMANDS.values() for name in aliases_of(config_type)}
+    assert used == set(ALIASES)
+    for config_type in COMMANDS.values():
+        assert not set(aliases_of(config_type)) & set(keys_of(config_type))
+
+
+def test_the_names_of_the_field_are_taken():
+    assert aliases_of(Config).keys() == {"model", "task", "reward", "algorithm", "checkpoint_period"}
+    assert names_of(GenerateConfig)["max_new_tokens"] == "sampling.max_completion_tokens"
+    assert difference("export", "from=run", "to=out") == {"source": "run", "to": "out"}
+    assert difference("train", "reward=a.py:f,b.py:g") == {"reward.functions": ("a.py:f", "b.py:g")}
+    assert difference("eval", "temperature=0", "top_p=0.9", "stop=</answer>") == {
+        "sampling.temperature": 0.0, "sampling.top_p": 0.9, "sampling.stop": ("</answer>",)}
+
+
+@pytest.mark.parametrize("word", ["steps=7", "--steps=7", "+steps=7", "++steps=7", "steps=7.0", "steps= 7"])
+def test_ways_to_write_a_key(word):
+    assert difference("train", word) == {"steps": 7}
+
+
+def test_dashes_flags_and_repetition():
+    assert difference("train", "--run-name=a-b", "--report.groups=no", "steps=1", "steps=2") == {
+        "run_name": "a-b", "report.groups": False, "steps": 2}
+    assert difference("train", "report.groups=false", "--report.groups") == {}
+    assert difference("train", "report.groups=false", "report.groups") == {}
+
+
+def test_the_schema_decides_the_type():
+    config, _ = compose("train", ["run_name=123", "base_output_directory=true", "model.path=null", "optimizer.lr=1e-4",
+                                  "optimizer.beta1=0", "steps=1e2", "reward.functions=a.py:f", "reward.weights=[2]"])
+    assert (config.run_name, config.base_output_directory, config.model.path) == ("123", "true", "null")
+    assert (config.optimizer.lr, config.steps, config.reward.weights) == (1e-4, 100, (2.0,))
+    assert type(config.steps) is int and type(config.optimizer.beta1) is float
+
+
+@pytest.mark.parametrize(("text", "items"), [
+    ("", ()), ("[]", ()), ("[a,b]", ("a", "b")), ("[ a , b c ]", ("a", "b c")), ("a,b", ("a,b",)),
+    ("['a,b',\"]\"]", ("a,b", "]")), ('["\\"", \'\']', ('"', "")), ("[a", ("[a",)), ("[1,true]", ("1", "true")),
+    ("['\\n']", ("n",)), ("[</answer>,${steps}]", ("</answer>", "${steps}")), ("[", ("[",)), ("a]", ("a]",)),
+])
+def test_lists(text, items):
+    assert compose("train", [f"sampling.stop={text}"])[0].sampling.stop == items
+
+
+def test_rewards_and_weights_split_at_commas():
+    config, _ = compose("train", ["reward=a.py:f, b.py:g", "reward.weights=1,0.5"])
+    assert (config.reward.functions, config.reward.weights) == (("a.py:f", "b.py:g"), (1.0, 0.5))
+
+
+@pytest.mark.parametrize("text", HARD_TEXTS)
+def test_hard_text_arrives_unchanged(text):
+    config, resolved = compose("train", [f"run_name={text}", f"sampling.stop={text}"])
+    assert config.run_name == text
+    if text and not text.startswith("["):
+        assert config.sampling.stop == (text,)
+    values = compose_values("train", None, resolved.overrides)  # what Hydra itself read, before anything of ours
+    assert values["run_name"] == text
+
+
+@settings(max_examples=25, deadline=None)
+@given(TEXT)
+def test_any_text_arrives_unchanged(text):
+    assert compose("generate", [f"prompts={text}"])[0].prompts == text
+
+
+@settings(max_examples=25, deadline=None)
+@given(TEXT, st.lists(TEXT, max_size=4))
+def test_any_text_and_list_survive_hydras_grammar(text, items):
+    overrides = [f"++prompts={quote(text)}", f"++stop={quote(items)}"]
+    assert compose_values("generate", None, overrides) == {"prompts": text, "stop": items}
+
+
+def test_rewrite_is_hydra_grammar():
+    arguments = rewrite("train", ["gsm8k.yml", "--steps=5", "sampling.stop=1"])
+    assert arguments.config_name == "gsm8k.yml"
+    assert arguments.overrides == ("++steps='5'", "++sampling.stop=['1']")
+
+
+def test_words_without_a_key_get_theirs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1").mkdir()
+    assert difference("diff", "--json", "lr=1", "b") == {"run": "lr=1", "other": "b", "json": True}
+    assert difference("replay", "step=3", "json", "a", "group=2") == {"run": "a", "step": 3, "group": 2, "json": True}
+    with pytest.raises(ShoalError, match=r"lr=2: there is no such key|lr: there is no such key"):
+        compose("diff", ["lr=2"])
+    with pytest.raises(ShoalError, match="word: there is no such key"):
+        compose("train", ["word"])
+
+
+def test_where_a_configuration_came_from_is_kept():
+    _, resolved = compose("train", ["gsm8k.yml", "--steps=5"])
+    assert resolved.arguments == rewrite("train", ["gsm8k.yml", "--steps=5"])
+    _, resolved, _ = from_overrides(Config, steps=5)
+    assert resolved.arguments.values == {"steps": "5"}
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(("command", "word", "parts"), [
+    ("train", "optimiser.lr=1", ["optimiser.lr", "did you mean optimizer.lr?"]),
+    ("train", "stpes=1", ["stpes", "did you mean steps?"]),
+    ("train", "temprature=1", ["did you mean temperature (sampling.temperature)?"]),
+    ("train", "num_generation=1", ["did you mean num_generations (batch.group_size)?"]),
+    ("eval", "learning_rate=1", ["learning_rate: shoal eval has no use for it, shoal train does"]),
+    ("train", "algorithm.kl_coeff=1", ["did you mean algorithm.kl_coef?"]),
+    ("train", "modle=x", ["did you mean model (model.path)?", "shoal train --help"]),
+    ("generate", "max_new_token=3", ["did you mean max_new_tokens (sampling.max_completion_tokens)?"]),
+    ("export", "form=x", ["did you mean from (source)?"]),
+    ("eval", "steps=1", ["steps: shoal eval has no use for it, shoal train does"]),
+    ("train", "optimizer=3", ["optimizer", "section", "optimizer.lr"]),
+    ("train", "--steps", ["--steps", "steps=VALUE"]),
+    ("train", "=3", ["expected key=value"]),
+    ("train", "--", ["expected key=value"]),
+    ("train", "steps=many", ["steps='many'", "a whole number"]),
+    ("train", "steps=1.5", ["steps='1.5'", "a whole number"]),
+    ("train", "steps=", ["steps=''", "a whole number"]),
+    ("train", "seed=true", ["seed='true'", "a whole number"]),
+    ("train", "optimizer.lr=fast", ["optimizer.lr='fast'", "a finite number"]),
+    ("train", "optimizer.lr=nan", ["optimizer.lr='nan'", "a finite number"]),
+    ("train", "report.groups=perhaps", ["report.groups='perhaps'", "true or false"]),
+    ("train", "model.dtype=float16", ["model.dtype='float16'", "auto, float32, bfloat16"]),
+    ("train", "reward.weights=[1,x]", ["reward.weights='x'", "a finite number"]),
+    ("train", "sampling.stop=['a]", ["sampling.stop", "quotes"]),
+    ("train", "sampling.top_p=2", ["sampling.top_p=2.0", "(0, 1]"]),
+    ("train", "batch.prompts_per_step=0", ["batch.prompts_per_step=0", "1 or more"]),
+    ("train", "nix.yml", ["nix.yml", "Presets: base, ", ", grpo, ", "gsm8k, "]),
+    ("train", "--config-name=gsm", ["gsm", "did you mean gsm8k?"]),
+    ("train", "--config-name", ["--config-name", "nothing came"]),
+    ("export", "gsm8k.yml", ["gsm8k.yml", "export has no presets"]),
+])
+def test_bad_input_is_named(command, word, parts):
+    with pytest.raises(ShoalError) as caught:
+        compose(command, [word])
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_presets_are_refused():
+    with pytest.raises(ShoalError, match=r"two presets were named, a\.yml and b"):
+        compose("train", ["a.yml", "--config-name", "b"])
+
+
+@pytest.mark.parametrize(("text", "parts"), [
+    ("- a\n", ["cannot be composed", "DictConfig"]),
+    ("steps: [\n", ["cannot be composed", "line 2"]),
+    ("steps: ${nope}\n", ["nope"]),
+    ("defaults: [nix]\n", ["Could not load 'nix'"]),
+    ("run_name: 007\n", ["run_name=7", "quotes"]),
+    ("run_name: null\n", ["run_name=null", "text"]),
+    ("steps: {a: 1}\n", ["steps={'a': 1}", "whole number"]),
+    ("steps: true\n", ["steps=true", "whole number"]),
+    ("optimiser: {lr: 1}\n", ["optimiser.lr", "did you mean optimizer.lr?"]),
+    ("optimiser: {}\n", ["optimiser", "no such key"]),
+    ("sampling: {stop: [1]}\n", ["sampling.stop=1", "text"]),
+    ("optimizer: 3\n", ["optimizer", "section"]),
+    ("report: {groups: 1}\n", ["report.groups=1", "true or false"]),
+])
+def test_a_bad_file_is_named(tmp_path, text, parts):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ShoalError) as caught:
+        compose("train", [str(file)])
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ShoalError, match=r"mine.yaml cannot be composed"):
+        compose("train", [str(tmp_path / "mine.yaml")])
+
+
+def test_require_given():
+    with pytest.raises(ShoalError, match=r"^output is not given: write output=\.\.\., The jsonl file to write"):
+        require_given(GenerateConfig(prompts="a"), "prompts", "output")
+    with pytest.raises(ShoalError, match=r"^from is not given: write from="):
+        require_given(ExportConfig(), "source", "to")
+    require_given(GenerateConfig(prompts="a", output="b"), "prompts", "output")
+
+
+# ---- presets and files
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_preset_composes_and_matters(command):
+    for name in {*presets_of(command)} - ({"base"} if command == "convert" else set()):
+        assert difference(command, "--config-name", name)
+
+
+def test_presets_belong_to_commands():
+    assert {folder.name for folder in PRESETS.iterdir()} <= {*COMMANDS, *PACKAGED.values()}
+
+
+@pytest.mark.parametrize("argv", [["gsm8k.yml"], ["configs/gsm8k.yaml"], ["--config-name", "gsm8k"],
+                                  ["--config-name=gsm8k"], ["-cn", "gsm8k.yaml"], ["task=gsm8k"]])
+def test_the_gsm8k_preset(argv):
+    config, resolved = compose("train", argv)
+    assert resolved.config_name == "gsm8k"
+    assert (config.task.name, config.optimizer.lr, config.algorithm.kl_coef) == ("gsm8k", 1e-6, 0.04)
+    assert (config.sampling.max_prompt_tokens, config.sampling.max_completion_tokens) == (256, 512)
+    assert (config.batch.prompts_per_step, config.batch.group_size, config.batch.micro_tokens) == (16, 8, 16384)
+    assert config.train.evaluate_every == 50
+
+
+def test_a_tasks_preset_lies_under_ones_own_keys_and_is_said():
+    config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5", "sampling.max_completion_tokens=64"])
+    assert (config.optimizer.lr, config.sampling.max_completion_tokens) == (1e-5, 64)
+    assert len(resolved.notes) == 1
+    assert "task=gsm8k" in resolved.notes[0] and "algorithm.kl_coef=0.04" in resolved.notes[0]
+    assert "optimizer.lr" not in resolved.notes[0] and "max_completion_tokens" not in resolved.notes[0]
+    assert compose("train", ["--config-name", "gsm8k"])[1].notes == ()
+    assert compose("train", ["task=words"])[0] == Config()
+
+
+def test_eval_has_its_own_gsm8k_sizes():
+    assert difference("eval", "task=gsm8k") == {"task.name": "gsm8k", "task.num_questions": 0,
+                                                "sampling.max_completion_tokens": 512}
+
+
+@pytest.mark.parametrize("name", ["mine.yml", "mine.yaml", "my run=1.yml"])
+def test_ones_own_file_builds_on_a_preset(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("defaults: [gsm8k, base, _self_]\nsteps: 7\ntrain:\n  evaluate_every: ${steps}\nreport:\n")
+    Path("base.yaml").write_text("seed: 5\noptimizer: {lr: 1e-3}\n")
+    found = difference("train", name, "steps=9")
+    assert (found["steps"], found["train.evaluate_every"], found["seed"]) == (9, 9, 5)
+    assert (found["optimizer.lr"], found["task.name"]) == (1e-3, "gsm8k")
+
+
+def test_short_forms_in_a_file_yield_to_the_command_line(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("sampling: {top_k: 3, stop: x}\ntemperature: 0.7\nmodel: foo\n")
+    expected = {"model.path": "foo", "sampling.temperature": 0.7, "sampling.top_k": 3, "sampling.stop": ("x",)}
+    assert difference("generate", str(file)) == expected
+    assert difference("generate", str(file), "sampling.temperature=0.5", "model.dtype=float32") == {
+        **expected, "sampling.temperature": 0.5, "model.dtype": "float32"}
+
+
+def test_a_stored_configuration_takes_ones_own_keys_over_it(tmp_path):
+    stored = tmp_path / "config.yaml"
+    stored.write_text(compose("train", ["task=gsm8k", "steps=50", "optimizer.lr=1e-5"])[1].text)
+    _, given = compose("train", ["resume=last", "steps=200"])
+    config, resolved = recompose(Config, stored, given.arguments)
+    assert (config.resume, config.steps, config.optimizer.lr, config.task.name) == ("last", 200, 1e-5, "gsm8k")
+    assert resolved.arguments is given.arguments
+    _, given = compose("train", ["gsm8k.yml", "task=gsm8k"])  # their preset lies under the stored keys, and is in them
+    assert recompose(Config, stored, given.arguments)[0] == compose("train", [str(stored)])[0]
+
+
+@pytest.mark.parametrize("command", [command for command, kind in COMMANDS.items() if not issubclass(kind, Config)])
+def test_a_training_configuration_can_be_given_to_other_commands(tmp_path, command):
+    file = tmp_path / "config.yaml"
+    file.write_text(compose("train", ["task=gsm8k", "sampling.max_prompt_tokens=99", "seed=3"])[1].text)
+    config, resolved = compose(command, [str(file)])
+    keys = keys_of(type(config))
+    shared = {"seed": 3, "task.name": "gsm8k", "sampling.max_prompt_tokens": 99}
+    assert {name: get_value(config, name) for name in shared if name in keys} == {
+        name: value for name, value in shared.items() if name in keys}
+    [note] = resolved.notes
+    assert f"holds {len(set(keys_of(Config)) - set(keys))} keys that only training reads, passed over: " in note
+
+
+def test_only_trainings_keys_are_passed_over(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("steps: 3\noptimizer:\nbatch: {group_size: 4}\nmodel: x\n")
+    config, resolved = compose("eval", [str(file), "batch=64"])
+    assert (config.model.path, config.batch) == ("x", 64)
+    assert resolved.notes == (f"{file} holds 1 key that only training reads, passed over: steps",)
+    config, resolved = compose("eval", [str(file)])
+    assert config.batch == 128 and "2 keys" in resolved.notes[0]
+    for text, wanted in (("stpes: 3", "stpes: there is no such key"), ("optimizer: {lrr: 3}", "optimizer.lrr"),
+                         ("batch: {nix: 3}", "batch="), ("prompts: x", "prompts: there is no such key")):
+        file.write_text(text)
+        with pytest.raises(ShoalError, match=wanted):
+            compose("eval", [str(file)])
+    file.write_text("pass_k: 3")
+    with pytest.raises(ShoalError, match="pass_k: there is no such key"):
+        compose("train", [str(file)])
+
+
+def test_doctor_takes_trains_presets(tmp_path):
+    assert presets_of("doctor") == presets_of("train")
+    config, resolved = compose("doctor", ["task=gsm8k", "json=true"])
+    assert config.algorithm.kl_coef == 0.04 and config.json and "brings its preset" in resolved.notes[0]
+    (tmp_path / "mine.yaml").write_text("defaults: [gsm8k, _self_]\n")
+    assert compose("doctor", [str(tmp_path / "mine.yaml")])[0].optimizer.lr == 1e-6
+
+
+def test_an_outer_hydra_keeps_its_state():
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    with hydra.initialize_config_dir(str(PRESETS / "train"), version_base="1.3"):
+        outer = GlobalHydra.instance().hydra
+        assert compose("train", ["steps=3"])[0].steps == 3
+        assert GlobalHydra.instance().hydra is outer
+    compose("train")
+    assert not GlobalHydra.instance().is_initialized()
+
+
+# ---- Python
+
+
+def reward_one(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def test_from_python():
+    config, resolved, functions = from_overrides(
+        Config, model="x", optimizer={"lr": 1e-5, "beta1": 0}, batch__group_size=4, reward=reward_one, seed=3,
+        run_name="[a, ${b}]", sampling={"stop": ["a,b", "[c]"]}, report={"groups": False}, **{"train.pass_k": 2})
+    assert functions == (reward_one,)
+    assert difference_from_defaults(config) == {
+        "seed": 3, "run_name": "[a, ${b}]", "model.path": "x", "sampling.stop": ("a,b", "[c]"), "optimizer.lr": 1e-5,
+        "optimizer.beta1": 0.0, "batch.group_size": 4, "train.pass_k": 2, "report.groups": False}
+    assert yaml.safe_load(resolved.difference)["optimizer"] == {"lr": 1e-5, "beta1": 0.0}
+
+
+@pytest.mark.parametrize(("given", "names", "functions"), [
+    ({"reward": [reward_one, len]}, (), (reward_one, len)),
+    ({"reward": "a.py:f"}, ("a.py:f",), ()),
+    ({"reward": ["a.py:f", "b.py:g"]}, ("a.py:f", "b.py:g"), ()),
+    ({"reward": {"functions": reward_one, "weights": 2}}, (), (reward_one,)),
+    ({"reward__functions": (reward_one,)}, (), (reward_one,)),
+])
+def test_rewards_from_python(given, names, functions):
+    config, _, found = from_overrides(EvalConfig, **given)
+    assert (config.reward.functions, found) == (names, functions)
+
+
+def test_python_shares_presets_and_errors(tmp_path):
+    assert from_overrides(Config, task="gsm8k", optimizer__lr=1e-5)[0] == compose(
+        "train", ["task=gsm8k", "optimizer.lr=1e-5"])[0]
+    assert from_overrides(Config, config_name="gsm8k")[0].algorithm.kl_coef == 0.04
+    assert from_overrides(PretrainConfig, output=tmp_path)[0].output == str(tmp_path)
+    for bad, message in [({"stpes": 1}, "did you mean steps"), ({"steps": True}, "steps='True'"),
+                         ({"steps": None}, "steps='None'"), ({"optimizer": 3}, "section"),
+                         ({"reward": [reward_one, "a.py:f"]}, "not both")]:
+        with pytest.raises(ShoalError, match=message):
+            from_overrides(Config, **bad)
+
+
+# ---- back to text
+
+
+def any_value(key):
+    """Values of a key's type; those out of range are filtered by the caller."""
+    if key.name in PACKAGED:
+        return st.just("")
+    if key.is_list:
+        items = {str: TEXT, int: st.integers(1, 9), float: st.floats(0, 1)}[key.type.__args__[0]]
+        return st.lists(items, max_size=3).map(tuple)
+    if key.type is str:
+        return TEXT | st.sampled_from(HARD_TEXTS)
+    return {int: st.integers(-2, 1000), float: st.floats(0, 1), bool: st.booleans()}.get(
+        key.type, st.sampled_from(getattr(key.type, "__args__", ())))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_yaml_composes_to_the_same(tmp_path_factory, data):
+    command = data.draw(st.sampled_from(sorted(COMMANDS)))
+    keys = keys_of(COMMANDS[command])
+    chosen = data.draw(st.lists(st.sampled_from(sorted(keys)), unique=True, max_size=6))
+    config = COMMANDS[command]()
+    for name in chosen:
+        value = data.draw(any_value(keys[name]), label=name)
+        try:
+            config = convert(type(config), to_dict(config), {name: value})
+        except ShoalError:
+            continue  # out of the key's range
+        assert get_value(config, name) == value
+    file = tmp_path_factory.mktemp("yaml") / "config.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert compose(command, [str(file)])[0] == config
+    assert convert(type(config), json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_resolved_text_is_the_run_folders(tmp_path):
+    config, resolved = compose("train", ["task=gsm8k", "run_name=1e5", "sampling.stop=[a,${b}]", "optimizer.lr=1e-7"])
+    for text in (resolved.text, resolved.difference):
+        (tmp_path / "again.yaml").write_text(text)
+        assert compose("train", [str(tmp_path / "again.yaml")])[0] == config
+    assert yaml.safe_load(resolved.text)["optimizer"]["lr"] == 1e-7  # a number for any reader
+    assert "seed" not in yaml.safe_load(resolved.difference) and yaml.safe_load(resolved.text)["steps"] == 200
+
+
+# ---- the schema
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_is_described(command):
+    rows = describe(COMMANDS[command])
+    assert [row.key for row in rows] == list(keys_of(COMMANDS[command]))
+    for row in rows:
+        assert row.help and row.type_text, row.key
+        assert get_value(COMMANDS[command](), row.key) == row.default
+
+
+def test_descriptions_are_the_lines_under_the_fields():
+    rows = {row.key: row for row in describe(Config)}
+    assert rows["optimizer.lr"] == ("optimizer.lr", "number", 5e-5, "Peak learning rate of AdamW.")
+    assert rows["model.dtype"].type_text == "auto | float32 | bfloat16"
+    assert (rows["sampling.stop"].type_text, rows["reward.weights"].type_text) == ("list of text", "list of numbers")
+    assert rows["report.groups"].type_text == "true | false" and rows["steps"].type_text == "integer"
+
+
+def test_nearest():
+    names = ["optimizer.lr", "sampling.top_k", "steps"]
+    assert [nearest(word, names) for word in ("lr", "optim.lr", "top_p", "setps")] == [
+        "optimizer.lr", "optimizer.lr", "sampling.top_k", "steps"]
+    assert nearest("modle", ["report.wandb.mode", "model"]) == "model"
+
+
+def test_sections_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OptimizerSection().lr = 1.0  # type: ignore[misc]
+
+
+def read_names() -> set[str]:
+    """Every attribute that the package outside config/ reads (`x.split`, not the call `x.split()`), or gets by name."""
+    names: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if "config" in path.relative_to(PACKAGE).parts:
+            continue
+        text = path.read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(text)))
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        names |= {node.attr for node in nodes
+                  if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in called}
+        names |= set(re.findall(r"""getattr\([^,()]+, "(\w+)"\)""", text))
+    return names
+
+
+def test_every_key_is_read_somewhere():
+    names, unread = read_names(), set()
+    for command, config_type in COMMANDS.items():
+        for key in keys_of(config_type):
+            if key not in PACKAGED:  # read by what composes
+                unread |= {f"{command}: {key}" for part in key.split(".") if part not in names}
+    assert not unread, f"keys that nothing reads: {sorted(unread)}"

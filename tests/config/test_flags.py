@@ -1,0 +1,294 @@
+"""What flags of other systems become; recipes and algorithms: what lies over what, and what is said."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+from shoal.config.compose import PRESETS, compose, difference_from_defaults, from_overrides, recompose
+from shoal.config.schema import Config
+from shoal.types import ShoalError
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["max_target_length=768"], {"sampling.max_completion_tokens": 512}),
+    (["max_target_length=768", "max_prefill_predict_length=500"],
+     {"sampling.max_prompt_tokens": 500, "sampling.max_completion_tokens": 268}),
+    (["max_target_length=768", "sampling.max_completion_tokens=9"], {"sampling.max_completion_tokens": 9}),
+    (["sampling.max_completion_tokens=9", "max_target_length=768"], {"sampling.max_completion_tokens": 512}),
+    (["train.total_dialog_turns=1000", "env.num_envs=8", "env.repeats=4"],
+     {"steps": 32, "batch.prompts_per_step": 8, "batch.group_size": 4}),
+    (["train.optim_batch_size=8", "train.gradient_accumulation_steps=4"], {"batch.micro_tokens": 640}),
+    (["grpo_epsilon=0.15"], {"algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15}),
+    (["epsilon=0.1", "epsilon_high=0.3"], {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3}),
+    (["epsilon_high=0.3", "epsilon=0.1"], {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3}),
+    (["inference_replicas=4"], {"mesh.sampler": "16", "mesh.sampler_tensor": 4, "mesh.trainer": "1"}),
+    (["trainer_devices_fraction=1", "SAMPLER_DEVICES_FRACTION=1.0"], {"mesh.trainer": "1.0", "mesh.sampler": "1.0"}),
+    (["ici_fsdp_parallelism=-1", "ici_tensor_parallelism=-1"], {"mesh.fsdp": -1}),
+    (["hf_data_files=x.jsonl,y.jsonl"], {"task.files": ("x.jsonl", "y.jsonl")}),
+    (["per_device_batch_size=2", "batch.prompts_per_step=4"], {"batch.prompts_per_step": 4}),
+    (["batch.prompts_per_step=4", "per_device_batch_size=2"], {"batch.prompts_per_device": 2}),
+    (["beta=0.1", "num_iterations=2", "loss_type=grpo", "scale_rewards=none", "delta=None"],
+     {"algorithm.kl_coef": 0.1, "algorithm.num_epochs": 2, "algorithm.aggregation": "seq-mean-token-mean",
+      "algorithm.advantage": "dr_grpo"}),
+    (["per_device_train_batch_size=16", "num_generations=4"],
+     {"batch.prompts_per_device": 4, "batch.group_size": 4, "batch.micro_tokens": 5120}),
+    (["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.rollout.n=5"],
+     {"batch.prompts_per_step": 64, "algorithm.num_minibatches": 4, "batch.group_size": 5}),
+    (["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=low_var_kl"],
+     {"algorithm.kl_coef": 0.001, "algorithm.kl_clamp_input": 20.0, "algorithm.kl_clamp_value": 10.0}),
+    (["actor_rollout_ref.actor.kl_loss_coef=0.5"], {}),
+    (["reward.custom_reward_function.path=a.py", "reward.custom_reward_function.name=f"],
+     {"reward.functions": ("a.py:f",)}),
+    (["per_device_train_batch_size=8", "steps_per_generation=4", "max_steps=10", "save_steps=5"],
+     {"batch.prompts_per_device": 4, "batch.micro_tokens": 2560, "algorithm.num_minibatches": 4, "steps": 3,
+      "checkpoint.every": 2}),
+    (["gradient_accumulation_steps=8"], {"batch.prompts_per_device": 8, "batch.micro_tokens": 2560}),
+    (["gradient_accumulation_steps=2", "steps_per_generation=4", "num_iterations=2", "max_steps=8"],
+     {"batch.prompts_per_device": 4, "batch.micro_tokens": 2560, "algorithm.num_minibatches": 2,
+      "algorithm.num_epochs": 2, "steps": 2}),
+    (["per_device_train_batch_size=8", "batch.prompts_per_step=4"],
+     {"batch.prompts_per_step": 4, "batch.micro_tokens": 2560}),
+    (["importance_sampling_level=sequence", "loss_type=grpo"],
+     {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"}),
+    (["loss_type=grpo", "importance_sampling_level=sequence"],
+     {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"}),
+    (["loss_type=cispo", "importance_sampling_level=token"],
+     {"algorithm.loss": "cispo", "algorithm.cispo_bound": "absolute"}),
+    (["algorithm.norm_adv_by_std_in_grpo=False", "algorithm.adv_estimator=grpo"], {"algorithm.advantage": "dr_grpo"}),
+    (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=True"], {"algorithm.advantage": "rloo"}),
+    (["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio=0.1"],
+     {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.28}),
+    (["algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=False"],
+     {"algorithm.kl_coef": 0.001, "algorithm.kl_placement": "reward"}),
+    (["reward_weights=1.0,0.2", "reward_funcs=[a.py:f,b.py:g]"],
+     {"reward.weights": (1.0, 0.2), "reward.functions": ("a.py:f", "b.py:g")}),
+    (["epsilon_high=None", "epsilon=0.1", "top_k=None", "max_prompt_length=None", "load_parameters_path="],
+     {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
+    (["sampler_devices_fraction=0.5", "trainer_devices_fraction=0.5", "inference_replicas=2"],
+     {"mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.sampler_tensor": 4}),
+    (["data.filter_overlong_prompts=True", "data.truncation=error", "steps=7"], {"steps": 7}),
+    (["data.truncation='error'"], {"sampling.long_prompts": "error"}),
+    (["trainer.nnodes=2"], {"mesh.trainer": "16", "mesh.fsdp": -1}),
+    (["env.repeats=16", "train.dialog_turns_per_batch=32", "train.total_dialog_turns=320"],
+     {"batch.group_size": 16, "batch.prompts_per_step": 2, "steps": 10}),
+    (["steps=50", "warmup_ratio=0.1", "num_iterations=2"],
+     {"steps": 50, "algorithm.num_epochs": 2, "optimizer.warmup_steps": 10}),
+    (["algorithm.filter_groups.metric=seq_reward", "algorithm.filter_groups.max_num_gen_batches=4"],
+     {"algorithm.dynamic_sampling_by": "reward", "algorithm.max_sampling_rounds": 3}),
+    (["trainer.save_freq=-1", "trainer.test_freq=5", "trainer.logger=[console,wandb]"],
+     {"checkpoint.every": 0, "train.evaluate_every": 5, "report.wandb.mode": "online"}),
+])
+def test_what_flags_become(words, expected):
+    found = difference_from_defaults(compose("train", words)[0])
+    assert found == expected
+    assert difference_from_defaults(from_overrides(Config, **dict(word.split("=", 1) for word in words))[0]) == expected
+
+
+def test_a_data_set_of_ones_own_lies_over_a_presets():
+    words = ["grpo.yml", "hf_path=custom/dataset", "hf_data_split=train"]
+    task = compose("train", words)[0].task
+    assert (task.name, task.path, task.split, task.files) == ("custom", "custom/dataset", "train", ())
+    task = compose("train", ["grpo.yml"])[0].task
+    assert (task.name, task.path, task.split, task.files) == ("gsm8k", "", "main", ("train",))
+
+
+def test_the_preset_grpo_has_the_values_that_users_know():
+    config, resolved = compose("train", ["grpo.yml"])
+    a, s, b = config.algorithm, config.sampling, config.batch
+    assert (config.steps, b.prompts_per_device, config.optimizer.lr, b.group_size) == (100, 1, 3e-6, 2)
+    assert (a.kl_coef, a.clip_low, a.clip_high) == (0.08, 0.2, 0.2)
+    assert (s.max_prompt_tokens, s.max_completion_tokens) == (256, 512)
+    assert (config.checkpoint.every, config.report.profile) == (50, (2, 3, 4))
+    assert resolved.became == ()
+
+
+def test_of_two_names_for_one_key_the_later_stands_and_is_said():
+    config, resolved = compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.1"])
+    assert config.algorithm.kl_coef == 0.1
+    assert "grpo_beta and algorithm.kl_coef both set algorithm.kl_coef: the later one stands, algorithm.kl_coef" in (
+        resolved.notes)
+    assert compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.04"])[1].notes == ()
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["max_target_length=256"], "max_target_length=256: expected more than sampling.max_prompt_tokens=256"),
+    (["trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5"], "are more than all devices"),
+    (["trainer_devices_fraction=2"], "expected a number above 0, up to 1.0"),
+    (["loss_algo=ppo"], "loss_algo=ppo: expected one of grpo, gspo-token, gspo"),
+    (["profiler=nsys"], "profiler=nsys: expected xplane"),
+    (["per_device_batch_size=0.5"], "per_device_batch_size=0.5: expected a whole number of 1 or more"),
+    (["grpo_epsilon=small"], "grpo_epsilon=small: expected a finite number"),
+    (["train.mixed_precision=maybe"], "train.mixed_precision=maybe: expected true or false"),
+    (["--num_generations"], "--num_generations: expected a value: write num_generations=VALUE"),
+    (["train.total_dialog_turns=100", "per_device_batch_size=1"], "needs env.num_envs"),
+    (["per_device_train_batch_size=3"], "expected a multiple of num_generations=8"),
+    (["steps_per_generation=2", "gradient_accumulation_steps=4"], "a multiple of gradient_accumulation_steps=4"),
+    (["loss_type=sapo", "importance_sampling_level=sequence"], "the loss has a ratio of its own"),
+    (["loss_type=luspo"], "loss_type=luspo: expected one of grpo"),
+    (["warmup_steps_fraction=10"], "expected a share of the run, 0 to 1"),
+    (["train.dialog_turns_per_batch=30"], "expected a multiple of batch.group_size=8"),
+    (["algorithm.use_kl_in_reward=1", "actor_rollout_ref.actor.use_kl_loss=1"], "there is one divergence at a time"),
+    (["nokey=1", "--other", "x", "steps=2", "third=3"],
+     "nokey, other, third: there are no such keys; the first: nokey"),
+    (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "expected a divisor of batch.prompts_per_step=32"),
+    (["data.truncation=left"], "data.truncation=left: expected one of error"),
+    (["algorithm.adv_estimator=gae"], "expected one of grpo, rloo"),
+    (["trainer.logger=[mlflow]"], "mlflow is not there"),
+    (["trainer.resume_mode=disable"], "a run goes on by the same run_name"),
+    (["data.train_files=[a/x.parquet,b/y.parquet]"], "expected files of one folder"),
+    (["data.train_files=[]"], "expected a file, or a list of files"),
+    (["custom_reward_function.name=f"], "needs custom_reward_function.path"),
+    (["vllm_importance_sampling_mode=odd"], "expected token_truncate"),
+    (["shuffle_dataset=false"], "shuffle_dataset=false: expected true"),
+    (["use_vllm=true"], "use_vllm=true is not there yet"),
+])
+def test_what_cannot_be_is_named(words, part):
+    with pytest.raises(ShoalError) as caught:
+        compose("train", words)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_value_may_be_the_next_word():
+    config, _ = compose("train", ["--learning_rate", "1e-5", "--bf16", "true", "--scan_layers", "--report.groups",
+                                  "--steps", "7", "--seed=1"])
+    assert (config.optimizer.lr, config.model.dtype, config.steps, config.seed) == (1e-5, "bfloat16", 7, 1)
+    assert config.model.scan_layers and config.report.groups
+    assert compose("train", ["--logging_steps", "1", "--steps", "3"])[0].steps == 3
+    assert compose("replay", ["--json", "a", "--step", "3"])[0].run == "a"
+    with pytest.raises(ShoalError, match="--steps: expected a value"):
+        compose("train", ["--steps", "--seed=1"])
+
+
+def test_a_function_goes_by_their_name_too():
+    def right(completions, **_):
+        return [1.0] * len(completions)
+
+    assert from_overrides(Config, reward_funcs=[right])[2] == (right,)
+
+
+def test_what_gave_way_is_not_said_to_have_become():
+    _, resolved = compose("train", ["per_device_batch_size=2", "batch.prompts_per_step=4"])
+    assert not resolved.became and resolved.notes == (
+        "per_device_batch_size and batch.prompts_per_step both set how many prompts a step has: the later one stands, "
+        "batch.prompts_per_step",)
+    _, resolved = compose("train", ["max_target_length=768", "sampling.max_completion_tokens=9"])
+    assert not resolved.became
+
+
+def test_a_flag_of_the_line_and_its_partner_in_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("epsilon_high: 0.28\nimportance_sampling_level: sequence\nloss_type: grpo\n")
+    config, _ = compose("train", [str(file), "epsilon=0.1"])
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.28)
+    assert (config.algorithm.loss, config.algorithm.aggregation) == ("gspo", "seq-mean-token-mean")
+
+
+def test_a_recipe_keeps_the_systems_rules_where_other_keys_change():
+    def of(*words):
+        config = compose("train", list(words))[0]
+        return config, config.optimizer.warmup_steps, config.algorithm.num_minibatches, config.batch.prompts_per_device
+
+    assert of("recipe=maxtext", "steps=20")[1] == 2 and of("recipe=maxtext")[1] == 10
+    assert of("recipe=maxtext", "optimizer.warmup_steps=5")[1] == 5 and of("grpo.yml", "steps=1000")[1] == 100
+    assert of("recipe=maxtext", "max_prefill_predict_length=128")[0].sampling.max_completion_tokens == 640
+    assert of("recipe=verl")[2] == 4 and of("recipe=verl", "data.train_batch_size=512")[2] == 2
+    assert of("recipe=verl", "algorithm.num_minibatches=8")[2] == 8 and of("recipe=verl", "batch.prompts_per_step=4")[
+        2] == 1
+    assert of("recipe=trl")[3] == 1 and of("recipe=trl", "num_generations=4")[3] == 2
+    assert of("recipe=trl", "gradient_accumulation_steps=8")[3] == 8 and of("recipe=trl", "batch.prompts_per_step=4")[
+        0].batch.prompts_per_device == 0
+
+
+def test_a_file_that_leaves_a_tasks_preset_out_says_so(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("task: gsm8k\noptimizer: {lr: 1.0e-6}\n")
+    config, resolved = compose("train", [str(file)])
+    assert config.sampling.max_completion_tokens == 64
+    [note] = resolved.notes
+    assert "mine.yaml is not laid over the preset of task=gsm8k" in note and "defaults: [gsm8k, _self_]" in note
+    file.write_text("defaults: [gsm8k, _self_]\noptimizer: {lr: 1.0e-5}\n")
+    config, resolved = compose("train", [str(file)])
+    assert (config.sampling.max_completion_tokens, config.optimizer.lr, resolved.notes) == (512, 1e-5, ())
+
+
+def test_data_files_of_ones_own_bring_the_preset_of_such_data():
+    config, _ = compose("train", ["data.train_files=a/x.parquet"])
+    assert (config.task.name, config.task.path, config.sampling.max_prompt_tokens) == ("custom", "a/x.parquet", 1024)
+
+
+def test_flags_stand_in_files_too(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [grpo, _self_]\nnum_generations: 8\ngrpo_beta: 0.2\n")
+    config, resolved = compose("train", [str(file), "max_prefill_predict_length=300"])
+    assert (config.batch.group_size, config.algorithm.kl_coef, config.sampling.max_completion_tokens) == (8, 0.2, 468)
+    file.write_text("num_generations: 8\nbatch: {group_size: 4}\n")
+    with pytest.raises(ShoalError, match=r"num_generations and batch.group_size both set batch.group_size; write one"):
+        compose("train", [str(file)])
+    assert compose("train", [str(file), "batch.group_size=2"])[0].batch.group_size == 2
+    file.write_text("learning_rate: 1.0e-6\nenv: {num_envs: 4}\nmax_target_length: 300\n")
+    config, resolved = compose("eval", [str(file)])
+    assert config.sampling.max_completion_tokens == 44 and "2 keys that only training reads" in resolved.notes[0]
+
+
+# ---- recipes and algorithms
+
+
+@pytest.fixture
+def packaged(monkeypatch, tmp_path):
+    """Settings of our own beside those that are packaged."""
+    folder = tmp_path / "presets"
+    shutil.copytree(PRESETS, folder)
+    (folder / "algorithm" / "mine.yaml").write_text("algorithm: {clip_high: 0.5, loss: cispo}\n")
+    (folder / "recipe" / "theirs.yaml").write_text(
+        "algorithm: {clip_high: 0.4, clip_low: 0.1}\noptimizer: {lr: 0.5}\nsteps: 80\n")
+    monkeypatch.setattr("shoal.config.compose.PRESETS", folder)
+    return tmp_path
+
+
+def seen(*words: str) -> tuple:
+    config = compose("train", list(words))[0]
+    return config.optimizer.lr, config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.loss
+
+
+def test_what_lies_over_what(packaged):
+    assert seen("recipe=theirs") == (0.5, 0.1, 0.4, "grpo")
+    assert seen("algorithm=mine", "recipe=theirs") == (0.5, 0.1, 0.5, "cispo")
+    assert seen("recipe=theirs", "algorithm=mine", "algorithm.clip_high=0.3") == (0.5, 0.1, 0.3, "cispo")
+    assert seen("recipe=theirs", "task=gsm8k")[0] == 0.5
+    file = packaged / "file.yaml"
+    file.write_text("recipe: theirs\nalgorithm: {name: mine, clip_low: 0.15}\n")
+    assert seen(str(file)) == (0.5, 0.15, 0.5, "cispo")
+    assert seen(str(file), "recipe=theirs") == (0.5, 0.1, 0.4, "cispo")
+    assert seen(str(file), "recipe=", "algorithm.name=") == (5e-5, 0.15, 0.2, "grpo")
+    assert from_overrides(Config, recipe="theirs", algorithm="mine")[0].algorithm.clip_high == 0.5
+    assert compose("doctor", ["recipe=theirs"])[0].optimizer.lr == 0.5
+
+
+def test_what_a_recipe_sets_is_said(packaged):
+    _, resolved = compose("train", ["recipe=theirs", "algorithm=mine", "algorithm.clip_low=0.3"])
+    assert resolved.notes == (
+        "recipe=theirs differs from Shoal's defaults in: optimizer.lr=0.5 (ours: 5e-05)",
+        "algorithm=mine differs from Shoal's defaults in: algorithm.clip_high=0.5 (ours: 0.2), algorithm.loss=cispo "
+        "(ours: grpo)")
+    for word, part in (("recipe=thiers", "did you mean theirs?"), ("algorithm=mien", "did you mean mine?")):
+        with pytest.raises(ShoalError, match=re.escape(part)):
+            compose("train", [word])
+
+
+def test_a_stored_configuration_comes_out_unchanged(packaged):
+    config, resolved = compose("train", ["recipe=theirs", "algorithm=mine", "algorithm.clip_high=0.3", "grpo_beta=0.1"])
+    stored = packaged / "config.yaml"
+    stored.write_text(resolved.text)
+    again, found = recompose(Config, stored, compose("train", ["resume=last"])[1].arguments)
+    assert found.text.replace("resume: last", "resume: ''") == resolved.text and again.recipe == "theirs"
+    assert compose("train", [str(stored)])[0] == config and compose("train", [str(stored)])[1].notes == ()
+
+
+@pytest.mark.parametrize("word", [f"{kind}={file.stem}" for kind in ("recipe", "algorithm")
+                                  for file in sorted((PRESETS / kind).glob("*.yaml"))])
+def test_each_recipe_and_algorithm_composes_and_says_what_it_sets(word):
+    config, resolved = compose("train", [word])
+    assert config != Config() and resolved.notes[0].startswith(f"{word} differs from Shoal's defaults in: ")

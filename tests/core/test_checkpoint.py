@@ -1,0 +1,105 @@
+"""Checkpoints: bit for bit, from any mesh to any other; which are kept; where one is found."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from small import QWEN3, learner, roles
+from small import random_parameters as fresh_parameters
+from tiny_runs import by_path, quick_compilation, same_bits
+
+from shoal.model.transformer import Parameters, shardings
+from shoal.trainer.checkpoint import Checkpoints, find_checkpoint, load_parameters
+from shoal.trainer.step import TrainState
+from shoal.types import ShoalError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation():
+    with quick_compilation():
+        yield
+
+
+@functools.cache
+def random_parameters(seed: int = 0) -> Parameters:
+    return fresh_parameters(QWEN3, seed)
+
+
+def state_on(mesh: tuple[int, int, int], seed: int = 0) -> TrainState:
+    where = roles(*mesh)
+    parameters = random_parameters(seed)
+    return learner(QWEN3, where=where).init(jax.device_put(parameters, shardings(QWEN3, where.trainer)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Three versions saved from eight devices, two kept."""
+    folder = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=2)
+    for version in (2, 4, 10):
+        checkpoints.save(version, state_on((1, 4, 2), seed=version), {"cursor": 3 * version, "source": {"pending": []}})
+    checkpoints.close()
+    return folder
+
+
+def test_the_newest_are_kept(run):
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["10", "4"]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)])
+def test_parameters_come_back_bit_for_bit_on_another_mesh(run, mesh):
+    role = roles(*mesh).trainer
+    for version in (4, 10):
+        read = load_parameters(run, version, QWEN3, role)
+        assert same_bits(by_path(read), by_path(random_parameters(version)))
+    for leaf, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(shardings(QWEN3, role)), strict=True):
+        assert leaf.sharding == wanted
+    assert mesh == (1, 1, 1) or not read.embed_tokens.sharding.is_fully_replicated
+
+
+def test_what_else_is_saved(run):
+    file = run / "checkpoints" / "10" / "extra" / "metadata"
+    saved = json.loads(file.read_text())
+    assert saved["cursor"] == 30 and saved["source"] == {"pending": []} and saved["published"] == []
+
+
+def test_one_device_to_eight(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    checkpoints.save(0, state_on((1, 1, 1)), {})
+    checkpoints.close()
+    read = load_parameters(tmp_path, 0, QWEN3, roles(1, 8).trainer)
+    assert same_bits(by_path(read), by_path(random_parameters()))
+
+
+def test_where_a_checkpoint_is_found(run, tmp_path, monkeypatch):
+    assert find_checkpoint(run) == find_checkpoint(run / "checkpoints") == (run, 10)  # as numbers: 10 is after 4
+    assert find_checkpoint(run / "checkpoints" / "4") == (run, 4)
+    assert find_checkpoint(tmp_path) is None and find_checkpoint(run) is not None
+    (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(parents=True)  # cut off while it was written
+    with pytest.raises(ShoalError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    monkeypatch.chdir(run / "checkpoints")
+    assert find_checkpoint(Path("4")) == (run, 4) and find_checkpoint(Path("..")) == (run, 10)
+
+
+def test_what_cannot_be_read_is_an_error(run, tmp_path):
+    role = roles().trainer
+    with pytest.raises(ShoalError, match=r"checkpoints/3 cannot be read .*choose another"):
+        load_parameters(run, 3, QWEN3, role)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    checkpoints.save(1, state_on((1, 1, 1)), {})
+    checkpoints.close()
+    largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(ShoalError, match="checkpoints/1 cannot be read"):
+        load_parameters(tmp_path, 1, QWEN3, role)
+
+
+def test_a_number_that_was_not_saved_is_not_another(run):
+    a, b = (by_path(load_parameters(run, version, QWEN3, roles().trainer)) for version in (4, 10))
+    assert not same_bits(a, b) and all(np.isfinite(value).all() for value in a.values())

@@ -1,0 +1,517 @@
+"""Folders in Hugging Face format: what is read, what is refused, what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny_models import FAMILIES, save_tensors, tensors, write_model, write_tokenizer
+
+from shoal.config.schema import MeshSection
+from shoal.mesh import make_roles
+from shoal.model import hf
+from shoal.model.transformer import Architecture, RopeScaling, initialise, is_param_spec, param_specs
+from shoal.types import ShoalError
+
+ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
+
+
+def load(folder: Path, dtype=np.float32):
+    return hf.load(folder, hf.architecture_of(folder), ROLE, dtype)
+
+
+def same(a, b) -> bool:
+    equal = jax.tree.map(lambda x, y: x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b)
+    return all(jax.tree.leaves(equal))
+
+
+def rewrite(folder: Path, change) -> Path:
+    """Changes the dict of tensors in a folder's one file."""
+    named = load_file(folder / "model.safetensors")
+    change(named)
+    save_tensors(folder / "model.safetensors", named)
+    return folder
+
+
+# config.json
+
+
+def config_folder(folder: Path, family: str = "qwen3", drop: tuple[str, ...] = (), **changes) -> Path:
+    config = {key: value for key, value in {**FAMILIES[family], **changes}.items() if key not in drop}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_architecture_of_each_family(tmp_path):
+    def read(family: str, **changes) -> Architecture:
+        return hf.architecture_of(config_folder(tmp_path, family, **changes))
+
+    llama = read("llama2")
+    assert (llama.vocab_size, llama.hidden_size, llama.intermediate_size, llama.num_layers) == (64, 32, 48, 2)
+    assert (llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.rope_theta) == (4, 2, 8, 10000.0)
+    assert not (llama.qkv_bias or llama.output_bias or llama.mlp_bias or llama.qk_norm or llama.tie_embeddings)
+    assert read("llama3").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+    linear = read("llama-linear")
+    assert linear.rope_scaling == RopeScaling("linear", 4.0)
+    assert linear.qkv_bias and linear.output_bias and linear.mlp_bias
+    qwen2 = read("qwen2-tied")
+    assert qwen2.qkv_bias and not qwen2.output_bias and qwen2.tie_embeddings and not qwen2.qk_norm
+    qwen3 = read("qwen3", attention_bias=True)
+    assert qwen3.qk_norm and qwen3.qkv_bias and qwen3.output_bias and qwen3.head_dim == 16
+    assert read("qwen3", drop=("head_dim",)).head_dim == 128  # transformers' default
+    assert read("llama2", head_dim=None).head_dim == 8
+    assert read("llama2", num_key_value_heads=None).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}},
+    ],
+)
+def test_every_form_of_rope(tmp_path, rope):
+    a = hf.architecture_of(config_folder(tmp_path, "llama2", **rope))
+    assert (a.rope_theta, a.rope_scaling) == (5e5, RopeScaling("linear", 2.0))
+
+
+def test_rope_of_type_default_scales_nothing(tmp_path):
+    folder = config_folder(tmp_path, "llama2", rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
+    assert hf.architecture_of(folder) == replace(hf.architecture_of(folder), rope_theta=7.0, rope_scaling=None)
+
+
+LAYERS = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gpt_neox"}, "'gpt_neox'; Shoal knows llama, qwen2, qwen3"),
+        ({"model_type": None}, "model_type is None"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "needs the number 'low_freq_factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "use_sliding_window"),
+        ({"layer_types": LAYERS}, "sliding_attention"),
+    ],
+)
+def test_what_shoal_does_not_compute_is_refused(tmp_path, changes, said):
+    with pytest.raises(ShoalError) as error:
+        hf.architecture_of(config_folder(tmp_path, **changes))
+    assert said in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path):
+    hf.architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=False))
+    hf.architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=2))
+    hf.architecture_of(config_folder(tmp_path, layer_types=["full_attention"] * 2))
+
+
+def test_config_missing_or_broken(tmp_path):
+    with pytest.raises(ShoalError, match=r"no config\.json"):
+        hf.architecture_of(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ShoalError, match="as JSON"):
+        hf.architecture_of(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_made_config_describes_the_same_architecture(tmp_path, family):
+    a = hf.architecture_of(config_folder(tmp_path, family))
+    (tmp_path / "config.json").write_text(json.dumps(hf.config_of(a)))
+    assert hf.architecture_of(tmp_path) == a
+
+
+def test_no_config_for_a_mixture_that_no_family_has():
+    a = Architecture(8, 4, 4, 1, 1, 1, 4, qk_norm=True, mlp_bias=True)
+    with pytest.raises(ShoalError, match="mixture"):
+        hf.config_of(a)
+
+
+# Where a model is
+
+
+def test_locate_a_folder(tmp_path):
+    assert hf.locate(tmp_path) == tmp_path
+
+
+def test_locate_nothing(tmp_path):
+    for path in (str(tmp_path / "absent"), "absent", "./org/name/x"):
+        with pytest.raises(ShoalError, match="no model folder"):
+            hf.locate(path)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ShoalError, match="is a file"):
+        hf.locate(file)
+
+
+def test_locate_tiny_is_the_packaged_one(tmp_path, monkeypatch):
+    assets = tmp_path / "assets" / "tiny"
+    assets.mkdir(parents=True)
+    monkeypatch.setattr(hf.resources, "files", lambda name: {"shoal": tmp_path}[name])
+    assert hf.locate("tiny") == assets
+    assets.rmdir()
+    with pytest.raises(ShoalError, match="lacks its packaged model"):
+        hf.locate("tiny")
+
+
+def test_locate_a_hub_id(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+
+    def snapshot(repository, **options):
+        asked.update(options, repository=repository)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert hf.locate("org/name-1.5B") == tmp_path
+    assert asked["repository"] == "org/name-1.5B" and asked["token"] == "secret"
+    assert "*.bin" not in asked["allow_patterns"]
+
+
+def hub_errors():
+    from huggingface_hub import errors
+
+    def response(status: int) -> Any:
+        return SimpleNamespace(status_code=status, headers={}, request=None)
+
+    yield errors.GatedRepoError("x", response=response(403)), "gated.*HF_TOKEN"
+    yield errors.RepositoryNotFoundError("x", response=response(404)), "not found"
+    yield errors.HfHubHTTPError("x", response=response(401)), r"401.*HF_TOKEN"
+    yield errors.HfHubHTTPError("x", response=response(503)), r"503.*later"
+    yield errors.LocalEntryNotFoundError("x"), "online"
+    yield errors.OfflineModeIsEnabled("x"), "online"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_hub_id_that_cannot_be_had(monkeypatch, number):
+    import huggingface_hub
+
+    error, said = list(hub_errors())[number]
+
+    def snapshot(*args, **options):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ShoalError, match=said) as raised:
+        hf.locate("org/name")
+    assert "org/name" in str(raised.value)
+
+
+# Weights in
+
+
+def test_each_tensor_is_where_it_belongs(tmp_path):
+    folder = write_model(tmp_path, "qwen2", seed=1)
+    stored, p = tensors(FAMILIES["qwen2"], seed=1), load(folder)
+    assert np.array_equal(p.embed_tokens, stored["model.embed_tokens.weight"])
+    assert np.array_equal(p.lm_head, stored["lm_head.weight"].T)
+    for layer in range(2):
+        place = f"model.layers.{layer}."
+        assert np.array_equal(p.blocks.q.kernel[layer], stored[place + "self_attn.q_proj.weight"].T)
+        assert np.array_equal(p.blocks.v.bias[layer], stored[place + "self_attn.v_proj.bias"])
+        assert np.array_equal(p.blocks.down[layer], stored[place + "mlp.down_proj.weight"].T)
+        assert np.array_equal(p.blocks.mlp_norm[layer], stored[place + "post_attention_layernorm.weight"])
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(p))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_half_precision_files(tmp_path, dtype):
+    whole = load(write_model(tmp_path / "whole"))
+    half = load(write_model(tmp_path / "half", dtype=dtype))
+    assert same(half, jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), whole))
+    assert load(tmp_path / "half", jnp.bfloat16).embed_tokens.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_several_files(tmp_path, indexed):
+    folder = write_model(tmp_path)
+    expected, named = load(folder), load_file(folder / "model.safetensors")
+    names = sorted(named)
+    (folder / "model.safetensors").unlink()
+    for number, some in enumerate((names[:9], names[9:])):
+        save_tensors(folder / f"part-{number}.safetensors", {name: named[name] for name in some})
+    if indexed:
+        places = {name: f"part-{int(name in names[9:])}.safetensors" for name in names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert same(load(folder), expected)
+    if indexed:
+        (folder / "part-1.safetensors").unlink()
+        with pytest.raises(ShoalError, match=r"names part-1\.safetensors"):
+            load(folder)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    folder = rewrite(write_model(tmp_path), lambda named: named.pop("model.layers.1.self_attn.k_norm.weight"))
+    with pytest.raises(ShoalError, match=r"missing: model\.layers\.1\.self_attn\.k_norm\.weight\."):
+        load(folder)
+
+
+def test_an_untied_model_without_lm_head(tmp_path):
+    folder = rewrite(write_model(tmp_path), lambda named: named.pop("lm_head.weight"))
+    with pytest.raises(ShoalError, match=r"missing: lm_head\.weight"):
+        load(folder)
+
+
+def test_a_tensor_left_over_is_named(tmp_path):
+    write_model(tmp_path, "qwen2")
+    (tmp_path / "config.json").write_text(json.dumps({**FAMILIES["qwen2"], "model_type": "llama"}))
+    with pytest.raises(ShoalError, match=r"left over: model\.layers\.0\.self_attn\.k_proj\.bias") as error:
+        load(tmp_path)
+    assert "and 1 more" in str(error.value) and "missing" not in str(error.value)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path):
+    def narrow(named):
+        named["model.layers.0.mlp.up_proj.weight"] = np.zeros((48, 31), np.float32)
+
+    folder = rewrite(write_model(tmp_path), narrow)
+    with pytest.raises(ShoalError, match=r"mlp\.up_proj\.weight \[48, 31\] instead of \[48, 32\]"):
+        load(folder)
+
+
+def test_a_tensor_of_another_type_is_named(tmp_path):
+    def integers(named):
+        named["model.norm.weight"] = np.zeros(32, np.int8)
+
+    with pytest.raises(ShoalError, match=r"model\.norm\.weight stored as I8"):
+        load(rewrite(write_model(tmp_path), integers))
+
+
+def test_everything_wrong_is_told_at_once(tmp_path):
+    def spoil(named):
+        named["extra"] = named.pop("model.norm.weight")
+        named["lm_head.weight"] = named["lm_head.weight"][:3].copy()
+
+    with pytest.raises(ShoalError, match=r"missing: model\.norm\.weight; left over: extra; not as expected: lm_head"):
+        load(rewrite(write_model(tmp_path), spoil))
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    file = write_model(tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    for length, said in ((len(whole) - 1, "cut short"), (100, "cut short"), (5, "not a safetensors file")):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ShoalError, match=said) as error:
+            load(tmp_path)
+        assert str(file) in str(error.value)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ShoalError, match="not a safetensors file"):
+        load(tmp_path)
+    wrong_size = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}'
+    for text in (b'{"a": 1 } ', b"[]", b"\xff\xfe", wrong_size):
+        file.write_bytes(len(text).to_bytes(8, "little") + text + b"0" * 50)
+        with pytest.raises(ShoalError, match="damaged header"):
+            load(tmp_path)
+
+
+def test_no_weights_at_all(tmp_path):
+    config_folder(tmp_path)
+    with pytest.raises(ShoalError, match="no safetensors file"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ShoalError, match="never read"):
+        load(tmp_path)
+
+
+def test_harmless_leftovers(tmp_path):
+    def add(named):
+        named["lm_head.weight"] = named["model.embed_tokens.weight"].copy()
+        named["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+
+    folder = write_model(tmp_path, "llama3")
+    expected = load(folder)
+    assert expected.lm_head is None
+    assert same(load(rewrite(folder, add)), expected)
+    assert same(load(rewrite(folder, lambda named: named.pop("model.embed_tokens.weight"))), expected)
+
+
+SHARDED = """
+import sys, numpy as np, jax
+from shoal.config.schema import MeshSection
+from shoal.mesh import make_roles
+from shoal.model import hf
+folder = sys.argv[1]
+a = hf.architecture_of(folder)
+one = hf.load(folder, a, make_roles(MeshSection(), jax.devices()[:1]).trainer)
+for section in (MeshSection(fsdp=4, tensor=2), MeshSection(data=2, fsdp=2, tensor=2)):
+    roles = make_roles(section)
+    for role in (roles.trainer, roles.sampler):
+        many = hf.load(folder, a, role)
+        assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), one, many))
+    many = hf.load(folder, a, roles.trainer)
+    q = many.blocks.q.kernel
+    assert q.addressable_data(0).shape == (2, 32 // section.fsdp, 16), q.addressable_data(0).shape
+hf.save(sys.argv[2], many, a, folder)
+print("done")
+"""
+
+
+def run_python(code: str, *arguments: object, **environment: str) -> str:
+    source = str(Path(hf.__file__).parents[2])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": source, **environment}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_eight_devices_hold_the_same_parameters(tmp_path):
+    folder = write_model(tmp_path / "source", "qwen2")
+    flags = "--xla_force_host_platform_device_count=8"
+    assert run_python(SHARDED, folder, tmp_path / "saved", XLA_FLAGS=flags) == "done\n"
+    assert same(load(tmp_path / "saved"), load(folder))  # saved from eight devices
+
+
+MEMORY = """
+import sys, jax
+from shoal.config.schema import MeshSection
+from shoal.mesh import make_roles
+from shoal.model import hf
+
+def status(key):
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+role = make_roles(MeshSection()).trainer
+hf.load(sys.argv[1], hf.architecture_of(sys.argv[1]), role)
+before = status("VmRSS")
+a = hf.architecture_of(sys.argv[2])
+parameters = jax.block_until_ready(hf.load(sys.argv[2], a, role))
+peak = status("VmHWM")
+hf.save(sys.argv[3], parameters, a)
+model = sum(x.nbytes for x in jax.tree.leaves(parameters))
+print(model, max(x.nbytes for x in jax.tree.leaves(parameters)), peak - before, status("VmHWM") - peak)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_second_copy_of_the_model_in_memory(tmp_path):
+    small = write_model(tmp_path / "small", "llama2")
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 1024}
+    large = write_model(tmp_path / "large", "llama2", **sizes)
+    model, tensor, loading, saving = map(int, run_python(MEMORY, small, large, tmp_path / "saved").split())
+    assert model > 90e6
+    assert model * 0.9 < loading < model + tensor + 35e6
+    assert saving < 0.75 * model  # compilation included; a gathered copy would be all of it
+
+
+# Weights out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_after_save_is_bitwise_the_same(tmp_path, family):
+    a = hf.architecture_of(write_model(tmp_path / "source", family))
+    parameters = load(tmp_path / "source")
+    hf.save(tmp_path / "saved", parameters, a)
+    assert hf.architecture_of(tmp_path / "saved") == a
+    assert same(load(tmp_path / "saved"), parameters)
+    theirs = load_file(tmp_path / "saved" / "model.safetensors")  # the library's own reader
+    assert theirs["model.layers.1.mlp.gate_proj.weight"].shape == (48, 32)
+    assert ("lm_head.weight" in theirs) == (not a.tie_embeddings)
+
+
+def test_fresh_parameters_come_back(tmp_path):
+    a = Architecture(16, 8, 8, 2, 2, 1, 4, qk_norm=True, tie_embeddings=True)
+    parameters = initialise(a, 5, ROLE)
+    hf.save(tmp_path, parameters, a)
+    assert same(load(tmp_path), parameters)
+
+
+def test_shards_have_an_index_and_keep_to_their_size(tmp_path):
+    folder = write_model(tmp_path / "source")
+    a = hf.architecture_of(folder)
+    hf.save(tmp_path / "saved", load(folder), a, folder, shard_bytes=20_000)
+    files = sorted((tmp_path / "saved").glob("*.safetensors"))
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    stored = {file.name: load_file(file) for file in files}
+    assert {name: file for file, named in stored.items() for name in named} == index["weight_map"]
+    assert all(sum(t.nbytes for t in named.values()) <= 20_000 for named in stored.values())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for named in stored.values() for t in named.values())
+    assert same(load(tmp_path / "saved"), load(folder))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_save_in_half_precision(tmp_path, dtype):
+    folder = write_model(tmp_path / "source")
+    hf.save(tmp_path / "saved", load(folder), hf.architecture_of(folder), folder, dtype)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["torch_dtype"] == dtype
+    kept = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float32), load(folder))
+    assert same(load(tmp_path / "saved"), kept)
+
+
+def test_the_sources_config_and_tokenizer_go_along(tmp_path):
+    folder = write_model(tmp_path / "source", rope_theta=123.0, note="kept", torch_dtype="bfloat16")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("x")
+    a = hf.architecture_of(folder)
+    hf.save(tmp_path / "saved", load(folder), a, folder)
+    source, saved = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "saved"))
+    assert saved == {**source, "torch_dtype": "float32"}
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "saved" / name).read_bytes() == (folder / name).read_bytes()
+    newer = write_model(tmp_path / "newer")
+    config_folder(newer, dtype="bfloat16")
+    hf.save(tmp_path / "again", load(newer), hf.architecture_of(newer), newer, "float16")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["dtype"] == "float16" and "torch_dtype" not in config
+
+
+def test_a_source_of_tokenizer_files_only(tmp_path):
+    write_tokenizer(tmp_path / "tokens")
+    a = hf.architecture_of(write_model(tmp_path / "model", vocab_size=300))
+    hf.save(tmp_path / "saved", load(tmp_path / "model"), a, tmp_path / "tokens")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    generation = json.loads((tmp_path / "tokens" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == generation["eos_token_id"]
+    assert hf.architecture_of(tmp_path / "saved") == a and (tmp_path / "saved" / "tokenizer.json").is_file()
+
+
+def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
+    folder = write_model(tmp_path / "source")
+    a, parameters = hf.architecture_of(folder), load(folder)
+    with pytest.raises(ShoalError, match="not empty"):
+        hf.save(folder, parameters, a)
+    with pytest.raises(ShoalError, match="expected float32, bfloat16 or float16"):
+        hf.save(tmp_path / "saved", parameters, a, dtype="int8")
+    with pytest.raises(ShoalError, match="another architecture"):
+        hf.save(tmp_path / "saved", parameters, replace(a, norm_eps=1.0), folder)
+    with pytest.raises(ValueError, match=r"parameter embed_tokens is \(64, 32\)"):
+        hf.save(tmp_path / "saved", parameters, replace(a, vocab_size=65))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    (tmp_path / "saved").mkdir()  # an empty folder may be there
+    hf.save(tmp_path / "saved", parameters, a)
+    assert same(load(tmp_path / "saved"), parameters)
+
+
+def test_every_parameter_has_a_name_of_its_own(tmp_path):
+    for family in FAMILIES:
+        a = hf.architecture_of(config_folder(tmp_path, family))
+        leaves = jax.tree_util.tree_leaves_with_path(param_specs(a), is_leaf=is_param_spec)
+        paths = [hf.dotted(path) for path, _ in leaves]
+        assert len(set(paths)) == len(paths) and set(paths) <= set(hf.NAMES)
+    assert len({name.template for name in hf.NAMES.values()}) == len(hf.NAMES)

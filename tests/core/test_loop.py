@@ -1,0 +1,355 @@
+"""The loop: which version each step samples from, in what order things are asked for, and that nothing is missed."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
+
+from shoal.config.compose import compose
+from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
+from shoal.report.console import Console
+from shoal.run.assembly import assemble_run
+from shoal.run.resume import resolve_run
+from shoal.trainer.curriculum import PassRates, PromptStream
+from shoal.trainer.loop import Run, Schedule, sampling_params
+from shoal.trainer.recorder import Recorder
+from shoal.types import Example, GroupRequest, Purpose
+
+# ---- the schedule
+
+
+@pytest.mark.parametrize(("lag", "every", "versions"), [
+    (0, 1, [0, 1, 2, 3, 4, 5, 6, 7]),
+    (1, 1, [0, 0, 1, 2, 3, 4, 5, 6]),
+    (3, 1, [0, 0, 0, 0, 1, 2, 3, 4]),
+    (0, 2, [0, 0, 2, 2, 4, 4, 6, 6]),
+    (1, 2, [0, 0, 0, 2, 2, 4, 4, 6]),
+    (2, 3, [0, 0, 0, 0, 0, 3, 3, 3]),
+])
+def test_versions_by_step(lag, every, versions):
+    schedule = Schedule(lag, every)
+    assert [schedule.version(step) for step in range(8)] == versions
+    assert all(schedule.publishes(version) for version in versions)
+    stale = [step - schedule.version(step) for step in range(40)]
+    assert max(stale) == lag + every - 1 and min(stale) >= 0
+    assert [v for v in range(8) if schedule.publishes(v)] == list(range(0, 8, every))
+
+
+# ---- the order of things
+
+
+class Diary:
+    """A source, updater, evaluator, recorder and checkpoints that only write down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple] = []
+        self.published: list[int] = []
+        self.pending: dict[int, list[GroupRequest]] = {}
+        self.evaluated: dict[int, float] = {}
+        self.evaluations = self.evaluated
+        self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=("weights", 0)))
+
+    def request(self, requests) -> None:
+        [step] = {request.step for request in requests}
+        [version] = {request.version for request in requests}
+        assert version in self.published, f"version {version} is asked for before it is published"
+        assert step not in self.pending, f"step {step} is asked for twice"
+        self.pending[step] = list(requests)
+        self.events.append(("ask", step, version))
+
+    def take(self, purpose, step) -> list[SimpleNamespace]:
+        assert purpose is Purpose.TRAIN
+        self.events.append(("take", step))
+        return [SimpleNamespace(step=step, example=request.example, rewards=np.zeros(3), valid=np.ones(3, bool),
+                                correct=None) for request in self.pending[step]]
+
+    def publish(self, version, params, subset=None, keep_from=None) -> None:
+        assert params == ("weights", version)
+        self.published.append(version)
+        self.events.append(("publish", version))
+
+    def close(self) -> None:
+        self.events.append(("close",))
+
+    def state(self) -> dict:
+        return {"published": dict.fromkeys(self.published[-1:], "weights")}
+
+    def update(self, state, requests, step):
+        assert {request.step for request in requests} == {step} and state.trainable == ("weights", step)
+        self.events.append(("update", step))
+        return SimpleNamespace(trainable=("weights", step + 1)), "outcome"
+
+    def evaluate(self, source, step, version, sampled):
+        assert source is self and version in self.published
+        self.events.append(("evaluate", version, sampled))
+        return {"held_out": {"accuracy": version / 10}}, [f"answer {version}"]
+
+    def step(self, step, groups, outcome, seconds, discarded):
+        assert outcome == "outcome" and seconds >= 0
+        return {"reward/mean": float(step)}
+
+    def finish(self, last=None):
+        return {"evaluated": self.evaluated, "last": last}
+
+    def after_save(self) -> None: ...
+    def begin_evaluation(self, version) -> None: ...
+
+    def save(self, version, state, extra, published, scores) -> None:
+        assert state.trainable == ("weights", version) and scores == {}
+        self.events.append(("save", version, extra["prompts"]["cursor"], tuple(step for step, _ in extra["pending"])))
+
+    def evaluation(self, version, figures, answers, seconds) -> None:
+        assert answers == [f"answer {version}"] and seconds >= 0
+        self.evaluated[version] = figures["held_out"]["accuracy"]
+
+    def scores(self) -> dict:
+        return {}
+
+    def begin_training(self, first) -> None: ...
+    def spent(self, *args) -> None: ...
+
+
+def play(schedule: Schedule, steps: int, evaluate_every: int = 0, period: int = 0) -> tuple[Diary, dict]:
+    diary = Diary()
+    config = Config(steps=steps, batch=BatchSection(prompts_per_step=2, group_size=3),
+                    train=TrainSection(evaluate_every), checkpoint=CheckpointSection(period))
+    prompts = PromptStream([Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10)
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, schedule)  # type: ignore[arg-type]
+    return diary, run.train()
+
+
+def test_one_step_after_the_other():
+    diary, summary = play(Schedule(), 2)
+    assert diary.events == [
+        ("publish", 0), ("evaluate", 0, True),
+        ("ask", 0, 0), ("take", 0), ("update", 0), ("publish", 1),
+        ("ask", 1, 1), ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 4, ()),
+        ("evaluate", 2, True)]
+    assert summary["evaluated"] == {0: 0, 2: 0.2}
+
+
+def test_a_lag_asks_ahead():
+    diary, _ = play(Schedule(lag=1), 3, period=1)
+    assert diary.events == [
+        ("publish", 0), ("evaluate", 0, True),
+        ("ask", 0, 0), ("ask", 1, 0), ("take", 0), ("update", 0), ("publish", 1), ("save", 1, 4, (1,)),
+        ("ask", 2, 1), ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 6, (2,)),
+        ("take", 2), ("update", 2), ("publish", 3), ("save", 3, 6, ()),
+        ("evaluate", 3, True)]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_every_step_is_asked_for_once_at_its_version(lag, every, steps):
+    schedule = Schedule(lag, every)
+    diary, _ = play(schedule, steps, evaluate_every=2)
+    asked = [event for event in diary.events if event[0] == "ask"]
+    assert asked == [("ask", step, schedule.version(step)) for step in range(steps)]
+    assert [event[1] for event in diary.events if event[0] == "take"] == list(range(steps))
+    for step in range(steps):
+        assert diary.events.index(("ask", step, schedule.version(step))) < diary.events.index(("take", step))
+        assert [(r.num_completions, r.purpose) for r in diary.pending[step]] == [(3, Purpose.TRAIN)] * 2
+    rows = [request.example.row for step in range(steps) for request in diary.pending[step]]
+    assert len(set(rows)) == 2 * steps  # in the first epoch no prompt twice
+    evaluated = [event[1:] for event in diary.events if event[0] == "evaluate"]
+    ends = [(0, True)], [(steps, True)]
+    assert evaluated == [*ends[0], *((v, False) for v in range(2, steps, 2)), *ends[1]]
+    assert diary.published == sorted(set(diary.published))
+    assert set(range(0, steps + 1, every)) <= set(diary.published)
+
+
+@pytest.mark.parametrize(("period", "saved"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])])
+def test_checkpoints_at_the_period_and_the_end(period, saved):
+    diary, _ = play(Schedule(), 7, period=period)
+    assert [event[1:3] for event in diary.events if event[0] == "save"] == [(version, 2 * version) for version in saved]
+
+
+class Learning(Diary):
+    """A diary of a run in which row 0 is never solved and the others are before step `solved_until`; weights are let go
+    of as `LocalSource` does."""
+
+    def __init__(self, solved_until: int) -> None:
+        super().__init__()
+        self.solved_until = solved_until
+        self.waiting: dict[int, int] = {}  # step -> version
+        self.kept: set[int] = set()
+        self.saved: dict[int, dict] = {}
+        self.summary: dict = {}
+
+    def request(self, requests) -> None:
+        step, version = requests[0].step, requests[0].version
+        self.pending[step], self.waiting[step] = list(requests), version
+        self.events.append(("ask", step))
+
+    def take(self, purpose, step) -> list[SimpleNamespace]:
+        assert self.waiting[step] in self.kept, f"version {self.waiting[step]} was asked for, kept are {self.kept}"
+        groups = super().take(purpose, step)
+        for group in groups:
+            group.correct = np.full(3, group.example.row > 0 and step < self.solved_until)
+        del self.waiting[step]
+        return groups
+
+    def publish(self, version, params, subset=None, keep_from=None) -> None:
+        super().publish(version, params, subset, keep_from)
+        first = version if keep_from is None else keep_from
+        self.kept = {v for v in {*self.kept, version} if v >= first or v in self.waiting.values()}
+
+    def state(self) -> dict:
+        return {"published": {version: ("weights", version) for version in self.kept}}
+
+    def save(self, version, state, extra, published, scores) -> None:
+        self.events.append(("save", version))
+        self.saved[version] = json.loads(json.dumps({**extra, "older": sorted(published)}))
+
+    def learnt(self, text) -> None:
+        self.events.append(("learnt", text))
+
+    def restore(self, *args) -> None: ...
+
+
+def learn(lag: int, *words: str, before: Learning | None = None, version: int = -1) -> Learning:
+    """Four prompts, two a step, of which three are soon solved: a whole run, or the rest of one from a checkpoint."""
+    diary = Learning(solved_until=lag + 2)
+    config, _ = compose("train", [
+        "steps=20", "batch.prompts_per_step=2", "batch.group_size=3", "train.retire_above=0.9",
+        f"train.max_staleness={lag}", "train.evaluate_every=2", "checkpoint.every=1", *words])
+    prompts = PromptStream([Example(row, str(row)) for row in range(4)], lambda prompt: np.array([1]), 0, 10,
+                           rates=PassRates(config.train.retire_above))
+    restored = None
+    if before is not None:
+        extra = before.saved[version]
+        diary.evaluated.update({v: x for v, x in before.evaluated.items() if v < version + extra["evaluated"]})
+        restored = SimpleNamespace(version=version, state=SimpleNamespace(trainable=("weights", version)), extra=extra,
+                                   published={v: ("weights", v) for v in extra["older"]})
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag),  # type: ignore[arg-type]
+              restored=restored)  # type: ignore[arg-type]
+    diary.summary = run.train()
+    return diary
+
+
+def steps_of(events: list[tuple], kind: str) -> list[int]:
+    return [event[1] for event in events if event[0] == kind]
+
+
+LAGS = pytest.mark.parametrize("lag", [0, 1, 2, 3])
+
+
+@LAGS
+@pytest.mark.parametrize("dynamic", ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=false"])
+def test_once_the_data_is_learnt_nothing_more_is_asked_for(lag, dynamic):
+    """What is pending then is learnt from, though it may bring solved prompts back; the last version is evaluated once,
+    at the end."""
+    diary = learn(lag, dynamic)
+    last, updates = diary.summary["last"], steps_of(diary.events, "update")
+    assert updates == list(range(last)) and 1 <= last < 15
+    learnt = [event[0] for event in diary.events].index("learnt")
+    assert max(steps_of(diary.events, "ask")) == max(steps_of(diary.events[:learnt], "ask")) == last - 1
+    assert len(steps_of(diary.events[learnt:], "update")) == lag
+    assert [event[1:] for event in diary.events if event[0] == "evaluate"] == [
+        (0, True), *((v, False) for v in range(2, last, 2)), (last, True)]
+    assert steps_of(diary.events, "save") == list(range(1, last + 1))
+
+
+@LAGS
+def test_a_run_whose_data_is_learnt_resumes_to_the_same_end(lag):
+    whole = learn(lag)
+    for version in whole.saved:
+        rest = learn(lag, before=whole, version=version)
+        assert rest.summary["last"] == whole.summary["last"] and "learnt" in [event[0] for event in rest.events]
+        assert steps_of(rest.events, "update") == [step for step in steps_of(whole.events, "update") if step >= version]
+        late = version + whole.saved[version]["evaluated"]
+        assert [event for event in rest.events if event[0] == "evaluate"] == [
+            event for event in whole.events if event[0] == "evaluate" and event[1] >= late]
+    on = learn(lag, "train.retire_above=1", before=whole, version=max(whole.saved))
+    assert on.summary["last"] == 20
+
+
+def test_that_the_data_is_learnt_is_said_once():
+    said = []
+    recorder = SimpleNamespace(_learnt=False, console=SimpleNamespace(note=said.append))
+    for _ in range(3):
+        Recorder.learnt(recorder, "so it is")  # type: ignore[arg-type]
+    assert said == ["so it is; training ends here"]
+
+
+# ---- with the real source
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation():
+    with quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+
+
+def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
+    """A run with another schedule, and the versions that its source holds after each step."""
+    config, _ = compose("train", workshop.words(name, "steps=4", "train.pass_k=0", *words)[1:])
+    with Console() as console, ExitStack() as stack:
+        run = assemble_run(resolve_run(config, None, console), (), console, stack)
+        held = []
+        run.after_step = lambda step, _: held.append(sorted(run.source.versions))  # type: ignore[attr-defined]
+        replace(run, schedule=schedule).train()
+    return workshop.runs / name, held
+
+
+def tokens(run, step: int) -> list:
+    return [[c["token_ids"] for c in group["completions"]] for group in groups(run, step)]
+
+
+@pytest.fixture(scope="module")
+def unmoved(workshop):
+    return workshop.train("unmoved", "steps=4", "train.pass_k=0", "optimizer.lr=0")
+
+
+def test_a_lag_of_one_trains_on_older_samples(workshop, unmoved):
+    run, held = train_with(workshop, "lagging", Schedule(lag=1))
+    assert held == [[0, 1], [1, 2], [2, 3], [3, 4]]  # each as long as a step may ask for it, were there more
+    rows = metrics(run)
+    assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
+    for step, row in enumerate(rows, 1):
+        for group in groups(run, step):
+            assert group["version"] == max(0, step - 2)
+            assert all("versions" not in completion for completion in group["completions"])  # those asked for
+        assert (row["sampler_gap/logprob_max"] < 2e-5) == (step == 1)  # the weights have moved on since
+    assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
+    assert checkpoints(run) == [4]
+
+
+def test_publication_every_second_update(workshop, unmoved):
+    run, held = train_with(workshop, "sparse", Schedule(weight_sync_interval=2), "steps=5", "train.evaluate_every=3")
+    assert held == [[0], [2], [2, 3], [4], [4, 5]]  # the evaluated 3 does not drive out 2, which step 3 needs
+    assert [row["staleness"] for row in metrics(run)] == [0, 1, 0, 1, 0]
+    assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
+
+
+def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
+    config, _ = compose("train", workshop.words("bug", "train.pass_k=0")[1:])
+    stack = ExitStack()
+    request.addfinalizer(stack.close)
+    run = assemble_run(resolve_run(config, None, Console()), (), Console(), stack)
+    source = run.source
+    with pytest.raises(ValueError, match="nothing was asked for train at step 0"):
+        source.take(Purpose.TRAIN, 0)
+    source.publish(0, run.parameters)
+    prompt = run.prompts.next(1)[0]
+    params = sampling_params(run.config.sampling)
+    source.request([GroupRequest(Purpose.TRAIN, 0, 1, prompt.example, prompt.prompt_ids, 4, params)])
+    state = source.state()
+    assert state["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)] and list(state["published"]) == [0]
+    source.restore({"pending": [["train", 0, 1, "train", prompt.example.row, 4]]})
+    with pytest.raises(RuntimeError, match="version 1 was asked for"):
+        source.take(Purpose.TRAIN, 0)
+    with pytest.raises(RuntimeError, match="asked for again are"):
+        source.restore({"pending": []})

@@ -1,0 +1,274 @@
+"""Eight simulated devices: the same update and the same log-probs as one, with everything really split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from small import QWEN3, batches, learner, random_groups, relative, roles
+
+from shoal.config.schema import MeshSection
+from shoal.mesh import Roles, make_mesh
+from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
+from shoal.rollout.source import drive, publish_to
+from shoal.sampler.engine import Engine
+from shoal.trainer.batch import Shape, pack
+from shoal.trainer.step import Learner
+from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
+
+SMALL = replace(QWEN3, num_layers=2, tie_embeddings=False, qkv_bias=True)  # every kind of parameter
+MESHES = {"fsdp8": (1, 8, 1), "fsdp4-tensor2": (1, 4, 2), "data2-fsdp2-tensor2": (2, 2, 2)}
+SHAPE = Shape(rows=16, prefix=16, slots=3, length=16)  # 12 prompts and 4 empty rows
+
+
+def weights(seed: int = 0) -> Parameters:
+    rng = np.random.default_rng(seed)
+
+    def draw(d) -> np.ndarray:
+        spread, centre = (d.stddev * 10, 0.0) if d.init == "normal" else (0.3, float(d.init == "ones"))
+        return (centre + spread * rng.standard_normal(d.shape)).astype(np.float32)
+
+    return jax.tree.map(draw, param_specs(SMALL), is_leaf=is_param_spec)
+
+
+@dataclass
+class Updated:
+    learner: Learner
+    before: Any
+    gradient: Any
+    loss: float
+    logprobs: np.ndarray
+    sums: dict[str, tuple[float, float]]
+    state: Any
+    norm: float
+
+
+def update(where: Roles, micro_batches: int = 1) -> Updated:
+    """Twelve groups, in one micro-batch or two, and one update."""
+    one = learner(SMALL, where=where)
+    state = before = one.init(jax.device_put(weights(), shardings(SMALL, where.trainer)))
+    total, lps = None, []
+    for batch in batches(random_groups(SMALL, 12, 3, 16, 16), replace(SHAPE, rows=SHAPE.rows // micro_batches)):
+        total, lp = one.accumulate(total, state, batch)
+        lps.append(np.asarray(lp))
+    assert total is not None and len(lps) == micro_batches
+    gradient, sums = jax.device_get((total.gradient, total.sums))
+    state, applied = one.apply(state, total)
+    loss, norm = float(applied.loss), float(applied.grad_norm)
+    return Updated(one, before, gradient, loss, np.concatenate(lps), sums, state, norm)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Updated:
+    return update(roles())
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def where(request) -> Roles:
+    return roles(*MESHES[request.param])
+
+
+@pytest.fixture(scope="module")
+def spread(where) -> Updated:
+    two = where.trainer.row_shards == 4 and where.trainer.mesh.shape["data"] == 1
+    return update(where, micro_batches=1 + two)
+
+
+def parts(role, split: tuple[str, ...]) -> int:
+    return int(np.prod([role.mesh.shape[axis] for axis in split]))
+
+
+def share(array: jax.Array) -> float:
+    """Part of the array's bytes that one device holds, the same on all."""
+    sizes = {shard.data.nbytes for shard in array.addressable_shards}
+    assert len(sizes) == 1 and len(array.sharding.device_set) == 8
+    return sizes.pop() / array.nbytes
+
+
+# The update
+
+
+def test_one_update_is_that_of_one_device(alone, spread):
+    assert abs(spread.loss - alone.loss) < 1e-5 and abs(alone.loss) > 1e-3
+    assert abs(spread.norm - alone.norm) < 1e-5 * alone.norm
+    assert np.abs(spread.logprobs - alone.logprobs).max() < 2e-5
+    for (value, count), (other, same) in zip(spread.sums.values(), alone.sums.values(), strict=True):
+        assert np.isclose(value, other, rtol=1e-4, atol=1e-4) and count == same
+    for ours, theirs in zip(jax.tree.leaves(spread.gradient), jax.tree.leaves(alone.gradient), strict=True):
+        assert np.linalg.norm(theirs) > 0 and relative(ours, theirs) < 1e-5
+    moved = 0.0
+    for ours, theirs, start in zip(*(jax.tree.leaves(s.trainable) for s in (spread.state, alone.state, alone.before)),
+                                   strict=True):
+        assert relative(ours, theirs) < 1e-5
+        moved = max(moved, relative(theirs, start))
+    assert moved > 1e-3
+
+
+def test_parameters_and_moments_are_split(spread):
+    """Of each matrix, and of both its moments, a device holds 1 / (fsdp x tensor), before and after an update."""
+    role = spread.learner.model.role
+    whole = 1 / parts(role, ("fsdp", "tensor"))
+    for state in (spread.before, spread.state):
+        for leaf, d in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(param_specs(SMALL), is_leaf=is_param_spec),
+                           strict=True):
+            assert leaf.sharding == role.sharding(d.axes, d.shape)
+            assert share(leaf) == whole or not d.weight_decay
+    leaves = jax.tree.leaves(spread.state.optimizer)
+    matrices = [leaf for leaf in leaves if leaf.ndim == 3]
+    assert len(matrices) == 2 * 7 and all(share(leaf) == whole for leaf in matrices)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    assert held < 1.15 * whole * sum(leaf.nbytes for leaf in leaves)
+
+
+def test_the_compiled_update_holds_its_part_alone():
+    """Read from the compiled program: shardings of what goes in and out, and the bytes a device takes for them."""
+    one = learner(SMALL, where=roles(fsdp=4, tensor=2))
+    role = one.model.role
+    shapes = jax.tree.map(lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s), param_specs(SMALL),
+                          shardings(SMALL, role), is_leaf=is_param_spec)
+    moments = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                           jax.eval_shape(one.optimizer.init, shapes), one.layout.optimizer)
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=role.replicated)
+    nothing = jax.tree.map(lambda _: None, shapes)
+    compiled = one._apply.lower(number, shapes, nothing, count, gradient=shapes, moments=moments).compile()
+    (_, trainable, _, _), named = compiled.input_shardings
+    for found in (trainable, named["gradient"], compiled.output_shardings[0].trainable):
+        assert found.blocks.gate.spec == PartitionSpec(None, "fsdp", "tensor")
+        assert found.blocks.o.spec == PartitionSpec(None, "tensor", "fsdp")
+        assert found.embed_tokens.spec == PartitionSpec("tensor", "fsdp")
+    assert jax.tree.leaves(compiled.output_shardings[0].optimizer) == jax.tree.leaves(one.layout.optimizer)
+    total = sum(x.size * 4 for tree in (shapes, shapes, moments) for x in jax.tree.leaves(tree))
+    memory = compiled.memory_analysis()
+    assert memory is not None and total / 8 <= memory.argument_size_in_bytes < 1.15 * total / 8
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("name", ["fsdp8", "data2-fsdp2-tensor2"])
+def test_sampled_log_probs_are_those_of_one_device(name, alone):
+    where = roles(*MESHES[name])
+    split = jax.device_put(weights(), shardings(SMALL, where.trainer))
+    model = Model(SMALL, where.sampler)
+    parameters = publish_to(model, split)
+    engine = Engine(model, slots=16, group_size=2, max_prompt_tokens=16, max_completion_tokens=16, eos_ids=(5,))
+    assert engine.num_groups == 8 and engine.num_groups % where.sampler.row_shards == 0
+    engine.load(0, parameters)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, SMALL.vocab_size, n).astype(np.int32) for n in (16, 1, 5, 9, 3, 7, 12, 2, 4)]
+    engine.submit([SampleRequest(row, ids, 2, Address(0, "train", 0, row), SamplingParams(max_tokens=16))
+                   for row, ids in enumerate(prompts)])
+    played = drive(engine)
+    assert len(played) == 18
+    cache = engine._slots.caches[0]  # type: ignore[union-attr]
+    tensor = where.sampler.mesh.shape["tensor"]
+    assert share(cache.own_k) == 1 / where.sampler.row_shards / tensor
+    groups = [Group(Purpose.TRAIN, 0, 0, Example(row, ""), ids, tuple(played[row, i] for i in range(2)), ("", ""),
+                    np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]
+    one = alone.learner
+    for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), SHAPE, 1.0):
+        for (g, i), lp in batch.take(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
+            assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
+
+
+def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
+    split = jax.device_put(weights(), shardings(SMALL, where.trainer))
+    model = Model(SMALL, where.sampler)
+    published = publish_to(model, split)
+    tensor = where.sampler.mesh.shape["tensor"]
+    assert share(published.blocks.gate) == share(published.embed_tokens) == 1 / tensor
+    assert int(checksum(published)) == int(checksum(split)) == int(checksum(weights()))
+    for ours, theirs in zip(jax.tree.leaves(published), jax.tree.leaves(weights()), strict=True):
+        assert (np.asarray(ours) == theirs).all()
+    put = jax.device_put
+
+    def loses_a_tensor(tree, places):
+        return put(replace(tree, final_norm=np.ones(SMALL.hidden_size, np.float32)), places)
+
+    monkeypatch.setattr(jax, "device_put", loses_a_tensor)
+    with pytest.raises(RuntimeError, match="sampler's weights differ from the trainer's: checksums 0x"):
+        publish_to(model, split)
+
+
+def test_on_one_device_publishing_copies_nothing():
+    parameters = jax.device_put(weights())
+    assert publish_to(Model(SMALL, roles().sampler), parameters) is parameters
+    half = publish_to(Model(SMALL, roles().sampler, jnp.bfloat16), parameters)
+    assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+
+
+# The checksum
+
+
+def flipped(tree: dict, name: str, place: int, bit: int) -> dict:
+    changed = {k: np.array(v) for k, v in tree.items()}
+    changed[name].reshape(-1).view(np.uint32)[place] ^= np.uint32(1 << bit)
+    return changed
+
+
+def test_checksum_sees_every_bit_and_every_exchange():
+    tree = {"a": np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32), "b": np.zeros((6, 8), np.float32)}
+    whole = int(checksum(tree))
+    assert whole == int(checksum({k: v.copy() for k, v in tree.items()}))
+    seen = {whole}
+    for name in "ab":
+        for place in (0, 1, 2, 7, 47):
+            for bit in (0, 1, 15, 22, 30, 31):  # 31 is the sign
+                seen.add(int(checksum(flipped(tree, name, place, bit))))
+    assert len(seen) == 1 + 2 * 5 * 6
+    swapped, negated = tree["a"].copy(), tree["a"].copy()
+    swapped[0, [0, 1]] = swapped[0, [1, 0]]
+    negated[:, ::2] *= -1
+    for other in (swapped, tree["a"][::-1], tree["a"][:, ::-1], negated, -tree["a"]):
+        assert int(checksum({**tree, "a": other})) != whole
+    assert int(checksum({"a": tree["b"], "b": tree["a"]})) != whole
+    signs = {k: np.ones_like(v) for k, v in tree.items()}  # differ in their sign alone: exchanging them shows
+    signs["a"][0, 1] = -1
+    moved = {**signs, "a": np.ones((6, 8), np.float32)}
+    moved["a"][0, 3] = -1
+    assert int(checksum(signs)) != int(checksum(moved))
+
+
+def test_checksum_of_half_precision():
+    tree = {"a": jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4)}
+    assert int(checksum(tree)) != int(checksum({"a": -tree["a"]}))
+
+
+# Meshes
+
+
+def test_axes_and_all_that_remain():
+    def shape(*section: int) -> dict[str, int]:
+        return dict(make_mesh(MeshSection(*section), jax.devices()).shape)
+
+    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
+    assert shape(1, -1, 2) == {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}
+    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
+    assert shape(3, -1, 1) == {"data": 3, "fsdp": 2, "tensor": 1, "context": 1}  # six of the eight
+    assert shape(1, 2, 1)["fsdp"] == 2
+
+
+@pytest.mark.parametrize(("section", "counts"), [
+    ((1, 16, 1), "mesh.fsdp=16 x mesh.tensor=1 needs 16 devices, but 8 cpu"),
+    ((2, 4, 2), "needs 16 devices"), ((3, -1, 4), "mesh.fsdp=1 x mesh.tensor=4 needs 12 devices, but 8")])
+def test_too_few_devices_are_counted(section, counts):
+    with pytest.raises(ShoalError, match=counts):
+        make_mesh(MeshSection(*section), jax.devices())
+
+
+def test_roles_name_dimensions():
+    r = roles(data=2, fsdp=2, tensor=2)
+    axes = ("layers", "embed", "heads")
+    assert r.trainer.spec(axes, (4, 32, 16)) == PartitionSpec(None, "fsdp", "tensor")
+    assert r.sampler.spec(axes, (4, 32, 16)) == PartitionSpec(None, None, "tensor")
+    assert r.trainer.spec(axes, (4, 33, 15)) == PartitionSpec(None, None, None)  # what does not divide stays whole
+    assert r.trainer.row_shards == 4 and r.reference.rules == r.trainer.rules
+    placed = r.trainer.put_rows({"x": np.arange(24.0, dtype=np.float32).reshape(8, 3)})["x"]
+    assert placed.sharding.spec == PartitionSpec(("data", "fsdp"), None) and share(placed) == 1 / 4
+    assert (np.asarray(placed) == np.arange(24).reshape(8, 3)).all()

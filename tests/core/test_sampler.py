@@ -1,0 +1,405 @@
+"""The engine: its log-probs are the trainer's, its tokens a function of address and weights alone, its ends exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import FAMILIES, QWEN3, roles
+from test_sample_tokens import truncated_probabilities
+
+from shoal.model.attention import prefill_attention
+from shoal.model.kv_cache import KEY_BLOCK
+from shoal.model.transformer import Architecture, Model, Parameters, forward, is_param_spec, logits, param_specs
+from shoal.rollout.source import drive
+from shoal.run.compilation import CompilationCounter
+from shoal.sampler.engine import CHUNK, MAX_IN_FLIGHT, Engine, prompt_bucket
+from shoal.trainer.batch import bucket, choose_shape, pack
+from shoal.trainer.step import batch_logprobs
+from shoal.types import (
+    Address,
+    Completion,
+    Example,
+    Group,
+    Purpose,
+    SampleRequest,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+)
+
+TOLERANCE = 2e-5
+SMALL = replace(QWEN3, num_layers=2)
+EOS = (0, 7)  # 0 is also what padding is filled with
+LENGTHS = (20, 1, 70, 100, 64, 65, 33)  # of the prompts: two buckets, in mixed order
+MAX_TOKENS = 90  # prefill's token, then three pieces of decoding
+
+
+def text(ids: Sequence[int]) -> str:
+    """A character a token."""
+    return "".join(chr(0x4E00 + i) for i in ids)
+
+
+def weights(a: Architecture, seed: int = 0, scale: float = 10.0) -> Parameters:
+    """Large enough that logits have standard deviation 1 and more; drawn by NumPy, nothing is compiled."""
+    rng = np.random.default_rng(seed)
+
+    def draw(d) -> jax.Array:
+        spread, centre = (d.stddev * scale, 0.0) if d.init == "normal" else (0.3, float(d.init == "ones"))
+        return jnp.asarray(centre + spread * rng.standard_normal(d.shape), jnp.float32)
+
+    return jax.tree.map(draw, param_specs(a), is_leaf=is_param_spec)
+
+
+def model(a: Architecture) -> Model:
+    return Model(a, roles().sampler)
+
+
+def make(a: Architecture = SMALL, **changes) -> Engine:
+    sizes = {"slots": 16, "group_size": 4, "max_prompt_tokens": 100, "max_completion_tokens": 100, "eos_ids": EOS,
+             "decode": text}
+    engine = Engine(model(a), **{**sizes, **changes})
+    engine.load(0, weights(a))
+    return engine
+
+
+def prompt(row: int, size: int, vocab: int = SMALL.vocab_size) -> np.ndarray:
+    return np.random.default_rng(row).integers(0, vocab, size).astype(np.int32)
+
+
+def request(row: int, size: int | None = None, *, id: int | None = None, step: int = 0, count: int = 4,
+            params: SamplingParams | None = None, **changes) -> SampleRequest:
+    params = replace(params or SamplingParams(max_tokens=MAX_TOKENS), **changes)
+    return SampleRequest(row if id is None else id, prompt(row, LENGTHS[row] if size is None else size), count,
+                         Address(0, "train", step, row), params)
+
+
+def play(engine: Engine, requests: Sequence[SampleRequest]) -> dict[tuple[int, int], Completion]:
+    """By (row, index)."""
+    engine.submit(requests)
+    rows = {r.id: r.address.row for r in requests}
+    return {(rows[id], index): c for (id, index), c in drive(engine).items()}
+
+
+def same(ours: dict, theirs: dict) -> None:
+    """Bit for bit, wherever both have a completion."""
+    common = ours.keys() & theirs.keys()
+    assert common
+    for key in common:
+        x, y = ours[key], theirs[key]
+        assert x.token_ids.tolist() == y.token_ids.tolist() and x.stop_reason == y.stop_reason, key
+        assert x.logprobs.tobytes() == y.logprobs.tobytes(), key
+
+
+@partial(jax.jit, static_argnums=0)
+def _all_logits(m: Model, parameters, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = forward(m, parameters, tokens, positions, prefill_attention(length, tokens.shape[1]))
+    return logits(m, parameters, hidden)[0]
+
+
+def full_logits(engine: Engine, row_prompt: np.ndarray, completion: Completion) -> np.ndarray:
+    """Of each of the completion's tokens, float32[T, V], from one forward over prompt and completion."""
+    whole = np.concatenate([row_prompt, completion.token_ids])
+    tokens = np.zeros((1, 192), np.int32)
+    tokens[0, : len(whole)] = whole
+    values = _all_logits(engine.model, engine.parameters, tokens, np.array([len(whole)], np.int32))
+    return np.asarray(values)[len(row_prompt) - 1 : len(whole) - 1]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def base(engine: Engine) -> dict[tuple[int, int], Completion]:
+    """Seven prompts through room for four groups: slots are filled again."""
+    return play(engine, [request(row) for row in range(len(LENGTHS))])
+
+
+# The sampler's log-probs are the trainer's
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_the_trainers(family):
+    a = FAMILIES[family]
+    assert a.num_layers == 4
+    engine = make(a, max_completion_tokens=256, eos_ids=())
+    limits = (256, 33, 1, 97, 256, 150)
+    requests = [request(row, size, temperature=(1.0, 0.7)[row % 2], max_tokens=limit)
+                for row, (size, limit) in enumerate(zip((100, 1, 30, 64, 65, 7), limits, strict=True))]
+    assert {prompt_bucket(len(r.prompt_ids)) for r in requests} == {64, 128}
+    played = play(engine, requests)
+    reference = jax.jit(lambda p, b: batch_logprobs(engine.model, p, b, 2**25))
+    worst = 0.0
+    for temperature in (1.0, 0.7):
+        of = [r for r in requests if r.params.temperature == temperature]
+        groups = [Group(Purpose.TRAIN, 0, 0, Example(r.id, ""), r.prompt_ids,
+                        tuple(played[r.id, i] for i in range(4)), ("",) * 4, np.zeros(4), {}, np.ones(4, bool))
+                  for r in of]
+        shape = replace(choose_shape(groups, 3, 4, 10**9, 1), prefix=bucket(100), length=bucket(256))
+        zeros = np.zeros((3, 4))
+        (batch,) = pack(groups, range(3), zeros, zeros, shape, temperature)
+        lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))
+        if temperature == 1:  # of logits of standard deviation s it is about log V - s^2 / 2
+            assert entropy[batch.arrays.loss_mask].mean() < np.log(a.vocab_size) - 0.5
+        scored = batch.take(lps)
+        assert len(scored) == 12
+        for (g, i), lp in scored.items():
+            completion = groups[g].completions[i]
+            assert len(completion) == of[g].params.max_tokens
+            worst = max(worst, float(np.abs(lp - completion.logprobs).max()))
+    assert worst < TOLERANCE
+
+
+# Tokens are a function of address and weights
+
+
+def test_other_companions_another_order_fewer_prompts(engine, base):
+    same(play(engine, [request(row) for row in (6, 5, 4, 3, 2, 1, 0)]), base)
+    for rows in ([3], [1, 5], [2, 4, 0]):
+        same(play(engine, [request(row, id=100 + row) for row in rows]), base)
+    strangers = [request(row, 10 * row + 3, id=50 + row, step=9, temperature=0.3) for row in range(1, 7)]
+    engine.submit(strangers[:3])
+    assert engine.step()  # they are in already when the others come
+    engine.submit([request(row, id=200 + row) for row in (0, 3, 6)])
+    engine.submit(strangers[3:])
+    same({(id - 200, index): c for (id, index), c in drive(engine).items() if id >= 200}, base)
+
+
+def test_after_parking_and_by_another_engine(engine, base):
+    weights = engine.parameters
+    engine.release_memory()
+    assert engine.parameters is None  # parked, it holds neither caches nor weights
+    engine.load(engine.version, weights)
+    same(play(engine, [request(3), request(0)]), base)
+    same(play(make(), [request(row) for row in (5, 1)]), base)  # of one bucket, so one prefill is compiled
+
+
+def test_fewer_siblings_than_a_group_holds(engine, base):
+    played = play(engine, [request(0, count=2), request(2, count=1), request(4)])
+    assert sorted(played) == [(0, 0), (0, 1), (2, 0), (4, 0), (4, 1), (4, 2), (4, 3)]
+    same(played, base)
+
+
+def test_other_capacities_agree_in_log_probs(base):
+    """Room for 150 tokens of prompt is padded to 192, a prompt of 140 tokens to 256."""
+    other = make(slots=8, max_prompt_tokens=150, max_completion_tokens=200)
+    requests = [request(0), request(1), request(5), request(8, 140, max_tokens=40)]
+    played = play(other, requests)
+    agree = 0
+    for key in [(row, index) for row in (0, 1, 5) for index in range(4)]:
+        ours, theirs = played[key], base[key]
+        n = min(len(ours), len(theirs))
+        equal = ours.token_ids[:n] == theirs.token_ids[:n]
+        n = n if equal.all() else int(equal.argmin())
+        agree += equal.all() and len(ours) == len(theirs)
+        assert n and np.abs(ours.logprobs[:n] - theirs.logprobs[:n]).max() < TOLERANCE
+    assert agree >= 11  # a uniform may fall on an edge
+    assert prompt_bucket(140) > -(-150 // KEY_BLOCK) * KEY_BLOCK
+    for index in range(4):
+        completion = played[8, index]
+        expected = jax.nn.log_softmax(full_logits(other, requests[-1].prompt_ids, completion))
+        expected = np.asarray(expected)[np.arange(len(completion)), completion.token_ids]
+        assert np.abs(completion.logprobs - expected).max() < TOLERANCE
+
+
+def test_steps_and_siblings_differ(engine, base):
+    again = play(engine, [request(row, step=1) for row in (0, 3)])
+    for key, completion in again.items():
+        assert completion.token_ids[:8].tolist() != base[key].token_ids[:8].tolist()
+    for row in range(len(LENGTHS)):
+        assert len({tuple(base[row, i].token_ids[:8].tolist()) for i in range(4)}) == 4
+
+
+# Ends
+
+
+def test_a_completion_ends_with_its_eos_or_is_cut(base):
+    reasons = {StopReason.EOS: 0, StopReason.LENGTH: 0}
+    last = set()
+    for completion in base.values():
+        tokens = completion.token_ids
+        ends = np.isin(tokens, EOS)
+        assert not ends[:-1].any() and completion.loss_mask.all() and completion.token_ids.dtype == np.int32
+        assert len(completion.logprobs) == len(completion.versions) == len(completion)
+        assert (completion.logprobs < 0).all() and np.isfinite(completion.logprobs).all()
+        assert completion.stop_reason == (StopReason.EOS if ends[-1] else StopReason.LENGTH)
+        assert ends[-1] or len(completion) == MAX_TOKENS
+        reasons[completion.stop_reason] += 1
+        last.add(int(tokens[-1]))
+    assert min(reasons.values()) >= 2 and last > set(EOS)  # every kind of end occurs
+
+
+def test_an_eos_as_the_last_token_allowed_is_an_eos(engine, base):
+    key, whole = next((k, c) for k, c in base.items() if c.stop_reason == StopReason.EOS and len(c) > CHUNK + 3)
+    for room, reason in ((0, StopReason.EOS), (-1, StopReason.LENGTH), (1 - len(whole), StopReason.LENGTH)):
+        cut = play(engine, [request(key[0], max_tokens=len(whole) + room)])[key]
+        assert cut.token_ids.tolist() == whole.token_ids[: len(whole) + room].tolist() and cut.stop_reason == reason
+
+
+@pytest.mark.parametrize("place", [0, 1, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 2])
+def test_a_stop_string_ends_with_the_token_that_completes_it(engine, base, place):
+    """At the first token, within a piece of decoding, over the border of two, after it; it spans up to three tokens."""
+    (row, index), whole = next((k, c) for k, c in base.items() if len(c) > place + 4)
+    size = 1 if place == 0 else 3 if place == CHUNK else 2
+    string = text(whole.token_ids[place : place + size])
+    played = play(engine, [request(row, stop=(string, "never")), request((row + 1) % 7, id=70)])
+    assert len(played[row, index]) <= place + size and played[row, index].stop_reason == StopReason.STOP
+    for i in range(4):
+        ours, without = played[row, i], base[row, i]
+        found = text(without.token_ids).find(string)
+        end = len(without) if found < 0 else found + size
+        assert ours.token_ids.tolist() == without.token_ids[:end].tolist()
+        assert ours.logprobs.tobytes() == without.logprobs[:end].tobytes()
+        assert ours.stop_reason == (without.stop_reason if found < 0 else StopReason.STOP)
+    same({k: c for k, c in played.items() if k[0] != row}, base)
+
+
+def test_greedy_takes_the_likeliest_at_each_step(engine):
+    hot = request(3, params=SamplingParams(temperature=0.7, top_p=0.5, max_tokens=60).as_greedy(), count=2)
+    played = play(engine, [hot, request(0)])
+    assert played[3, 0].token_ids.tolist() == played[3, 1].token_ids.tolist()
+    completion = played[3, 0]
+    scores = full_logits(engine, hot.prompt_ids, completion)
+    assert len(completion) >= 2 and (scores.argmax(-1) == completion.token_ids).all()
+    expected = np.asarray(jax.nn.log_softmax(scores)).max(-1)
+    assert np.abs(expected - completion.logprobs).max() < TOLERANCE
+
+
+# What is asked wrongly
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), [
+    (request(0, 101), ShoalError, "101 tokens, the sampler takes 1 to 100"),
+    (request(0, 0), ShoalError, "0 tokens"),
+    (request(0, max_tokens=101), ShoalError, "101 tokens a completion.*1 to 100.*max_completion_tokens"),
+    (request(0, max_tokens=0), ShoalError, "0 tokens a completion"),
+    (request(0, count=5), ValueError, "5 completions asked of groups of 4"),
+    (request(0, top_p=0.9), ValueError, "without truncation"),
+], ids=["long prompt", "no prompt", "many tokens", "no tokens", "siblings", "truncation"])
+def test_wrong_requests_are_refused_and_nothing_is_left_behind(engine, wrong, error, words):
+    with pytest.raises(error, match=words):
+        engine.submit([wrong])
+    assert engine.idle and not engine.progress
+
+
+def test_an_id_twice_without_weights_without_decode(engine):
+    with pytest.raises(ValueError, match="request 0 was submitted already"):
+        engine.submit([request(0, max_tokens=2), request(0, max_tokens=2)])
+    assert len(drive(engine)) == 4
+    bare = Engine(model(SMALL), slots=1, group_size=1, max_prompt_tokens=8, max_completion_tokens=8, eos_ids=EOS)
+    with pytest.raises(RuntimeError, match="no weights are loaded"):
+        bare.submit([request(1, count=1)])
+    bare.load(0, engine.parameters)
+    with pytest.raises(ValueError, match="stop strings need"):
+        bare.submit([request(1, count=1, max_tokens=8, stop=("x",))])
+
+
+# Running
+
+
+def test_versions_are_those_loaded_and_loading_waits_for_idleness(engine, base):
+    before = engine.parameters
+    engine.load(7, before)
+    engine.submit([request(0)])
+    for _ in range(2):  # while it waits, and while it runs
+        with pytest.raises(RuntimeError, match="version 8 cannot be loaded while completions of 7 are drawn"):
+            engine.load(8, before)
+        engine.step()
+    with pytest.raises(RuntimeError, match="parked"):
+        engine.release_memory()
+    played = {(0, index): c for (_, index), c in drive(engine).items()}
+    assert all((c.versions == 7).all() for c in played.values())
+    same(played, base)
+    try:
+        engine.load(8, weights(SMALL, seed=1))
+        other = play(engine, [request(0)])
+        assert all((c.versions == 8).all() for c in other.values())
+        assert other[0, 0].token_ids[:8].tolist() != base[0, 0].token_ids[:8].tolist()
+    finally:
+        engine.load(0, before)
+
+
+def test_a_step_never_waits_and_two_at_most_are_in_flight(engine, base, monkeypatch):
+    def waited(*_):
+        raise AssertionError("step waited for the device")
+
+    found, deepest = [], 0
+    engine.submit([request(row) for row in range(7)])
+    while not engine.idle:
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "device_get", waited)
+            patch.setattr(jax, "block_until_ready", waited)
+            patch.setattr(engine, "_drain_one", waited)
+            while engine.step():
+                assert len(engine.in_flight) <= MAX_IN_FLIGHT
+                assert len(engine.scheduler.running) <= engine.num_groups
+            deepest = max(deepest, len(engine.in_flight))
+            assert not engine.step()
+        found += engine.collect()
+    assert deepest == MAX_IN_FLIGHT == 2
+    same({(c.request_id, c.index): c for c in found}, base)
+
+
+def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
+    row = next(row for row in range(7) if max(len(base[row, i]) for i in range(4)) > 2 * CHUNK)
+    others = [other for other in range(7) if other != row]
+    engine.submit([request(row), *(request(other) for other in others)])
+    found = []
+    while max(len(tokens) for tokens in engine.progress[row].tokens) < CHUNK:
+        engine.step()
+        found += engine.collect()
+    waiting = next(other for other in others if other not in engine.scheduler.running and other in engine.progress)
+    engine.cancel(row)
+    engine.cancel(waiting)
+    assert row not in engine.scheduler.running and waiting not in engine.progress
+    found = {(c.request_id, c.index): c for c in found} | drive(engine)
+    assert len(found) == 28
+    cancelled = {k: found.pop(k) for k in list(found) if k[0] in (row, waiting)}
+    assert sum(c.stop_reason == StopReason.CANCELLED for k, c in cancelled.items() if k[0] == row) >= 1
+    for key, c in cancelled.items():
+        assert c.token_ids.tolist() == base[key].token_ids[: len(c)].tolist()
+        assert (c.stop_reason == StopReason.CANCELLED) == (key[0] == waiting or len(c) < len(base[key]))
+        assert key[0] != waiting or len(c) == 0
+    same(found, base)
+    same(play(engine, [request(row)]), base)  # the id may be asked again
+
+
+def test_nothing_is_compiled_after_warm_up(engine, base):
+    counter = CompilationCounter()
+    for count, seed in ((1, 0), (3, 1), (9, 2)):
+        rng = np.random.default_rng(seed)
+        played = play(engine, [
+            request(row, int(rng.integers(1, 101)), temperature=float(rng.uniform(0, 2)), count=int(rng.integers(1, 5)),
+                    max_tokens=int(rng.integers(1, 100))) for row in range(count)])
+        assert len({row for row, _ in played}) == count
+    weights = engine.parameters
+    engine.release_memory()
+    engine.load(engine.version, weights)
+    play(engine, [request(0)])
+    assert counter.read() == 0
+
+
+# Truncation
+
+
+def test_truncated_log_probs_are_those_of_the_kept_set():
+    engine = make(truncated=True, slots=8, group_size=2)
+    cuts: tuple[dict[str, Any], ...] = (
+        {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}, {})
+    requests = [request(row, 12 * row + 1, count=2, temperature=temperature, max_tokens=40, **cut)
+                for row, (cut, temperature) in enumerate(zip(cuts, (1.0, 0.7, 1.3, 0.7, 1.0), strict=True))]
+    for (row, _), completion in play(engine, requests).items():
+        p = requests[row].params
+        scores = full_logits(engine, requests[row].prompt_ids, completion)
+        expected = [np.log(truncated_probabilities(x, p.temperature, p.top_k, p.top_p, p.min_p)[token])
+                    for x, token in zip(scores, completion.token_ids, strict=True)]
+        assert np.abs(completion.logprobs - np.asarray(expected)).max() < TOLERANCE

@@ -1,0 +1,223 @@
+"""The compiled update: a shared prompt equals the flattened computation, any split gives the same gradient, no buffer
+of all tokens x vocabulary exists, a gradient that is not finite changes nothing."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import FAMILIES, ON_POLICY, QWEN3, batches, learner, random_groups, random_parameters, relative, roles
+from tiny_runs import quick_compilation
+
+from shoal.algorithm.policy_loss import POLICY_LOSSES, grpo
+from shoal.model.transformer import Model
+from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
+from shoal.trainer.step import batch_logprobs, batch_loss
+
+AS_IT_RUNS = ("test_no_buffer", "test_recomputing")
+"""Tests that look at the compiled program itself."""
+
+
+@pytest.fixture(autouse=True)
+def compiled_quickly(request):
+    with nullcontext() if request.node.name.startswith(AS_IT_RUNS) else quick_compilation():
+        yield
+
+
+def flattened(batch: LearnerBatch) -> LearnerBatch:
+    """The same tokens with every prompt in every completion's own row, as a segment without shared prefix: row r of
+    prompt length p and completion c becomes one slot of p + c tokens after a prefix of one token."""
+    rows, slots, size = batch.slots.shape
+    longest = batch.prefix.shape[1]
+    total = rows * slots
+    out = {name: np.zeros((total, 1, longest - 1 + size), getattr(batch, name).dtype)
+           for name in ("slots", "segment", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")}
+    prefix, prefix_len = np.zeros((total, 1), np.int32), np.zeros(total, np.int32)
+    for row in range(rows):
+        length = int(batch.prefix_len[row])
+        for slot in range(slots):
+            n, at = int((batch.segment[row, slot] > 0).sum()), row * slots + slot
+            if not n:
+                continue
+            prefix[at, 0], prefix_len[at] = batch.prefix[row, 0], 1
+            out["slots"][at, 0, : length - 1] = batch.prefix[row, 1:length]
+            out["segment"][at, 0, : length - 1 + n] = 1
+            for name in ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
+                out[name][at, 0, length - 1 : length - 1 + n] = getattr(batch, name)[row, slot, :n]
+    return LearnerBatch(prefix, prefix_len, temperature=batch.temperature, **out)
+
+
+def own(values, batch: LearnerBatch) -> np.ndarray:
+    return np.asarray(values)[np.asarray(batch.loss_mask)]
+
+
+def gradient(a, parameters, batch, dtype=jnp.float32):
+    model = Model(a, roles().trainer, dtype)
+    return jax.jit(jax.value_and_grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(parameters)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_prompt_equals_the_flattened_computation(family):
+    a = FAMILIES[family]
+    parameters = random_parameters(a)
+    (batch,) = batches(random_groups(a, 3, 4, 40, 30), temperature=0.7)
+    model = Model(a, roles().trainer)
+    both = [jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(parameters, b)[0]
+            for b in (batch, flattened(batch))]
+    assert np.abs(own(both[0], batch) - own(both[1], flattened(batch))).max() < 1e-5
+    (loss, shared), (flat_loss, flat) = gradient(a, parameters, batch), gradient(a, parameters, flattened(batch))
+    assert abs(loss - flat_loss) < 1e-5 * max(1, abs(flat_loss))
+    for ours, theirs in zip(jax.tree.leaves(shared), jax.tree.leaves(flat), strict=True):
+        assert relative(ours, theirs) < 1e-5
+
+
+def test_in_bfloat16_sharing_costs_no_accuracy():
+    a = QWEN3
+    parameters = random_parameters(a, scale=4.0)
+    (batch,) = batches(random_groups(a, 3, 4, 40, 30))
+    exact = gradient(a, parameters, batch)[1]
+    shared = gradient(a, parameters, batch, jnp.bfloat16)[1]
+    flat = gradient(a, parameters, flattened(batch), jnp.bfloat16)[1]
+    total = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g)]) for g in (shared, flat, exact)]
+    assert 0 < relative(total[0], total[2]) <= 1.5 * relative(total[1], total[2])
+
+
+def test_any_split_into_micro_batches_gives_the_same_update():
+    a, groups = QWEN3, random_groups(QWEN3, 5, 4, 20, 20)
+    one = learner(a)
+    state = one.init(random_parameters(a))
+    results = []
+    for micro_tokens in (10**9, 400, 60):  # all together; a few rows; a group over several rows
+        shape = choose_shape(groups, 5, 4, micro_tokens, 1)
+        total = None
+        for batch in batches(groups, shape):
+            total, _ = one.accumulate(total, state, batch)
+        results.append((shape, total))
+    assert results[0][0].rows == 5 and results[1][0].rows < 5 and results[2][0].slots < 4
+    whole = results[0][1]
+    for _, split in results[1:]:
+        assert abs(float(split.loss - whole.loss)) < 1e-5
+        for ours, theirs in zip(jax.tree.leaves(split.gradient), jax.tree.leaves(whole.gradient), strict=True):
+            assert relative(ours, theirs) < 1e-5
+        for name, (value, count) in whole.sums.items():
+            assert np.allclose(split.sums[name][0], value, rtol=1e-4) and split.sums[name][1] == count, name
+
+
+def test_several_completions_in_a_slot_equal_one_in_each():
+    """The contract's packing: segments see their own tokens and the prompt, nothing of each other."""
+    a = QWEN3
+    (log_ratio,) = batches(random_groups(a, 1, 2, 9, 8))
+    lengths = [int((log_ratio.segment[0, s] > 0).sum()) for s in range(2)]
+    merged = {}
+    for name in ("slots", "segment", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
+        value = np.asarray(getattr(log_ratio, name))
+        joined = np.concatenate([value[0, s, : lengths[s]] * (s + 1 if name == "segment" else 1) for s in range(2)])
+        merged[name] = joined.astype(value.dtype)[None, None]
+    together = replace(log_ratio, **merged)
+    parameters = random_parameters(a)
+    (loss, ours), (same, theirs) = gradient(a, parameters, together), gradient(a, parameters, log_ratio)
+    assert abs(loss - same) < 1e-5
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert relative(x, y) < 1e-5
+
+
+def test_empty_rows_change_nothing_and_their_gradient_is_finite():
+    a, groups = QWEN3, random_groups(QWEN3, 2, 2, 9, 8)
+    shape = choose_shape(groups, 2, 2, 10**9, 1)
+    (full,), (padded,) = batches(groups, shape), batches(groups, replace(shape, rows=5))
+    parameters = random_parameters(a)
+    (loss, ours), (same, theirs) = gradient(a, parameters, padded), gradient(a, parameters, full)
+    assert abs(loss - same) < 1e-6
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert np.isfinite(x).all() and relative(x, y) < 1e-5
+
+
+def test_an_update_without_rows_applies_a_zero_gradient():
+    a = QWEN3
+    empty = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), Shape(2, 16, 2, 16), 1.0)
+    one = learner(a)
+    state = one.init(random_parameters(a))
+    total, _ = one.accumulate(None, state, empty[0].arrays)
+    after, applied = one.apply(state, total)
+    assert float(applied.grad_norm) == 0 and int(applied.skipped) == 0 and int(after.updates) == 1
+    for x, y in zip(jax.tree.leaves(after.trainable), jax.tree.leaves(state.trainable), strict=True):
+        assert (np.asarray(x) == np.asarray(y)).all()
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
+    a = QWEN3
+    one = learner(a)
+    state = one.init(random_parameters(a))
+    (batch,) = batches(random_groups(a, 2, 2, 9, 8))
+    weight = np.array(batch.weight)
+    weight[0, 0, 0] = np.inf
+    total, _ = one.accumulate(None, state, replace(batch, weight=weight))
+    moments = jax.tree.map(np.array, state.optimizer)
+    after, applied = one.apply(state, total)
+    assert int(applied.skipped) == 1 and int(after.updates) == 0
+    for x, y in zip(jax.tree.leaves((after.trainable, after.optimizer)),
+                    jax.tree.leaves((state.trainable, moments)), strict=True):
+        assert (np.asarray(x) == np.asarray(y)).all()
+
+
+def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_taken(monkeypatch):
+    parameters = random_parameters(QWEN3)
+    (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
+
+    def norm() -> tuple[float, int]:
+        one = learner(QWEN3)
+        state = one.init(parameters)
+        total, _ = one.accumulate(None, state, batch)
+        _, applied = one.apply(state, total)
+        return float(applied.grad_norm), one._accumulate._cache_size()
+
+    first = norm()
+    assert norm() == first == (first[0], 1)
+
+    def doubled(*arguments):
+        token_loss, metrics = grpo(*arguments)
+        return 2 * token_loss, metrics
+
+    monkeypatch.setitem(POLICY_LOSSES, "grpo", doubled)
+    assert norm()[0] == pytest.approx(2 * first[0], rel=1e-6)
+
+
+def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
+    """T = 12 x 64 completion tokens, V = 1009, 8 tokens of each of 2 rows a chunk: the compiled update holds logits of
+    a chunk and none of all tokens; without chunks it holds them, so the search can find one."""
+    a = replace(QWEN3, vocab_size=1009, tie_embeddings=False)
+    groups = random_groups(a, 2, 6, 16, 64)
+    (batch,) = batches(groups)
+
+    def largest(chunk_elements: int) -> int:
+        objective = replace(ON_POLICY, chunk_elements=chunk_elements)
+        model = Model(a, roles().trainer)
+        step = jax.jit(jax.value_and_grad(lambda p, b: batch_loss(model, objective, p, b)[0]))
+        text = step.lower(random_parameters(a), batch).compile().as_text()
+        sizes = [int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]", text)
+                 if "1009" in dims.split(",")]
+        return max(sizes)
+
+    rows, slots, length = batch.slots.shape
+    assert (rows, slots * length) == (2, 6 * 64)
+    assert largest(2 * 8 * 1009) <= max(2 * 8 * 1009, 32 * 1009)  # a chunk, or the unembedding itself
+    assert largest(2**25) >= rows * slots * length * 1009
+
+
+def test_recomputing_blocks_changes_no_gradient():
+    a, groups = QWEN3, random_groups(QWEN3, 2, 2, 9, 8)
+    (batch,) = batches(groups)
+    parameters = random_parameters(a)
+
+    def of(model: Model):
+        return jax.jit(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(parameters)
+
+    support_ids, *others = (of(Model(a, roles().trainer, remat=remat)) for remat in ("none", "dots", "full"))
+    for recomputed in others:
+        for x, y in zip(jax.tree.leaves(support_ids), jax.tree.leaves(recomputed), strict=True):
+            assert relative(x, y) < 1e-6

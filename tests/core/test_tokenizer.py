@@ -1,0 +1,420 @@
+"""Prompt ids equal transformers'; what is read from a folder, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import CHATML, SPECIAL, write_tokenizer
+from tokenizers import processors
+
+from shoal.model.tokenizer import Tokenizer
+from shoal.types import ShoalError
+
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+QWEN25 = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+    {%- endfor %}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are kind.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or
+           (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+QWEN3 = """{%- set ns = namespace(multi_step=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step = false %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "assistant" %}
+        {%- set reasoning = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n<think>\\n' + reasoning + '\\n</think>\\n\\n' + content + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+GENERATION = """{% for message in messages %}
+    {% if message.role == 'system' %}
+        {% continue %}
+    {% endif %}
+    {% if message.role == 'assistant' %}
+        {% generation %}
+        {% set said = message.content %}
+{{ said }}{{ eos_token }}
+        {% endgeneration %}
+    {% else %}
+{{ message.content | tojson(indent=2) }}
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+> {% endif %}"""
+
+TEMPLATES = {"llama3": LLAMA3, "qwen2.5": QWEN25, "qwen3": QWEN3, "generation": GENERATION, "chatml": CHATML}
+STYLES = {"llama3": "llama3"}
+
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "text": "é <b> \"q\""}}}]
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": [{"role": "user", "content": "2 + 3 = ?"}],
+    "system": [
+        {"role": "system", "content": " Be brief.\n"},
+        {"role": "user", "content": "the user's <tag> & é 🐟\n\n"},
+    ],
+    "turns": [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
+        {"role": "user", "content": "  and the other?  "},
+    ],
+    "reasoning": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning": "because", "tool_calls": None},
+        {"role": "user", "content": "c"},
+    ],
+    "special tokens in the text": [{"role": "user", "content": "<|im_end|><|eot_id|> no <|begin_of_text|>"}],
+}
+
+
+def user(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("transformers")
+    module.logging.set_verbosity_error()
+    return module
+
+
+@pytest.fixture(scope="module")
+def pairs(transformers, tmp_path_factory):
+    """Our tokenizer and theirs, for each template."""
+    made = {}
+    for name, template in TEMPLATES.items():
+        folder = tmp_path_factory.mktemp(name)
+        write_tokenizer(folder, STYLES.get(name, "chatml"), template)
+        made[name] = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    return made
+
+
+def their_ids(theirs: Any, messages: list[dict[str, Any]]) -> list[int]:
+    return list(theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+# Prompt ids
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompt_ids_equal_transformers(pairs, template, conversation):
+    ours, theirs = pairs[template]
+    messages = CONVERSATIONS[conversation]
+    ids = ours.encode_prompt(messages)
+    assert ids.dtype == np.int32 and ids.ndim == 1
+    assert ids.tolist() == their_ids(theirs, messages)
+
+
+def test_tool_calls_equal_transformers(pairs):
+    ours, theirs = pairs["qwen2.5"]
+    messages = [*user("a"), {"role": "assistant", "tool_calls": CALL}, *user("b")]
+    assert ours.encode_prompt(messages).tolist() == their_ids(theirs, messages)
+    assert '{"a": 1, "text": "é <b> \\"q\\""}' in ours.render(messages)  # neither escaped for HTML nor to ASCII
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=4), template=st.sampled_from(sorted(TEMPLATES)))
+def test_any_text_equals_transformers(pairs, texts, template):
+    ours, theirs = pairs[template]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    assert ours.encode_prompt(messages).tolist() == their_ids(theirs, messages)
+    assert ours.encode_prompt(texts[0]).tolist() == theirs(texts[0])["input_ids"]
+
+
+def test_what_the_templates_give(tmp_path):
+    write_tokenizer(tmp_path, "llama3", LLAMA3)
+    tokenizer = Tokenizer.load(tmp_path)
+    today = datetime.now().strftime("%d %b %Y")
+    assert tokenizer.render(user(" 1 ")) == (
+        f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: {today}\n\n<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    ids = tokenizer.encode_prompt(user("1")).tolist()
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1  # the template's, not another
+    given = Tokenizer.load(tmp_path, GENERATION)
+    turns = [{"role": "system", "content": "x"}, *user('"'), {"role": "assistant", "content": "b"}]
+    assert given.render(turns) == '"\\""\nb<|eot_id|>\n> '
+
+
+def test_data_from_parquet_renders_like_plain_data(tmp_path):
+    write_tokenizer(tmp_path, "chatml", QWEN25)
+    tokenizer = Tokenizer.load(tmp_path)
+    arrays: Any = [{"role": "assistant", "tool_calls": np.array([CALL[0]], object), "content": None}]
+    assert tokenizer.render(arrays) == tokenizer.render([{"role": "assistant", "tool_calls": CALL}])
+
+
+# Texts and models without a template
+
+
+def test_a_text_is_encoded_as_it_stands(transformers, tmp_path):
+    for style in SPECIAL:
+        write_tokenizer(tmp_path / style, style)
+        ours, theirs = Tokenizer.load(tmp_path / style), transformers.AutoTokenizer.from_pretrained(tmp_path / style)
+        assert ours.encode_prompt("the user in 10").tolist() == theirs("the user in 10")["input_ids"]
+
+
+def test_never_a_second_bos_nor_a_closing_eos(tmp_path):
+    backend = write_tokenizer(tmp_path, "plain")
+    tokenizer = Tokenizer.load(tmp_path)
+    once = tokenizer.encode_prompt("<s>hello").tolist()
+    assert once == tokenizer.encode_prompt("hello").tolist() and once.count(tokenizer.bos_id) == 1
+    bos, eos = (backend.token_to_id(token) for token in ("<s>", "</s>"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", bos), ("</s>", eos)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    closing = Tokenizer.load(tmp_path)
+    assert closing.encode_prompt("hello").tolist() == once
+    assert closing.encode_prompt("hello</s>").tolist() == [*once, eos]  # the text's own stays
+
+
+def test_without_a_template_messages_are_written_plainly(tmp_path):
+    write_tokenizer(tmp_path, "plain")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert not tokenizer.has_template
+    assert "no chat template" in tokenizer.notes[0] and "model.template" in tokenizer.notes[0]
+    rules, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "yes"}
+    turns = [rules, *user("hi"), answer, *user("?")]
+    text = "Be brief.\nUser: hi\nAssistant: yes\nUser: ?\nAssistant:"
+    assert tokenizer.render(turns) == text
+    assert tokenizer.encode_prompt(turns).tolist() == tokenizer.encode_prompt(text).tolist()
+    assert tokenizer.encode_prompt(turns)[0] == tokenizer.bos_id
+
+
+def test_decode_is_the_inverse(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    prompt = tokenizer.encode_prompt(user("2 + 3 é 🐟"))
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == (
+        "<|im_start|>user\n2 + 3 é 🐟<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(prompt) == "user\n2 + 3 é 🐟\nassistant\n"
+    assert tokenizer.token_text(tokenizer.eos_ids[0]) == "<|im_end|>"
+    assert [tokenizer.token_text(id) for id in tokenizer.encode_prompt("a the user")] == ["a", " the", " ", "user"]
+    assert tokenizer.token_text(10_000) == "<10000>"
+
+
+# Which template
+
+
+def test_a_template_may_be_given_as_text_or_file(tmp_path):
+    write_tokenizer(tmp_path, "plain")
+    text = "{{ bos_token }}{{ messages[0].content }}?"
+    file = tmp_path / "mine.jinja"
+    file.write_text(text)
+    for template in (text, str(file)):
+        tokenizer = Tokenizer.load(tmp_path, template)
+        assert tokenizer.has_template and not tokenizer.notes
+        assert tokenizer.encode_prompt(user("a")).tolist() == tokenizer.encode_prompt("<s>a?").tolist()
+    with pytest.raises(ShoalError, match="neither a file nor a Jinja template"):
+        Tokenizer.load(tmp_path, "absent.jinja")
+
+
+def test_the_templates_of_a_folder(tmp_path):
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert Tokenizer.load(tmp_path).render(user("a")) == "d"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
+    with pytest.raises(ShoalError, match="chat templates rag but no default"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert Tokenizer.load(tmp_path).render(user("a")) == "file"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refused a prompt"),
+        ("{{ messages.append(1) }}", "refused a prompt"),  # the sandbox: nothing may be changed
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused a prompt"),  # nor reached
+    ],
+)
+def test_a_template_that_refuses(tmp_path, template, said):
+    write_tokenizer(tmp_path)
+    with pytest.raises(ShoalError, match=said):
+        Tokenizer.load(tmp_path, template).encode_prompt(user("a"))
+
+
+def test_a_template_that_is_no_jinja(tmp_path):
+    write_tokenizer(tmp_path)
+    with pytest.raises(ShoalError, match="not valid Jinja"):
+        Tokenizer.load(tmp_path, "{% for %}")
+
+
+@pytest.mark.parametrize("messages", [[], ["text"], [None]])
+def test_prompts_that_are_no_messages(tmp_path, messages):
+    write_tokenizer(tmp_path)
+    with pytest.raises(ShoalError, match="a list of messages"):
+        Tokenizer.load(tmp_path).encode_prompt(messages)
+
+
+# Special tokens
+
+
+def change(file: Path, **values: Any) -> None:
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**config, **values}))
+
+
+def test_end_of_sequence_ids_come_from_the_first_that_names_them(tmp_path):
+    backend = write_tokenizer(tmp_path)
+    generation, config = tmp_path / "generation_config.json", tmp_path / "config.json"
+    own = backend.token_to_id("<|im_end|>")
+    change(generation, eos_token_id=[5, 6])
+    change(config, eos_token_id=7)
+    assert Tokenizer.load(tmp_path).eos_ids == (5, 6)
+    assert "not among" in Tokenizer.load(tmp_path).notes[0]
+    change(generation, eos_token_id=8)
+    assert Tokenizer.load(tmp_path).eos_ids == (8,)
+    generation.unlink()
+    assert Tokenizer.load(tmp_path).eos_ids == (7,)
+    change(config, eos_token_id=None)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_ids == (own,) and tokenizer.notes == []
+    change(tmp_path / "tokenizer_config.json", eos_token=None)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_ids == () and "no end-of-sequence" in tokenizer.notes[0]
+
+
+def test_padding_and_beginning(tmp_path):
+    backend = write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.pad_id == backend.token_to_id("<|endoftext|>") and tokenizer.bos_id is None
+    change(tmp_path / "tokenizer_config.json", pad_token=None, bos_token={"content": "<|im_start|>"})
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.pad_id == tokenizer.eos_ids[0] and tokenizer.bos_id == backend.token_to_id("<|im_start|>")
+    change(tmp_path / "generation_config.json", pad_token_id=9)
+    assert Tokenizer.load(tmp_path).pad_id == 9
+
+
+def test_tokens_that_only_the_config_knows(transformers, tmp_path):
+    size = write_tokenizer(tmp_path).get_vocab_size()
+    file = tmp_path / "tokenizer_config.json"
+    change(file, pad_token="<pad>", unk_token="<unk>", additional_special_tokens=["<more>"])
+    ours, theirs = Tokenizer.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<more><pad>b <unk>"
+    assert ours.encode_prompt(text).tolist() == theirs(text)["input_ids"]
+    assert ours.vocab_size == size + 3 == len(theirs) and ours.pad_id == theirs.pad_token_id
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    (tmp_path / "generation_config.json").unlink()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert Tokenizer.load(tmp_path).eos_ids == (theirs.eos_token_id,)
+
+
+def test_padding_and_truncation_in_the_file_do_nothing(tmp_path):
+    backend = write_tokenizer(tmp_path)
+    backend.enable_truncation(3)
+    backend.enable_padding(length=40)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.load(tmp_path).encode_prompt("abcdefgh")) == 8
+
+
+def test_the_vocabulary_must_fit_the_model(tmp_path):
+    size = write_tokenizer(tmp_path).get_vocab_size()
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == size
+
+    def check(tokenizer: Tokenizer, vocab_size: int) -> None:
+        tokenizer.check_vocabulary(SimpleNamespace(vocab_size=vocab_size))  # type: ignore[arg-type]
+
+    check(tokenizer, size)
+    check(tokenizer, size + 100)  # models round their embedding up
+    with pytest.raises(ShoalError, match=f"up to {size - 1}.*has {size - 1} entries"):
+        check(tokenizer, size - 1)
+    change(tmp_path / "generation_config.json", eos_token_id=[1, 5000])
+    with pytest.raises(ShoalError, match="up to 5000"):
+        check(Tokenizer.load(tmp_path), size)
+
+
+def test_no_tokenizer_or_a_broken_one(tmp_path):
+    with pytest.raises(ShoalError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ShoalError, match="no valid tokenizer"):
+        Tokenizer.load(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ShoalError, match="as JSON"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,531 @@
+"""What is told of a run: metrics and their reductions, the run's folder, the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+import re
+from datetime import datetime
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.report import sink
+from shoal.report.console import Console, Pace, SolvedProblem, printable
+from shoal.report.figures import duration, evaluation_text, step_figures, summary_rows
+from shoal.report.folder import RunFolder
+from shoal.report.lines import json_line, json_ready
+from shoal.report.metrics import _TABLE, METRICS, MetricSet, Reduction, metric, pass_at_k, wilson_interval
+from shoal.report.sink import JsonlSink
+from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
+
+# ---- metrics
+
+
+def test_the_table_is_whole():
+    assert len(METRICS) == len(_TABLE.strip().splitlines())  # no name twice
+    for name, row in METRICS.items():
+        assert row.name == name and row.unit and row.meaning
+        assert re.fullmatch(r"[a-z_]+(/[a-z_]+)?(/\{(function|name)\})?", name)
+    assert METRICS["completions/length_max"].reduction is Reduction.MAX
+    assert METRICS["version"].reduction is Reduction.LAST
+
+
+def test_each_reduction():
+    metrics = MetricSet()
+    for name, value, count in [
+        ("kl", 0.6, 3), ("kl", 0.2, 1),
+        ("tokens/sampled", 10, 4), ("tokens/sampled", 5, 1),
+        ("completions/length_min", 7, 1), ("completions/length_min", 3, 1), ("completions/length_min", 9, 1),
+        ("completions/length_max", 7, 1), ("completions/length_max", 9, 1), ("completions/length_max", 3, 1),
+        ("lr", 0.5, 1), ("lr", 0.25, 1),
+    ]:
+        metrics.add(name, value, count)
+    assert metrics.result() == {"completions/length_min": 3, "completions/length_max": 9, "kl": pytest.approx(0.2),
+                                "lr": 0.25, "tokens/sampled": 15}
+
+
+def test_a_mean_is_of_items_not_of_means():
+    metrics = MetricSet()
+    metrics.add("entropy", 1.0 * 90, 90)
+    metrics.add("entropy", 0.0, 10)
+    assert metrics.result() == {"entropy": 0.9}
+
+
+def test_nothing_added_is_absent_and_never_zero():
+    metrics = MetricSet()
+    metrics.add("kl", 0.0, count=0)
+    metrics.add("completions/length_min", 0, count=0)
+    assert metrics.result() == {}
+    metrics.add("kl", 0.0, count=2)
+    assert metrics.result() == {"kl": 0.0}
+
+
+def test_reward_functions_have_a_name_each_and_a_place_in_the_order():
+    metrics = MetricSet()
+    for name, value, count in (("lr", 1e-4, 1), ("rewards/format", 3, 4), ("rewards/correct", 1, 4),
+                               ("reward/mean", 1.5, 4)):
+        metrics.add(name, value, count)
+    assert list(metrics.result().items()) == [("reward/mean", 0.375), ("rewards/correct", 0.25),
+                                              ("rewards/format", 0.75), ("lr", 1e-4)]
+    assert metric("rewards/format").name == "rewards/format"
+
+
+@pytest.mark.parametrize("name", ["rewards", "rewards/", "reward", "reward/mena", "", "kl/x"])
+def test_an_unknown_name_is_an_error(name):
+    with pytest.raises(ValueError, match="unknown metric"):
+        MetricSet().add(name, 1.0)
+
+
+def test_the_nearest_name_is_said_and_a_negative_count_refused():
+    with pytest.raises(ValueError, match="did you mean 'reward/mean'"):
+        MetricSet().add("reward/mena", 1.0)
+    with pytest.raises(ValueError, match="count must be 0 or more, came -1"):
+        MetricSet().add("kl", 1.0, -1)
+
+
+@pytest.mark.parametrize("name", ["kl", "completions/length_max", "completions/length_min", "loss"])
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+def test_nan_is_not_hidden(name, values):
+    metrics = MetricSet()
+    for value in values:
+        metrics.add(name, np.float32(value))
+    assert math.isnan(metrics.result()[name])
+
+
+@pytest.mark.parametrize(("n", "c", "k", "share"), [
+    (4, 1, 2, Fraction(1, 2)),      # 6 pairs of 4, 3 hold the right one
+    (5, 2, 3, Fraction(9, 10)),     # 10 triples, 1 is all wrong
+    (8, 1, 1, Fraction(1, 8)),
+    (8, 3, 8, Fraction(1)),
+    (8, 0, 8, Fraction(0)),
+    (8, 8, 1, Fraction(1)),
+    (10, 3, 4, Fraction(5, 6)),     # 1 - C(7,4)/C(10,4) = 1 - 35/210
+    (3, 2, 2, Fraction(1)),         # one wrong cannot fill two
+])
+def test_pass_at_k_by_hand(n, c, k, share):
+    assert pass_at_k(n, c, k) == pytest.approx(float(share), abs=1e-15)
+
+
+def test_pass_at_k_equals_counting_all_draws():
+    for n, c, k in itertools.product(range(1, 7), range(7), range(1, 7)):
+        if c <= n and k <= n:
+            draws = list(itertools.combinations(range(n), k))
+            right = sum(any(i < c for i in draw) for draw in draws)
+            assert pass_at_k(n, c, k) == pytest.approx(right / len(draws), abs=1e-12)
+
+
+def test_pass_at_k_is_stable_and_bounded():
+    assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5, abs=1e-9)
+    assert pass_at_k(2000, 1000, 1000) == 1.0
+
+
+@pytest.mark.parametrize("k", [0, -1, 5])
+def test_pass_at_k_needs_k_samples(k):
+    with pytest.raises(ShoalError, match=rf"pass@{k} needs k from 1 to .* which are 4"):
+        pass_at_k(4, 2, k)
+
+
+@pytest.mark.parametrize("correct", [-1, 5])
+def test_pass_at_k_refuses_impossible_counts(correct):
+    with pytest.raises(ValueError, match="num_correct"):
+        pass_at_k(4, correct, 1)
+
+
+def test_wilson_interval_by_hand():
+    # by hand, z^2 = 3.8415: 0 of 10 gives z^2 / (10 + z^2); 50 of 100 is symmetrical about a half
+    assert wilson_interval(0, 10) == (0.0, pytest.approx(3.841459 / 13.841459, abs=1e-6))
+    assert wilson_interval(10, 10) == (pytest.approx(10 / 13.841459, abs=1e-6), 1.0)
+    assert wilson_interval(50, 100) == (pytest.approx(0.403832, abs=1e-6), pytest.approx(0.596168, abs=1e-6))
+    assert wilson_interval(1, 4) == (pytest.approx(0.045587, abs=1e-6), pytest.approx(0.699358, abs=1e-6))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10_000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
+def test_wilson_interval_holds_the_share(pair):
+    correct, total = pair
+    low, high = wilson_interval(correct, total)
+    assert 0 <= low <= correct / total <= high <= 1 and low < high
+
+
+@pytest.mark.parametrize(("correct", "total"), [(0, 0), (2, 1), (-1, 3)])
+def test_wilson_interval_refuses_what_is_no_share(correct, total):
+    with pytest.raises(ValueError, match="0 <= correct <= total"):
+        wilson_interval(correct, total)
+
+
+# ---- JSON
+
+
+def strict(text: str):
+    """Parses JSON and fails on the NaN and Infinity that Python's reader would let pass."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+@pytest.mark.parametrize(("value", "ready"), [
+    (math.nan, None), (-math.inf, None), (np.float32("nan"), None), (np.float64("inf"), None),
+    (np.float32(0.1), 0.1), (np.float16(0.1), 0.1), (np.float64(0.1), 0.1), (np.float32(1e-7), 1e-7),
+    (np.int64(3), 3), (np.bool_(True), True), (True, True), (None, None), (np.str_("a"), "a"),
+    (np.array([[1, 2]], np.int32), [[1, 2]]), (np.array([True, False]), [True, False]), (np.array(2.5), 2.5),
+    (np.array([0.1, np.nan], np.float32), [0.1, None]), (np.array(["a", None], object), ["a", None]),
+    ((1, {2}), [1, [2]]), ({3: np.float32(0.5)}, {"3": 0.5}), ({Purpose.TRAIN: StopReason.EOS}, {"train": "eos"}),
+    (Path("a/b"), "a/b"), (b"a\xff", "a\\xff"), (np.zeros((0,), np.float32), []),
+])
+def test_every_value_becomes_json(value, ready):
+    assert json_ready(value) == ready
+    assert type(json_ready(value)) is type(ready)
+    assert strict(json_line(value)) == ready
+
+
+def test_bfloat16_becomes_json():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert json_ready(np.array([0.5, np.nan], ml_dtypes.bfloat16)) == [0.5, None]
+
+
+@settings(deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
+def test_a_record_is_one_strict_line(value):
+    line = json_line({"value": value})
+    assert len(line.splitlines()) == 1
+    assert list(strict(line)) == ["value"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_float32_comes_back_bit_for_bit(values):
+    array = np.array(values, np.float32)
+    back = np.array(strict(json_line(array)), np.float32)
+    assert back.tobytes() == array.tobytes()
+
+
+def test_jsonl_flushes_each_line_and_writes_any_text(tmp_path):
+    path = tmp_path / "m.jsonl"
+    sink_ = JsonlSink(path)
+    sink_.write(1, {"reward/mean": np.float32(0.25), "loss": math.nan, "step": 99})
+    assert [strict(line) for line in path.read_text("utf-8").splitlines()] == [
+        {"step": 1, "reward/mean": 0.25, "loss": None}]
+    sink_.write(2, {"text": "é\u2028\ud83d\x00\n"})
+    sink_.close()
+    lines = path.read_text("utf-8").splitlines()
+    assert len(lines) == 2
+    assert strict(lines[1]) == {"step": 2, "text": "é\u2028\ud83d\x00\n"}
+    assert lines[1].startswith('{"step": 2')
+
+
+# ---- the run's folder
+
+
+NOON = datetime(2026, 11, 21, 12, 0, 5)
+
+
+def test_a_folder_by_date_and_time_or_by_name(tmp_path):
+    with RunFolder.create(tmp_path, now=NOON) as folder:
+        assert folder.path == tmp_path / "2026-11-21" / "12-00-05"
+    for suffix in ("-1", "-2"):
+        with RunFolder.create(tmp_path, now=NOON) as folder:
+            assert folder.path == tmp_path / "2026-11-21" / f"12-00-05{suffix}"
+    with RunFolder.create(tmp_path, "first") as folder:
+        assert folder.path == tmp_path / "first"
+
+
+def test_a_named_folder_that_holds_something_is_refused_untouched(tmp_path):
+    (tmp_path / "empty").mkdir()
+    RunFolder.create(tmp_path, "empty").close()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ShoalError, match=r"holds something that is no run \(notes.txt, no config.yaml\)"):
+        RunFolder.create(tmp_path, "full")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["../other", "/other", ".", "a/../../b", "a\0b"])
+def test_a_run_name_stays_under_its_base(tmp_path, name):
+    with pytest.raises(ShoalError, match="run_name"):
+        RunFolder.create(tmp_path / "base", name)
+    assert not (tmp_path / "base").exists()
+
+
+@pytest.mark.parametrize("run_name", ["", "first"])
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, run_name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ShoalError, match=r"cannot write .*file.*: .*base_output_directory"):
+        RunFolder.create(tmp_path / "file", run_name)
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkeypatch):
+    folder = RunFolder.create(tmp_path, "first")
+    folder.write_summary({"accuracy_before": 0.5})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sink.os, "replace", full)
+    with pytest.raises(ShoalError, match=r"cannot write .*summary\.json: No space left"):
+        folder.write_summary({"accuracy_before": 0.6})
+    monkeypatch.undo()
+    folder.close()
+    assert strict(folder.summary_path.read_text()) == {"accuracy_before": 0.5}
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_settings_metrics_evaluations_summary(tmp_path):
+    with RunFolder.create(tmp_path, "first") as folder:
+        folder.write_config("seed: 3\n", "seed: 3")
+        folder.write_metrics(1, {"reward/mean": 0.5})
+        folder.write_metrics(2, {"reward/mean": 0.6})
+        folder.write_evaluation(0, "held_out", {"accuracy": np.float64(0.5), "protocol": "greedy"})
+        folder.write_summary({"accuracy_after": np.float32(0.7), "seconds_by_phase": {"train": math.inf}})
+    assert folder.config_path.read_text() == folder.config_difference_path.read_text() == "seed: 3\n"
+    lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
+    assert [strict(line)["step"] for line in lines] == [1, 2]
+    assert strict((tmp_path / "first" / "evaluations.jsonl").read_text()) == {
+        "step": 0, "name": "held_out", "accuracy": 0.5, "protocol": "greedy"}
+    assert strict(folder.summary_path.read_text()) == {"accuracy_after": 0.7, "seconds_by_phase": {"train": None}}
+
+
+def make_completion(index: int, tokens: list[int], reason: StopReason = StopReason.EOS, drawn: list[bool] | None = None,
+                    version: int = 3) -> Completion:
+    size = len(tokens)
+    return Completion(request_id=1, index=index, token_ids=np.array(tokens, np.int32),
+                      logprobs=np.full(size, -0.1, np.float32), loss_mask=np.array(drawn or [True] * size),
+                      versions=np.full(size, version, np.int32), stop_reason=reason)
+
+
+def make_group(**changes) -> Group:
+    group = Group(
+        purpose=Purpose.TRAIN, step=12, version=3,
+        example=Example(row=17, prompt=[{"role": "user", "content": "2 + 3 = ?"}],
+                        columns={"answer": "5", "value": np.int64(5)}),
+        prompt_ids=np.array([5, 8, 13], np.int32),
+        completions=(make_completion(0, [7, 9, 2]),
+                     make_completion(1, [7, 8], StopReason.LENGTH, [True, False], version=2)),
+        texts=("5", "six \ud83d"), rewards=np.array([1.1, np.nan]),
+        reward_components={"correct": np.array([1.0, np.nan])}, valid=np.array([True, False]))
+    return dataclasses.replace(group, **changes)
+
+
+def test_groups_are_written_with_what_the_trainer_returned(tmp_path):
+    with RunFolder.create(tmp_path, "first") as folder:
+        arrays = [[{"trainer_logprobs": np.array([-0.1, -0.2, -0.3], np.float32)}, None]]
+        path = folder.write_groups(12, [make_group()], np.array([[0.7, 0.0]], np.float32), arrays)
+    assert path == tmp_path / "first" / "groups" / "step_000012.jsonl"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    (line,) = path.read_text("utf-8").splitlines()
+    assert strict(line) == {
+        "purpose": "train", "step": 12, "version": 3, "subset": "train", "row": 17,
+        "prompt": [{"role": "user", "content": "2 + 3 = ?"}], "prompt_ids": [5, 8, 13],
+        "columns": {"answer": "5", "value": 5},
+        "completions": [
+            {"text": "5", "token_ids": [7, 9, 2], "logprobs": [-0.1, -0.1, -0.1], "stop_reason": "eos",
+             "reward": 1.1, "components": {"correct": 1.0}, "valid": True, "advantage": 0.7,
+             "trainer_logprobs": [-0.1, -0.2, -0.3]},
+            {"text": "six \ud83d", "token_ids": [7, 8], "logprobs": [-0.1, -0.1], "stop_reason": "length",
+             "reward": None, "components": {"correct": None}, "valid": False, "advantage": 0.0,
+             "drawn": [True, False], "versions": [2, 2]},
+        ],
+    }
+
+
+def test_groups_of_an_evaluation_lie_beside_those_of_the_step(tmp_path):
+    with RunFolder.create(tmp_path, "first") as folder:
+        evaluated = make_group(purpose=Purpose.EVALUATE, subset="held out", correct=np.array([True, False]),
+                               extra={"parsed": ["5", "six"]})
+        paths = [folder.write_groups(12, [make_group()] * 2), folder.write_groups(12, [evaluated]),
+                 folder.write_groups(12, [evaluated], name="pass_at_8")]
+    assert [path.name for path in paths] == ["step_000012.jsonl", "evaluate_held_out_000012.jsonl",
+                                             "pass_at_8_000012.jsonl"]
+    assert len(paths[0].read_text().splitlines()) == 2
+    first, second = strict(paths[1].read_text())["completions"]
+    assert (first["correct"], second["correct"]) == (True, False)
+    assert (first["extra"], second["extra"]) == ({"parsed": "5"}, {"parsed": "six"})
+    assert "advantage" not in first and "trainer_logprobs" not in first
+
+
+@pytest.mark.parametrize(("advantages", "arrays", "what"), [
+    ([], None, "advantages: expected one entry for each of 1 groups"),
+    ([[1.0]], None, "advantages: expected one entry for each of 2 completions"),
+    (None, [], "token_arrays: expected one entry for each of 1 groups"),
+    (None, [[None]], "token_arrays: expected one entry for each of 2 completions"),
+    (None, [[{"trainer_logprobs": np.zeros(2)}, None]], "expected 3 values, one a token, came 2"),
+    (None, [[{"logprobs": np.zeros(3)}, None]], "already has a field"),
+])
+def test_groups_with_arrays_of_another_shape_are_refused_and_nothing_is_left(tmp_path, advantages, arrays, what):
+    with RunFolder.create(tmp_path, "first") as folder:
+        with pytest.raises(ValueError, match=what):
+            folder.write_groups(12, [make_group()], advantages, arrays)
+        assert not folder.groups_path.exists() or not os.listdir(folder.groups_path)
+
+
+# ---- the terminal
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+METRICS_OF_A_STEP = {
+    "loss": 0.0, "reward/mean": 0.625, "groups/nonzero_std": 0.72, "completions/length_mean": 41.26,
+    "completions/truncated": 0.02, "throughput/sample_tokens_per_second": 12_345.0,
+    "throughput/train_tokens_per_second": 812.0,
+}
+
+
+def plain(steps: int, seconds: float) -> list[str]:
+    stream, clock = io.StringIO(), Clock()
+    with Console(stream, terminal=False, clock=clock) as console:
+        for step in range(1, steps + 1):
+            clock.now += seconds
+            console.step(step, steps, METRICS_OF_A_STEP)
+    return stream.getvalue().splitlines()
+
+
+def test_a_plain_line_says_what_matters():
+    lines = plain(200, 0.5)
+    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  informative 72%  length 41.3  cut 2%  "
+                        "sampling 12.3k tokens/s  training 812 tokens/s")
+    assert lines[2].startswith("step 3/200  0:02 elapsed, 1:38 left  reward 0.625")
+    assert not any("loss" in line or "kl" in line for line in lines)
+
+
+def test_plain_lines_come_first_then_by_time_or_tenth_and_last():
+    assert [int(line.split()[1].split("/")[0]) for line in plain(20, 0.01)] == [1, 2, 3, *range(4, 21, 2)]
+    by_time = [int(line.split()[1].split("/")[0]) for line in plain(200, 0.5)]
+    assert by_time[:4] == [1, 2, 3, 13] and by_time[-1] == 200
+    assert max(b - a for a, b in itertools.pairwise(by_time)) == 10  # 5 s at 0.5 s a step
+    assert len(plain(7, 6.0)) == 7
+    assert len(plain(0, 1.0)) == 0
+
+
+def test_kl_and_skipped_updates_show_when_there():
+    assert step_figures({"kl": 0.00123, "update/skipped": 2.0}) == ["kl 0.00123", "skipped updates 2"]
+    assert step_figures({"update/skipped": 0.0}) == []
+    assert step_figures({"reward/mean": math.nan}) == ["reward nan"]
+
+
+def test_time_left_forgets_a_slow_first_step():
+    pace = Pace(0.0, window=4)
+    pace.mark(60.0, 1)
+    assert pace.left(9) is None
+    for step in range(2, 10):
+        pace.mark(60.0 + 2 * step, step)
+    assert pace.left(10) == pytest.approx(20.0)
+    assert pace.elapsed(80.0) == 80.0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (83, "1:23"), (3723, "1:02:03"),
+                                               (math.inf, "?"), (-1, "0:00")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_an_evaluation_states_its_size_and_protocol():
+    text = evaluation_text({"accuracy": 0.5, "pass@8": 0.805, "mean_reward": 0.61, "num_questions": 100,
+                            "protocol": "greedy"})
+    assert text == "accuracy 50.0% (greedy, 100 questions; 95% interval 40.4-59.6)  pass@8 80.5%  mean reward 0.61"
+    assert evaluation_text({"mean_reward": 0.5, "num_questions": 3, "protocol": "greedy"}) == (
+        "mean reward 0.5 (greedy, 3 questions)")
+    assert evaluation_text({}) == ""
+    assert evaluation_text({"accuracy": None, "num_questions": 3}) == "accuracy None (3 questions)"
+    assert "not a number" in evaluation_text({"accuracy": math.nan, "num_questions": 3})
+
+
+def test_the_summary_compares_before_and_after():
+    before = {"held_out": {"accuracy": 0.41, "pass@8": 0.81, "num_questions": 500, "protocol": "greedy"}}
+    after = {"held_out": {"accuracy": np.float64(0.65), "mean_reward": 0.7, "num_questions": 500, "protocol": "greedy"}}
+    assert summary_rows(before, after) == [
+        ("held_out accuracy (greedy, 500 questions)", "41.0%", "65.0%", "+24.0 points"),
+        ("held_out pass@8", "81.0%", "-", ""),
+        ("held_out mean reward", "-", "0.7", ""),
+    ]
+    stream = io.StringIO()
+    console = Console(stream, terminal=False)
+    console.summary(before, after, SolvedProblem([{"role": "user", "content": "2 + 3?"}], "6", "2 + 3 = 5\n5"),
+                    {"seconds_total": 93.25})
+    lines = stream.getvalue().splitlines()
+    assert lines[0].split() == ["before", "after", "change"]
+    assert lines[1].startswith("held_out accuracy (greedy, 500 questions)") and lines[1].endswith("+24.0 points")
+    assert "seconds_total: 93.2 s" in lines
+    assert lines[-8:] == ["a problem that was wrong before and is right after:", "prompt:", "    user: 2 + 3?",
+                          "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
+
+
+def test_notes_and_warnings_said_again_are_counted():
+    stream = io.StringIO()
+    console = Console(stream, terminal=False)
+    console.note("12 prompts\ndropped")
+    for _ in range(3):
+        console.warning("a reward was NaN")
+    console.warning("another")
+    assert stream.getvalue().splitlines() == ["12 prompts dropped", "warning: a reward was NaN", "warning: another"]
+    console.summary({}, {})
+    assert stream.getvalue().splitlines()[3:] == ["3 times: warning: a reward was NaN"]
+
+
+ODD = "é 你好 \ud83d \x1b[31m \x00 [bold] [/] \u202e ﷽ 👩‍👩‍👧 \x9b\r\n\ttab"
+
+
+def everything(console: Console) -> None:
+    with console:
+        console.heading(ODD)
+        console.note(ODD)
+        console.first_prompt(ODD * 200)
+        for step in range(1, 4):
+            console.step(step, 3, METRICS_OF_A_STEP)
+            console.warning(ODD)
+        console.evaluation(ODD, {"accuracy": 0.5, "num_questions": 10, "protocol": ODD, ODD: ODD})
+        console.summary({ODD: {"accuracy": 0.1}}, {ODD: {"accuracy": 0.2}}, SolvedProblem(ODD, ODD, ODD), {ODD: ODD})
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("width", [1, 10, 80])
+def test_no_text_encoding_or_width_breaks_it(encoding, terminal, width):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
+    everything(Console(stream, terminal=terminal, width=width))
+    stream.flush()
+    shown = raw.getvalue().decode(encoding)
+    assert "\x00" not in shown and "\x1b[31m" not in shown and "\x9b" not in shown
+    if width == 80:
+        assert "[bold] [/]" in shown and "\\x1b[31m" in shown and "more characters" in shown
+
+
+def test_on_a_terminal_the_bar_shows_the_figures_and_is_taken_down(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, terminal=True, clock=clock, width=200)
+    console.step(1, 4, METRICS_OF_A_STEP)
+    clock.now += 2
+    console.step(2, 4, METRICS_OF_A_STEP)
+    shown = stream.getvalue()
+    assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  informative 72%" in shown
+    assert shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown  # the cursor is hidden while the bar stands
+    console.close()
+    assert stream.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_stream_that_is_no_terminal_gets_no_escapes():
+    stream = io.StringIO()
+    everything(Console(stream))
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_printable_keeps_text_and_shows_control_characters():
+    assert printable("a\tb\nc é") == "a\tb\nc é"
+    assert printable("\x1b[0m\x07") == "\\x1b[0m\\x07"
+    assert printable("é\ud83d", "ascii") == "\\xe9\\ud83d"

@@ -1,0 +1,407 @@
+"""Metrics beyond the run's own files: TensorBoard and W&B by their real packages, sinks that fail, profiler traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shoal.config.schema import ReportSection, WandbSection
+from shoal.report.sink import Background, check_sinks, evaluation_scalars, make_sinks
+from shoal.report.tensorboard import TensorboardSink
+from shoal.report.wandb import WandbSink
+from shoal.run.profile import Profiler
+from shoal.types import ShoalError
+
+STEPS = [{"reward/mean": 0.25, "lr": 1e-3}, {"reward/mean": 0.5, "lr": 5e-4}, {"reward/mean": float("nan")}]
+ODD = "rewards/logged/größe {a}\n%s.b"
+
+
+class Said(list[str]):
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+def sinks_of(folder: Path, resumed_at: int | None = None, warn: Said | None = None, **section: Any):
+    return make_sinks(folder, ReportSection(**section), {"seed": 0, "batch": {"group_size": 8}}, "first", resumed_at,
+                      Said(), Said() if warn is None else warn)
+
+
+# ---- TensorBoard
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows: tag -> (step, value), read by its own accumulator."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_steps_and_evaluations(tmp_path):
+    warned = Said()
+    (sink,) = sinks_of(tmp_path, tensorboard=True, warn=warned)
+    sink.write(0, evaluation_scalars("held_out", {"accuracy": 0.5, "protocol": "greedy", "accuracy_interval": [0, 1],
+                                                  "num_questions": 4, "mean_reward": None}))
+    for step, metrics in enumerate([*STEPS[:2], {ODD: 2}], 1):
+        sink.write(step, metrics)
+    sink.close()
+    assert warned == []
+    assert curves(tmp_path / "tensorboard") == {
+        "reward/mean": [(1, 0.25), (2, 0.5)], "lr": [(1, pytest.approx(1e-3)), (2, pytest.approx(5e-4))],
+        "evaluate/held_out/accuracy": [(0, 0.5)], "evaluate/held_out/num_questions": [(0, 4.0)], ODD: [(3, 2.0)]}
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, torn):
+    killed = TensorboardSink(tmp_path)
+    for step in range(1, 6):
+        killed.write(step, {"reward/mean": step})
+    if torn:  # the kill came in the middle of a record
+        file = next(tmp_path.iterdir())
+        file.write_bytes(file.read_bytes()[:-7])
+    resumed = TensorboardSink(tmp_path, resumed_at=2)  # within the same second: its file is read after the other
+    for step in range(3, 5):
+        resumed.write(step, {"reward/mean": 10 * step})
+    resumed.close()
+    assert curves(tmp_path) == {"reward/mean": [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]}
+    killed.close()
+
+
+def test_tensorboard_forgets_a_run_that_begins_anew(tmp_path):
+    for resumed_at, value in ((None, 1.0), (0, 2.0)):
+        sink = TensorboardSink(tmp_path, resumed_at)
+        sink.write(0, {"evaluate/held_out/accuracy": value})
+        sink.write(1, {"lr": value})
+        sink.close()
+    assert curves(tmp_path) == {"evaluate/held_out/accuracy": [(0, 2.0)], "lr": [(1, 2.0)]}
+
+
+def test_a_clock_set_back_does_not_change_the_order(tmp_path, monkeypatch):
+    TensorboardSink(tmp_path).close()
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    first, second = TensorboardSink(tmp_path, 1), TensorboardSink(tmp_path, 2)
+    first.close(), second.close()
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3 and [".1000." in file.name for file in files] == [False] * 3
+    assert files == sorted(files, key=lambda file: file.stat().st_mtime_ns)
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_run(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file")
+    with pytest.raises(ShoalError, match="cannot write"):
+        sinks_of(tmp_path, tensorboard=True)
+
+
+# ---- Weights & Biases
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """No login, no settings, nothing of a home folder; the service process ends with the test."""
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "")  # so that it is what it was, afterwards
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
+    monkeypatch.setenv("HF_TOKEN", "hf_never_to_be_written")
+    yield tmp_path / "run"
+    import wandb
+
+    wandb.teardown()
+
+
+def records(file: Path) -> list[Any]:
+    """The records of a `.wandb` file: blocks of 32 KiB of (checksum, length, kind) and bytes, after 7 of a head."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, found, parts = file.read_bytes(), 7, [], b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def offline_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
+    """(run id, name -> JSON) of every row of every offline run, in the order of their start."""
+    rows = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for record in records(file):
+            if record.HasField("history"):
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                rows.append((file.stem.removeprefix("run-"),
+                             {key: value for key, value in items.items()
+                              if key not in ("_timestamp", "_runtime")}))
+    return rows
+
+
+OFFLINE = """
+import json, sys
+from pathlib import Path
+from shoal.config.schema import ReportSection, WandbSection
+from shoal.report.sink import make_sinks
+section, config = ReportSection(wandb=WandbSection(mode="offline", project="fish")), {"seed": 0, "batch": {"size": 8}}
+(sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print)
+for step, row in json.loads(sys.argv[2]):
+    sink.write(step, row)
+sink.close()
+"""
+
+
+def test_wandb_offline_writes_everything_sends_nothing_and_says_nothing(alone):
+    alone.mkdir()
+    rows = [(0, {"evaluate/held_out/accuracy": 0.5}), *enumerate([*STEPS, {ODD: 2}], 1),
+            (4, {"evaluate/held_out/accuracy": 0.75})]
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        url = f"http://127.0.0.1:{service.getsockname()[1]}"
+        done = subprocess.run([sys.executable, "-W", "error", "-c", OFFLINE, str(alone), json.dumps(rows)],
+                              env=os.environ | {"WANDB_BASE_URL": url}, capture_output=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+        service.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            service.accept()
+
+    id = (alone / "wandb" / "run_id").read_text().strip()
+    rows = offline_rows(alone)
+    assert {row_id for row_id, _ in rows} == {id}
+    assert [{k: v for k, v in row.items() if k != "_step"} for _, row in rows] == [
+        {"evaluate/step": "0", "evaluate/held_out/accuracy": "0.5"}, {"reward/mean": "0.25", "lr": "0.001"},
+        {"reward/mean": "0.5", "lr": "0.0005"}, {"reward/mean": "NaN"}, {ODD: "2"},
+        {"evaluate/step": "4", "evaluate/held_out/accuracy": "0.75"}]
+    assert [row["_step"] for _, row in rows] == ["0", "1", "2", "3", "4", "5"]
+    (run,) = [record.run for record in records(next(alone.glob("wandb/offline-*/*.wandb"))) if record.HasField("run")]
+    config = {item.key: item.value_json for item in run.config.update}
+    assert (run.project, run.display_name) == ("fish", "first")
+    assert config["seed"] == "0" and config["batch"] == '{"size":8}'
+    written = [file for file in alone.parent.rglob("*") if file.is_file()]
+    assert not [file for file in written if b"hf_never" in file.read_bytes()]
+
+
+def test_a_resumed_run_is_the_same_run_at_wandb(alone):
+    alone.mkdir()
+    for steps in ((1, 2), (3, 4)):
+        sink = WandbSink(alone, WandbSection(mode="offline"), {}, "")
+        for step in steps:
+            sink.write(step, {"lr": step})
+        sink.close()
+    until = time.monotonic() + 60  # its own process writes, which on a busy machine ends later
+    while len(rows := offline_rows(alone)) < 4 and time.monotonic() < until:
+        time.sleep(0.2)
+    assert len({id for id, _ in rows}) == 1 and len(list(alone.glob("wandb/offline-run-*"))) == 2
+    assert [(row["_step"], row["lr"]) for _, row in rows] == [(str(step), str(step)) for step in (1, 2, 3, 4)]
+
+
+def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
+    alone.mkdir()
+    code = ("import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.schema import WandbSection\n"
+            "from shoal.report.wandb import WandbSink, SECONDS_BETWEEN_FLUSHES\n"
+            "sink = WandbSink(Path(sys.argv[1]), WandbSection(mode='offline'), {}, '')\n"
+            "sink.write(1, {'lr': 1}); sink.write(2, {'lr': 2})\n"
+            "time.sleep(2 * SECONDS_BETWEEN_FLUSHES)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code, str(alone)], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-9, b"", b"")
+    assert [row["lr"] for _, row in offline_rows(alone)] == ["1", "2"]
+
+
+def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
+    alone.mkdir()
+    code = ("import sys, time\nfrom pathlib import Path\nimport psutil\n"
+            "from shoal.config.schema import ReportSection, WandbSection\nfrom shoal.report.sink import make_sinks\n"
+            "section = ReportSection(wandb=WandbSection(mode='offline'))\n"
+            "(sink,) = make_sinks(Path(sys.argv[1]), section, {}, '', None, print, print)\nsink.write(1, {'lr': 1})\n"
+            "for child in psutil.Process().children(recursive=True):\n    child.kill()\n    child.wait()\n"
+            "for step in range(2, 22):\n    sink.write(step, {'lr': step})\n    time.sleep(0.02)\nsink.close()\n")
+    done = subprocess.run([sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Weights & Biases is switched off: ") and done.stdout.count("\n") == 1
+
+
+def test_wandb_that_cannot_be_reached_is_an_error_at_the_start(alone, monkeypatch):
+    alone.mkdir()
+    monkeypatch.setattr("shoal.report.wandb.SECONDS_TO_START", 1.0)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with pytest.raises(ShoalError, match=r"did not start: .*; set report\.wandb\.mode=offline"):
+        sinks_of(alone, wandb=WandbSection(mode="online"))
+
+
+def test_wandb_without_a_login_is_an_error_at_the_start_and_not_a_question(alone, monkeypatch):
+    alone.mkdir()
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    online = WandbSection(mode="online")
+    for call in (lambda: check_sinks(ReportSection(wandb=online)), lambda: sinks_of(alone, wandb=online)):
+        with pytest.raises(ShoalError, match="needs a login: run `wandb login`, set WANDB_API_KEY"):
+            call()
+    monkeypatch.setenv("WANDB_API_KEY", "not a key")
+    with pytest.raises(ShoalError, match=r"did not start: .*API key"):
+        sinks_of(alone, wandb=online)
+
+
+@pytest.mark.parametrize(("package", "section"), [
+    ("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": WandbSection(mode="offline")})])
+def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, package, section):
+    for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    for call in (lambda: check_sinks(ReportSection(**section)), lambda: sinks_of(tmp_path, **section)):
+        with pytest.raises(ShoalError, match=rf"pip install 'shoal\[{package}\]'"):
+            call()
+
+
+def test_nothing_is_made_unasked(tmp_path):
+    check_sinks(ReportSection(tensorboard=True, wandb=WandbSection(mode="offline")))
+    assert sinks_of(tmp_path) == [] and list(tmp_path.iterdir()) == []
+
+
+# ---- sinks that fail
+
+
+class Recording:
+    """Keeps its rows; fails at a step, or hangs at one until it is let go."""
+
+    def __init__(self, fails: int = -1, hangs: int = -1) -> None:
+        self.rows: list[int] = []
+        self.fails, self.hangs, self.closed = fails, hangs, 0
+        self.let_go = threading.Event()
+
+    def write(self, step, metrics):
+        if step == self.fails:
+            raise OSError(28, "No space left on device")
+        if step == self.hangs:
+            self.let_go.wait(60)
+        self.rows.append(step)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_background_sink_gets_every_row_in_order():
+    sink, warned = Recording(), Said()
+    background = Background(sink, "It", warned)
+    for step in range(200):
+        background.write(step, {})
+    background.close()
+    background.close()
+    assert sink.rows == list(range(200)) and sink.closed == 1 and warned == []
+
+
+def test_a_row_is_what_it_was_when_written():
+    seen, metrics = [], {"lr": 1.0}
+    sink = Recording()
+    sink.write = lambda step, row: seen.append((sink.let_go.wait(60), dict(row)))  # type: ignore[method-assign]
+    background = Background(sink, "It", Said())
+    background.write(1, metrics)
+    metrics["lr"] = 2.0
+    sink.let_go.set()
+    background.close()
+    assert seen == [(True, {"lr": 1.0})]
+
+
+def test_a_sink_that_fails_is_switched_off_with_one_warning():
+    sink, warned = Recording(fails=3), Said()
+    background = Background(sink, "It", warned)
+    for step in range(10):
+        background.write(step, {})
+        while step == 3 and background._fault is None:
+            time.sleep(0.001)
+    background.close()
+    assert sink.rows == [0, 1, 2] and sink.closed == 1
+    assert warned == ["It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl goes on and "
+                      "holds every step"]
+
+
+def test_a_failure_of_the_last_row_is_said_at_the_end():
+    sink, warned = Recording(fails=1), Said()
+    background = Background(sink, "It", warned)
+    background.write(1, {})
+    background.close()
+    assert len(warned) == 1 and "No space left" in warned[0]
+
+
+def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end():
+    sink, warned = Recording(hangs=0), Said()
+    background = Background(sink, "It", warned, most_pending=5)
+    for step in range(20):
+        background.write(step, {})
+    assert len(warned) == 1 and "takes nothing any more, 5 rows wait" in warned[0]
+    background.close()
+    sink.let_go.set()
+
+    sink, warned = Recording(hangs=0), Said()
+    background = Background(sink, "It", warned, seconds_to_close=0.05)
+    background.write(0, {})
+    background.close()
+    assert len(warned) == 1 and "has not ended within 0.05 s" in warned[0]
+    sink.let_go.set()
+
+
+# ---- the profiler
+
+
+def traces(folder: Path) -> list[str]:
+    return sorted({path.relative_to(folder).parts[0] for path in folder.rglob("*.xplane.pb")})
+
+
+def test_a_trace_appears_for_the_chosen_step_and_only_then(tmp_path):
+    warned, seen = Said(), []
+    profiler = Profiler((2, 4), tmp_path / "profile", warned)
+    for step in range(1, 6):
+        with profiler.step(step):
+            jnp.ones(3).block_until_ready()
+        seen.append(traces(tmp_path / "profile"))
+    assert seen == [[], ["step_000002"], ["step_000002"], *[["step_000002", "step_000004"]] * 2]
+    assert warned == []
+
+
+def test_a_step_that_fails_leaves_its_trace_and_the_profiler_free(tmp_path):
+    warned = Said()
+    profiler = Profiler((1, 2), tmp_path, warned)
+    with pytest.raises(KeyError, match="in the step"), profiler.step(1):
+        raise KeyError("in the step")
+    with profiler.step(2):
+        pass
+    assert traces(tmp_path) == ["step_000001", "step_000002"] and warned == []
+
+
+def test_a_step_is_traced_once_and_again_where_its_trace_was_lost(tmp_path):
+    (tmp_path / "step_000001").mkdir()  # a killed run had begun it
+    files = []
+    for _ in range(2):
+        with Profiler((1,), tmp_path, Said()).step(1):
+            pass
+        files.append(sorted(tmp_path.rglob("*")))
+    assert files[0] == files[1] and traces(tmp_path) == ["step_000001"]
+
+
+def test_a_trace_that_cannot_be_made_costs_a_warning_and_no_more(tmp_path):
+    warned, done = Said(), []
+    with jax.profiler.trace(tmp_path / "own"), Profiler((1,), tmp_path / "profile", warned).step(1):
+        done.append(1)
+    (tmp_path / "file").write_text("")
+    with Profiler((1,), tmp_path / "file", warned).step(1):
+        done.append(2)
+    assert done == [1, 2] and traces(tmp_path) == ["own"]
+    assert len(warned) == 2 and all(text.startswith("no profiler trace of step 1: ") for text in warned)
+    shutil.rmtree(tmp_path / "own")

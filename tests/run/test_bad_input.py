@@ -1,0 +1,291 @@
+"""Bad input: exit code 2 and one line that says what to do; no traceback, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny_models import save_tensors
+from tiny_runs import PLAIN, Workshop, quick_compilation, write_data
+
+from shoal import cli
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation():
+    with quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+
+
+def everything_in(folder: Path) -> dict[str, int]:
+    return {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
+    """The command fails as a mistake should, and `folder` is as it was."""
+    before = everything_in(folder)
+    folders = {path for path in folder.rglob("*") if path.is_dir()}
+    capsys.readouterr()
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err
+    missing = [part for part in parts if part not in err]
+    assert not missing, f"{missing} not in: {err}"
+    assert everything_in(folder) == before and {path for path in folder.rglob("*") if path.is_dir()} == folders
+
+
+# ---- keys and values
+
+
+@pytest.mark.parametrize(("change", "parts"), [
+    ("batch.groupsize=4", ["batch.groupsize: there is no such key", "did you mean batch.group_size?"]),
+    ("learning_speed=1e-4", ["learning_speed: there is no such key"]),
+    ("optimizer=3", ["optimizer", "section", "optimizer.lr"]),
+    ("steps=many", ["steps='many'", "a whole number"]),
+    ("steps=-1", ["steps=-1", "0 or more"]),
+    ("optimizer.lr=fast", ["optimizer.lr='fast'", "a finite number"]),
+    ("report.groups=perhaps", ["report.groups='perhaps'", "true or false"]),
+    ("algorithm.loss=ppo", ["algorithm.loss='ppo'", "one of grpo, gspo, gspo-token, cispo, gmpo, sapo"]),
+    ("task=gsm8q", ["task.name='gsm8q'", "did you mean 'gsm8k'"]),
+    ("batch.group_size=1", ["batch.group_size=1", "2 or more"]),
+    ("algorithm.num_minibatches=3", ["algorithm.num_minibatches=3", "at most batch.prompts_per_step (2)"]),
+    ("sampling.slots_per_device=3", ["sampling.slots_per_device=3", "batch.group_size=4"]),
+    ("sampling.slots_per_device=7 train.pass_k=8", ["sampling.slots_per_device=7", "train.pass_k=8"]),
+    ("algorithm.advantage=none", ["algorithm.advantage=none", "set teacher.path"]),
+    ("reward.overlong_buffer_tokens=13", ["reward.overlong_buffer_tokens=13", "(12)"]),
+    ("batch.prompts_per_device=2 algorithm.num_minibatches=3", ["gives 2 prompts a step", "num_minibatches=3"]),
+    ("teacher.path=nowhere", ["nowhere"]),
+    ("train.weight_sync_interval=3 train.max_staleness=1", ["train.max_staleness=1", "2 or more"]),
+    ("sampling.temperature=0", ["sampling.temperature=0", "set it to 1.0"]),
+    ("sampling.top_p=0", ["sampling.top_p=0", "a number in (0, 1]"]),
+    ("mesh.fsdp=9", ["mesh.fsdp=9", "needs 9 devices, but 8 cpu", "Lower one"]),
+    ("mesh.data=2 mesh.tensor=8", ["needs 16 devices"]),
+    ("checkpoint.keep_last=0", ["checkpoint.keep_last=0", "1 or more"]),
+    ("sampling.max_prompt_tokens=5", ["no question of held_out has at most 5 tokens", "raise sampling.max_prompt_tok"]),
+    ("batch.prompts_per_step=21", ["20 prompts, fewer than batch.prompts_per_step=21", "lower it"]),
+    ("sampling.long_prompts=error sampling.max_prompt_tokens=5", ["of row 0 has 11 tokens", "long_prompts=drop"]),
+    ("model.template={{", ["chat template is not valid Jinja"]),
+    ("model.template=missing.jinja", ["model.template='missing.jinja'", "neither a file nor a Jinja template"]),
+    ("reward=missing.py:f", ["'missing.py:f'", "no file missing.py"]),
+    ("reward={rewards}:leters", ["defines no 'leters'", "did you mean 'letters'"]),
+    ("reward={rewards}", ["expected `file.py:function`"]),
+    ("reward.weights=1,2", ["reward.weights", "1 numbers"]),
+    ("run_name=../out", ["run_name='../out'", "without '..'"]),
+    ("base_output_directory={rewards}/below", ["cannot write", "base_output_directory"]),
+    ("base_output_directory=gs://bucket/out", ["storage in a cloud is not there yet"]),
+    ("model=gs://bucket/model", ["model.path=gs://bucket/model", "give a local folder"]),
+    ("nonsense.yml", ["nonsense.yml"]),
+])
+def test_keys_and_values(workshop, capsys, change, parts):
+    words = workshop.words("never", *change.format(rewards=workshop.rewards).split()
+                           if "{{" not in change else [change])
+    if change.endswith(".yml"):
+        words = ["train", change]
+    refused(capsys, workshop.folder, words, *parts)
+
+
+def test_a_run_folder_that_exists(workshop, capsys):
+    taken = workshop.runs / "taken"
+    taken.mkdir(parents=True)
+    (taken / "precious.txt").write_text("mine")
+    refused(capsys, workshop.folder, workshop.words("taken"), "holds something that is no run (precious.txt",
+            "choose another run_name")
+    assert (taken / "precious.txt").read_text() == "mine"
+
+
+# ---- models
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        named = dict(load_file(file))
+        change(named)
+        save_tensors(file, named)
+
+    return spoil
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return spoil
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(("spoil", "parts"), [
+    (shutil.rmtree, ["no model folder", "Give a folder, a hub id (org/name), or `tiny`"]),
+    (without("config.json"), ["holds no config.json", "Hugging Face format"]),
+    (lambda folder: (folder / "config.json").write_text("{"), ["config.json could not be read as JSON"]),
+    (config(model_type="mamba"), ["model_type is 'mamba'", "Shoal knows llama, qwen2, qwen3"]),
+    (config(num_key_value_heads=3), ["num_attention_heads=4 is no multiple of num_key_value_heads=3"]),
+    (without("model.safetensors"), ["holds no safetensors file"]),
+    (truncate, ["model.safetensors is cut short", "Download it again"]),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), ["is not a safetensors file"]),
+    (tensors(lambda named: named.pop(DOWN)), [f"missing: {DOWN}"]),
+    (tensors(lambda named: named.update(extra=np.zeros(2, np.float32))), ["left over: extra"]),
+    (tensors(lambda named: named.update({DOWN: np.zeros((3, 2), np.float32)})), [f"{DOWN} [3, 2] instead of [32, 48]"]),
+    (tensors(lambda named: named.update({DOWN: np.zeros((32, 48), np.int32)})), [f"{DOWN} stored as I32"]),
+    (without("tokenizer.json"), ["holds no tokenizer.json", "save the tokenizer with transformers"]),
+    (lambda folder: (folder / "tokenizer.json").write_text("{}"), ["tokenizer.json is no valid tokenizer"]),
+    (config(vocab_size=100), ["the tokenizer and the weights belong to different models"]),
+], ids=["missing", "no config", "broken config", "unknown architecture", "odd heads", "no weights", "truncated",
+        "not safetensors", "missing tensor", "left-over tensor", "misshapen tensor", "type of tensor", "no tokenizer",
+        "broken tokenizer", "another's tokenizer"])
+def test_models(workshop, capsys, tmp_path, spoil, parts):
+    model = tmp_path / "model"
+    shutil.copytree(workshop.model, model)
+    spoil(model)
+    refused(capsys, workshop.folder, workshop.words("never", f"model={model}"), *parts)
+
+
+def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(workshop.model, run / "model")
+    (run / "checkpoints").mkdir()
+    words = ["export", f"from={run}", f"to={tmp_path / 'to'}"]
+    refused(capsys, tmp_path, words, "holds no checkpoint", "did not get to its first one")
+    (run / "checkpoints" / "7").mkdir()
+    refused(capsys, tmp_path, words, "checkpoints/7 cannot be read", "choose another")
+    refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder")
+
+
+# ---- data
+
+
+def fourth_question(**row: object) -> Callable[[Path], object]:
+    def spoil(data: Path) -> None:
+        lines = data.read_text().splitlines()
+        lines[3] = json.dumps(row)
+        data.write_text("\n".join(lines))
+
+    return spoil
+
+
+def keep(count: int) -> Callable[[Path], object]:
+    return lambda data: data.write_text("\n".join(data.read_text().splitlines()[:count]))
+
+
+LONG = {"question": "9" * 80, "answer": "#### 1"}
+
+
+@pytest.mark.parametrize(("spoil", "changes", "parts"), [
+    (Path.unlink, [], ["task.path=", "there is no such file or folder"]),
+    (lambda data: data.write_text(""), [], ["gsm8k_train.jsonl is empty", "`question` and `answer` are needed"]),
+    (fourth_question(question="?"), [], ["line 4 has no column 'answer'", "its columns: question"]),
+    (fourth_question(prompt="?", answer="#### 1"), [], ["line 4 has no column 'question'", "prompt, answer"]),
+    (fourth_question(question=4, answer="#### 1"), [], ["line 4: 'question' is a int; text is needed"]),
+    (lambda data: data.write_text('{"question": "a"'), [], ["line 1 is no JSON object", "one object a line"]),
+    (lambda data: data.write_bytes(b"\xff\xfe"), [], ["is no text in UTF-8"]),
+    (lambda data: data.write_text('{"question": "a", "answer": "five"}\n'), [], ["ends in `#### <number>`"]),
+    (keep(1), [], ["the data has 1 prompts, fewer than batch.prompts_per_step=2"]),
+    (fourth_question(**LONG), ["sampling.long_prompts=error", "steps=10"],
+     ["the prompt of row 3 has 81 tokens, sampling.max_prompt_tokens is 64", "sampling.long_prompts=drop"]),
+    (lambda data: data.write_text("\n".join(json.dumps({**LONG, "question": f"{'9' * 80}{i}"}) for i in range(9))), [],
+     ["fewer than 2 prompts of the data have at most 64 tokens", "raise sampling.max_prompt_tokens"]),
+], ids=["missing", "empty", "no answer", "no question", "not text", "broken line", "not UTF-8", "no gold", "too few",
+        "one too long", "all too long"])
+def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
+    data = write_data(tmp_path / "data")
+    spoil(data)
+    refused(capsys, workshop.folder, workshop.words("never", f"task.path={data}", *changes), *parts)
+
+
+# ---- generate, export, eval, pretrain
+
+
+@pytest.mark.parametrize(("text", "parts"), [
+    (None, ["there is no such file"]),
+    ("", ["holds no prompt"]),
+    ("\n\n", ["holds no prompt"]),
+    ('{"prompt": "a"}\n{"prompt": "a"', ["line 2 is no JSON"]),
+    ('{"prompt": "a"}\n\n{"text": "a"}', ["line 3 has no `prompt`"]),
+    ('["a"]', ["line 1 has no `prompt`"]),
+    ('{"prompt": 5}', ["line 1: `prompt` is 5", "a list of messages"]),
+    ('{"prompt": []}', ["line 1: `prompt` is []"]),
+    ('{"prompt": ["a"]}', ['line 1: `prompt` is ["a"]']),
+    ('{"prompt": ""}', ["line 1: the prompt has 0 tokens"]),
+    ('{"prompt": [{"role": "user"}]}', ["line 1: The chat template refused a prompt"]),
+    ('{"prompt": "a"}\n{"prompt": "' + "9" * 65 + '"}', ["line 2: the prompt has 65 tokens, expected 1 to 64",
+                                                         "raise max_prompt_tokens"]),
+])
+def test_prompts_to_generate_from(workshop, capsys, tmp_path, text, parts):
+    prompts = tmp_path / "in.jsonl"
+    if text is not None:
+        prompts.write_text(text)
+    words = ["generate", f"model={workshop.model}", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}",
+             "max_prompt_tokens=64", "model.template={{ messages[0].role }}{{ raise_exception('empty') }}"]
+    refused(capsys, tmp_path, words if "role" in (text or "") else words[:-1], *parts)
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    ("generate output=a", ["prompts is not given: write prompts=..."]),
+    ("generate prompts=a", ["output is not given: write output=..."]),
+    ("generate prompts={in} output={in}/below", ["output={in}/below cannot be written", "is a file", "another place"]),
+    ("generate prompts={in} output={folder}", ["output={folder} is a folder", "give the name of a file"]),
+    ("generate prompts={in} output={out} num_generations=0", ["num_generations=0", "1 or more"]),
+    ("generate prompts={in} output={out} num_generations=9 batch=8", ["batch=8", "9 or more"]),
+    ("generate prompts={in} output={out} model={folder}/none", ["no model folder"]),
+    ("export to=a", ["from is not given: write from=..."]),
+    ("export from={model}", ["to is not given: write to=..."]),
+    ("export from={model} to={folder}", ["to={folder} exists and is not empty", "choose another folder"]),
+    ("export from={model} to={in}", ["to={in} exists"]),
+    ("export from={model} to={in}/below", ["to={in}/below cannot be written", "is a file"]),
+    ("export from={folder}/none to={folder}/to", ["no model folder"]),
+    ("export from={folder} to={folder}/to", ["holds no config.json"]),
+    ("export from=gs://bucket/run to={folder}/to", ["from=gs://bucket/run: storage in a cloud is not there yet"]),
+    ("export from={model} to=gs://bucket/to", ["to=gs://bucket/to: storage in a cloud is not there yet"]),
+    ("export from={model} to=~no-such-user/to", ["to=~no-such-user/to: no home folder is known for that user"]),
+    ("convert from=gs://bucket/model to={folder}/to", ["from=gs://bucket/model: storage in a cloud is not there yet"]),
+    ("convert from={model} base_output_directory={folder} run_name=../out", ["run_name='../out'", "without '..'"]),
+    ("convert from={model} to={folder}/to model_name=llama-3.1-8b", ["did you mean llama3.1-8b?"]),
+    ("generate prompts=gs://bucket/in output={out}", ["prompts=gs://bucket/in: storage in a cloud"]),
+    ("eval model={model} model.tokenizer=gs://bucket/t", ["model.tokenizer=gs://bucket/t: storage in a cloud"]),
+    ("eval model={model} output=gs://bucket/out", ["output=gs://bucket/out: storage in a cloud is not there yet"]),
+    ("eval model={model} output={in}/below", ["output={in}/below cannot be written"]),
+    ("eval model={model} pass_k=9 batch=8", ["batch=8", "9 or more"]),
+    ("eval model={model} pass_k=-1", ["pass_k=-1", "0 (off) or more"]),
+    ("pretrain", ["output is not given"]),
+    ("pretrain output={folder}", ["output={folder} exists and is not empty"]),
+    ("pretrain output={in}/below", ["output={in}/below cannot be written"]),
+    ("pretrain output={folder}/new steps=0", ["steps=0", "1 or more"]),
+    ("pretrain output={folder}/new width=100", ["width=100", "a multiple of 64"]),
+])
+def test_other_commands(workshop, capsys, tmp_path, words, parts):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    names = {"in": str(file), "folder": str(tmp_path), "out": str(tmp_path / "out.jsonl"), "model": str(workshop.model)}
+    for name, value in names.items():
+        words, parts = words.replace(f"{{{name}}}", value), [part.replace(f"{{{name}}}", value) for part in parts]
+    refused(capsys, tmp_path, words.split(), *parts)
+
+
+def test_a_template_given_as_text_is_no_mistake(workshop):
+    """The words that the tables above change are right when nothing is changed."""
+    from shoal.config.compose import compose
+
+    config, _ = compose("train", workshop.words("never")[1:])
+    assert config.model.template == PLAIN and config.batch.group_size == 4

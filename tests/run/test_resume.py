@@ -1,0 +1,637 @@
+"""Going on with a run: bitwise the unbroken one, wherever it was cut; what is damaged, changed or in use is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from small import QWEN3, learner, random_parameters
+from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation, read_lines
+
+from shoal import cli
+from shoal.config.compose import compose
+from shoal.config.schema import Config
+from shoal.report import folder
+from shoal.report.console import Console
+from shoal.report.folder import RunFolder, find_run
+from shoal.report.metrics import METRICS
+from shoal.report.sink import JsonlSink
+from shoal.run import resume
+from shoal.run.assembly import assemble_run
+from shoal.run.resume import ResumePlan, compose_job, machine, resolve_run
+from shoal.trainer import checkpoint
+from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
+from shoal.trainer.curriculum import PassRates
+from shoal.trainer.loop import Run, Schedule
+from shoal.trainer.recorder import Recorder
+from shoal.trainer.update import Updater
+from shoal.types import ShoalError
+
+CLOCKS = ("time/", "throughput/", "memory/", "compilations")
+WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=2")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation():
+    with quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def whole(workshop) -> Path:
+    return workshop.train("whole", *WORDS)
+
+
+def without_clocks(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
+
+
+def assert_equal_ends(a: Path, b: Path) -> None:
+    """Metrics (each step once), evaluations, groups and the last checkpoint's checksums."""
+    rows = metrics(b)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert without_clocks(rows) == without_clocks(metrics(a))
+    assert read_lines(b / "evaluations.jsonl") == read_lines(a / "evaluations.jsonl")
+    names = [sorted(file.name for file in (run / "groups").iterdir()) for run in (a, b)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (a / "groups" / name).read_bytes() == (b / "groups" / name).read_bytes(), name
+    assert saved(a, max(checkpoints(a)))["checksums"] == saved(b, max(checkpoints(b)))["checksums"]
+    ends = [json.loads((run / "summary.json").read_text()) for run in (a, b)]
+    assert ends[0]["before"] == ends[1]["before"] and ends[0]["after"] == ends[1]["after"]
+
+
+def saved(run: Path, version: int) -> dict:
+    return json.loads((run / "checkpoints" / str(version) / "extra" / "metadata").read_text())
+
+
+def cut(workshop: Workshop, name: str, monkeypatch, place, method: str, call: int, *words: str) -> Path:
+    """A run that dies at the `call`-th call of a method, before or (a name that ends in `+`) after it."""
+    after, method = method.endswith("+"), method.rstrip("+")
+    original, count = getattr(place, method), 0
+
+    def dies(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == call and not after:
+            raise Killed
+        result = original(*args, **kwargs)
+        if count == call:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(place, method, dies)
+        cli.main(workshop.words(name, *words))
+    return workshop.runs / name
+
+
+@pytest.mark.parametrize(("place", "method", "call"), [
+    (Updater, "update+", 4), (Recorder, "step", 3), (Checkpoints, "save", 2), (Checkpoints, "save+", 2),
+    (Checkpoints, "_prune", 3), (JsonlSink, "write+", 7), (RunFolder, "write_groups", 6),
+    (RunFolder, "write_config", 1), (Run, "begin", 1), (Recorder, "evaluation", 3), (RunFolder, "write_summary", 1),
+])
+def test_cut_anywhere_it_ends_as_the_unbroken_run(workshop, whole, monkeypatch, place, method, call):
+    name = f"cut_{place.__name__}_{method}_{call}"
+    cut(workshop, name, monkeypatch, place, method, call, *WORDS)
+    assert_equal_ends(whole, workshop.train(name, *WORDS))
+
+
+def test_cut_twice_and_in_the_middle_of_going_on(workshop, whole, monkeypatch):
+    cut(workshop, "twice", monkeypatch, Updater, "update", 4, *WORDS)
+    cut(workshop, "twice", monkeypatch, RunFolder, "rewind", 1, *WORDS)
+    cut(workshop, "twice", monkeypatch, RunFolder, "rewind+", 1, *WORDS)
+    cut(workshop, "twice", monkeypatch, Checkpoints, "save+", 1, *WORDS)
+    assert_equal_ends(whole, workshop.train("twice", *WORDS))
+
+
+@pytest.mark.parametrize("words", [
+    ("algorithm.kl_coef=0.1", "algorithm.num_epochs=2", "algorithm.num_minibatches=2", "optimizer.schedule=linear"),
+    ("train.retire_above=0.1", "batch.prompts_per_step=7", "reward.call=step"),
+    ("mesh.fsdp=4", "mesh.tensor=2", "batch.prompts_per_step=4"),
+])
+def test_other_kinds_of_run(workshop, monkeypatch, words):
+    name = words[0].replace("=", "_")
+    unbroken = workshop.train(name, *WORDS, *words)
+    cut(workshop, f"{name}_cut", monkeypatch, Updater, "update+", 4, *WORDS, *words)
+    assert_equal_ends(unbroken, workshop.train(f"{name}_cut", *WORDS, *words))
+
+
+@pytest.mark.parametrize("schedule", [Schedule(lag=2), Schedule(weight_sync_interval=3), Schedule(lag=1, weight_sync_interval=2)])
+def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
+    def play(name: str, stop_at: int | None) -> Path:
+        config, _ = compose("train", workshop.words(name, *WORDS)[1:])
+        with Console() as console, ExitStack() as stack:
+            run = replace(assemble_run(resolve_run(config, None, console), (), console, stack), schedule=schedule)
+            if stop_at is None:
+                run.train()
+                return workshop.runs / name
+            run.after_step = lambda step, _: setattr(run, "stopping", lambda: step + 1 == stop_at)
+            with pytest.raises(KeyboardInterrupt, match=f"after step {stop_at} of 6, which is saved"):
+                run.train()
+        return workshop.runs / name
+
+    label = f"{schedule.lag}_{schedule.weight_sync_interval}"
+    unbroken = play(f"ahead_{label}", None)
+    for stop in (4,):
+        run = play(f"ahead_{label}_{stop}", stop)
+        waiting = [step for step, _ in saved(run, stop)["pending"]]
+        assert waiting == [step for step in range(stop, 6) if schedule.version(step) < stop]
+        assert saved(run, stop)["published"] == sorted({schedule.version(step) for step in waiting})
+        assert_equal_ends(unbroken, play(f"ahead_{label}_{stop}", None))
+
+
+# ---- damage
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", ["a bit", "half a file", "extra", "state"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whole, monkeypatch, capsys, damage):
+    run = cut(workshop, f"damaged_{damage}", monkeypatch, Updater, "update", 6, *WORDS)
+    assert versions(run) == [2, 4]
+    newest = run / "checkpoints" / "4"
+    largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    if damage == "a bit":
+        flip(largest)
+    elif damage == "half a file":
+        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    else:
+        shutil.rmtree(newest / damage)
+    capsys.readouterr()
+    assert_equal_ends(whole, workshop.train(run.name, *WORDS))
+    said = capsys.readouterr().out
+    assert "checkpoints/4 is damaged" in said and "goes on from the checkpoint of step 2" in said
+    assert (run / DAMAGED_FOLDER / "4").is_dir()
+
+
+def files(run: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def test_with_no_whole_checkpoint_nothing_is_touched(workshop, monkeypatch, capsys):
+    run = cut(workshop, "all_damaged", monkeypatch, Updater, "update", 4, *WORDS)
+    shutil.rmtree(run / "checkpoints" / "2" / "state")
+    before = files(run)
+    error = failed(capsys, workshop.words(run.name, *WORDS))
+    assert f"no checkpoint of {run} is whole" in error and "nothing was changed" in error
+    assert files(run) == before
+
+
+@pytest.mark.parametrize(("words", "fault", "said"), [
+    (("optimizer.clip_grad_norm=0",), None, "was saved with another model or optimizer"),
+    ((), OSError(5, "Input/output error"), "cannot be read now ([Errno 5] Input/output error): nothing was changed"),
+    ((), RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "cannot be read now (RESOURCE_EXHAUSTED"),
+])
+def test_what_is_no_damage_touches_nothing(workshop, stopped, monkeypatch, capsys, words, fault, said):
+    def fails(*args):
+        raise fault
+
+    before = files(stopped)
+    with monkeypatch.context() as patch:
+        if fault:
+            patch.setattr(checkpoint, "_read", fails)
+        assert said in failed(capsys, ["train", f"resume={stopped}", *words])
+    assert files(stopped) == before
+
+
+def test_no_checkpoint_goes_before_a_newer_one_is_whole(tmp_path):
+    """Written in the background, as on accelerators."""
+    state = learner(QWEN3).init(random_parameters(QWEN3))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, in_background=True)
+    for version in (1, 2, 3):
+        checkpoints.save(version, state, {})
+        assert [v for v in versions(tmp_path) if v < version] == ([version - 1] if version > 1 else [])
+    checkpoints.finish()
+    assert versions(tmp_path) == [3]
+    checkpoints.close()
+
+
+def test_an_evaluation_that_was_not_filed_whole_is_made_again(workshop, whole, monkeypatch):
+    run = cut(workshop, "half_filed", monkeypatch, RunFolder, "write_groups", 6, *WORDS)  # that of version 3
+
+    def fails(self, *args, **kwargs):
+        raise ShoalError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_evaluation", fails)
+        assert cli.main(workshop.words(run.name, *WORDS)) == 2
+    assert versions(run) == [2, 3] and not saved(run, 3)["evaluated"]
+    assert_equal_ends(whole, workshop.train(run.name, *WORDS))
+
+
+def test_reference_weights_that_changed_are_refused(workshop, monkeypatch, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(workshop.model, model)
+    words = (*WORDS, "algorithm.kl_coef=0.1", f"model={model}")
+    run = cut(workshop, "reference", monkeypatch, Updater, "update", 4, *words)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: value * np.float32(1.5) for name, value in weights.items()}, model / "model.safetensors")
+    assert "the reference weights (model.path) are not those" in failed(capsys, workshop.words(run.name, *words))
+
+
+def test_training_ends_where_everything_is_learnt(workshop, capsys):
+    """Every answer passes, so no prompt is left after the first epoch."""
+    rewards = workshop.folder / "always.py"
+    rewards.write_text("def always(completions, **_):\n    return [1.0] * len(completions)\n")
+    words = ("steps=30", "batch.prompts_per_step=5", "train.retire_above=0.9", "train.pass_k=0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassRates, "add", lambda self, groups: self.counts.update(
+            {group.example.row: (4, 4.0) for group in groups}))
+        run = workshop.train("learnt", *words, f"reward={rewards}:always")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["steps_made"]) == (30, 4) and len(metrics(run)) == 4 and checkpoints(run)[-1] == 4
+    assert "the data is learnt; training ends here" in capsys.readouterr().out
+    assert cli.main(workshop.words("learnt", *words, f"reward={rewards}:always")) == 0  # it has ended
+    assert len(metrics(run)) == 4
+
+
+def test_parts_with_other_settings_keep_theirs(workshop, stopped):
+    assert cli.main(["train", f"resume={stopped}", "algorithm.std_ddof=0"]) == 0
+    ddof = {name: compose("train", [str(stopped / f"{name}.yaml")])[0].algorithm.std_ddof
+            for name in ("config_0", "config_2", "config")}
+    assert ddof == {"config_0": 1, "config_2": 0, "config": 0}
+    assert saved(stopped, 6)["config"]["algorithm"]["std_ddof"] == 0
+
+
+def test_a_schedule_that_is_stretched_is_said(workshop, capsys):
+    workshop.train("stretched", "steps=2", "optimizer.schedule=linear", "train.pass_k=0")
+    workshop.train("stretched", "steps=3", "optimizer.schedule=linear", "train.pass_k=0")
+    assert "steps changes from 2 to 3: the learning rate" in capsys.readouterr().out
+
+
+def test_a_full_disk_under_the_metrics_is_one_line(workshop, stopped, capsys):
+    (stopped / "metrics.jsonl").unlink()
+    (stopped / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "keep_lines", lambda *_: None)
+        patch.setattr(RunFolder, "missing_steps", lambda *_: [])
+        error = failed(capsys, ["train", f"resume={stopped}"])
+    assert error.count("\n") == 1 and "cannot write" in error and "No space left" in error
+    RunFolder(stopped).close()  # the lock was let go
+
+
+def test_a_file_system_without_locks_is_said(workshop, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    workshop.train("no_locks", "steps=0", "train.pass_k=0")
+    assert "grants no locks (Function not implemented)" in capsys.readouterr().out
+
+
+def test_a_summary_cut_short_is_made_again(workshop):
+    run = workshop.train("short_summary", "steps=1", "train.pass_k=0")
+    whole = without_seconds(json.loads((run / "summary.json").read_text()))
+    (run / "summary.json").write_text("")
+    workshop.train("short_summary", "steps=1", "train.pass_k=0")
+    assert without_seconds(json.loads((run / "summary.json").read_text())) == whole
+
+
+def without_seconds(summary: dict) -> dict:
+    return {name: value for name, value in summary.items() if "second" not in name and name != "num_compilations"}
+
+
+def test_a_bracket_in_the_path_is_refused_before_anything_is_made(workshop, capsys):
+    """Checkpoints are opened by a pattern: [ is one."""
+    assert "has a [ in its path" in failed(capsys, workshop.words("h[1]"))
+    assert not (workshop.runs / "h[1]").exists()
+
+
+def test_home_is_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with RunFolder.create("~/runs", "first") as made:
+        made.write_config("", "")
+        made.remember("~/runs")
+    assert made.path == tmp_path / "runs" / "first" == find_run("last", "~/runs") == find_run("~/runs/first")
+
+
+def test_hidden_leftovers_do_not_make_a_folder_foreign(workshop):
+    (workshop.runs / "hidden").mkdir(parents=True)
+    (workshop.runs / "hidden" / ".config.yaml.tmp").write_text("seed: ")
+    workshop.train("hidden", "steps=0", "train.pass_k=0")
+
+
+def test_a_torn_line_is_taken_back(workshop, whole, monkeypatch):
+    run = cut(workshop, "torn", monkeypatch, Updater, "update", 6, *WORDS)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('{"step": 6, "reward/me')
+    (run / "groups" / ".step_000006.jsonl.tmp").write_text("{")
+    assert_equal_ends(whole, workshop.train("torn", *WORDS))
+
+
+# ---- what may change, and what is said
+
+
+def failed(capsys, words: list[str]) -> str:
+    capsys.readouterr()
+    assert cli.main(words) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def stopped(workshop, monkeypatch, request) -> Path:
+    name = "stopped_" + "".join(c if c.isalnum() else "_" for c in request.node.name)
+    return cut(workshop, name, monkeypatch, Updater, "update", 4, *WORDS)
+
+
+def test_another_configuration_under_the_same_name_is_refused(workshop, stopped, capsys):
+    error = failed(capsys, workshop.words(stopped.name, *WORDS, "optimizer.lr=1e-3", "seed=1"))
+    assert "was started with seed=0, optimizer.lr=0.01; now came 1, 0.001" in error and "resume=" in error
+
+
+def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, stopped, capsys):
+    assert cli.main(["train", f"resume={stopped}", "steps=3", "optimizer.lr=1e-3", "report.groups=false"]) == 0
+    said = capsys.readouterr().out
+    assert "optimizer.lr changes from 0.01 to 0.001" in said and "report.groups changes" not in said
+    assert [f"{row['lr']:g}" for row in metrics(stopped)] == ["0.01", "0.01", "0.001"]
+    stored = (stopped / "config.yaml").read_text()
+    assert "steps: 3\n" in stored and f"run_name: {stopped.name}\n" in stored and "resume: ''\n" in stored
+
+
+@pytest.fixture
+def begun(tmp_path) -> Path:
+    """A run as far as its configuration, which stands no flag that the defaults would."""
+    with RunFolder.create(tmp_path, "begun") as made:
+        words = ["sampling.max_prompt_tokens=100", f"base_output_directory={tmp_path}", "run_name=begun"]
+        made.write_config(compose("train", words)[1].text, "")
+        made.remember(tmp_path)
+    return made.path
+
+
+@pytest.mark.parametrize("words", [
+    ["resume=RUN"], ["resume=last", "base_output_directory=BASE"], ["gsm8k.yml", "resume=last", "output_dir=BASE"],
+    ["FILE"], ["FILE", "resume=RUN"],
+])
+def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys, words):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"resume: last\noutput_dir: {tmp_path}\nsampling: {{max_prompt_tokens: 300}}\n")
+    for name, path in (("RUN", begun), ("BASE", tmp_path), ("FILE", file)):
+        words = [word.replace(name, str(path)) for word in words]
+    config, resolved = compose_job(Config, [*words, "max_target_length=150"])
+    assert (config.resume, config.sampling.max_prompt_tokens) == (str(begun), 100)
+    assert (config.sampling.max_completion_tokens, config.task.name, config.run_name) == (50, "words", "begun")
+    [note] = resolved.notes
+    assert note.startswith("max_target_length=150 became sampling.max_completion_tokens=50")
+    monkeypatch.setattr(resume, "recompose", None)
+    assert resolve_run(config, resolved, Console()) == ResumePlan(replace(config, resume=""), begun)
+    assert "sampling.max_completion_tokens changes from 64 to 50" in capsys.readouterr().out
+
+
+def test_a_job_that_names_no_run_is_composed_as_ever(begun, tmp_path):
+    for words in ([], ["gsm8k.yml", "steps=3"], ["resume=", f"base_output_directory={tmp_path}"]):
+        assert compose_job(Config, words) == compose(Config, words)
+
+
+def test_a_configuration_that_was_not_composed_on_the_run_yields_to_it(begun):
+    config, resolved = compose("train", [f"resume={begun}", "steps=3"])
+    assert resolve_run(config, resolved, Console()).config == compose("train", [str(begun / "config.yaml"), "steps=3"])[0]
+    assert resolve_run(config, None, Console()).config == compose("train", [str(begun / "config.yaml")])[0]
+
+
+def test_what_cannot_change(workshop, stopped, capsys):
+    error = failed(capsys, ["train", f"resume={stopped}", "seed=3"])
+    assert "seed was 0 and cannot become 3" in error and f"model={stopped}" in error
+    assert "has made 2 already" in failed(capsys, ["train", f"resume={stopped}", "steps=1"])
+
+
+def test_more_steps_go_on_from_the_end(workshop, whole, capsys):
+    run = workshop.train("longer", *WORDS, "steps=4", "train.evaluate_every=0")
+    assert metrics(run) == read_lines(workshop.train("longer", *WORDS, "steps=4", "train.evaluate_every=0")
+                                      / "metrics.jsonl")
+    assert "has made its 4 steps already" in capsys.readouterr().out
+    workshop.train("longer", *WORDS, "train.evaluate_every=0")
+    assert without_clocks(metrics(run)) == without_clocks(metrics(whole)) and checkpoints(run) == [4, 6]
+
+
+def test_the_model_need_not_be_there_any_more(workshop, whole, monkeypatch, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(workshop.model, model)
+    words = (*WORDS, f"model={model}")
+    cut(workshop, "moved", monkeypatch, Updater, "update", 4, *words)
+    shutil.rmtree(model)
+    assert_equal_ends(whole, workshop.train("moved", *words))
+
+
+def test_last_is_the_run_started_last(workshop, stopped, whole, capsys):
+    base = f"base_output_directory={workshop.runs}"
+    assert find_run("last", workshop.runs) == stopped
+    assert cli.main(["train", "resume=last", base]) == 0
+    assert_equal_ends(whole, stopped)
+    assert "no run was started" in failed(capsys, ["train", "resume=last", "base_output_directory=/nowhere"])
+    assert "no run folder" in failed(capsys, ["train", f"resume={workshop.folder}"])
+
+
+def test_other_data_is_refused(workshop, stopped, capsys):
+    text = workshop.data.read_text()
+    try:
+        workshop.data.write_text(text.replace("17", "18"))
+        assert "the training data is not what this run was started with" in failed(
+            capsys, ["train", f"resume={stopped}"])
+    finally:
+        workshop.data.write_text(text)
+
+
+def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
+    file = stopped / "checkpoints" / "2" / "extra" / "metadata"
+    extra = json.loads(file.read_text())
+    assert extra["facts"]["machine"] == machine()
+    extra["facts"]["machine"] |= {"threads": "96", "jax": "0.9.9"}
+    extra["facts"]["rewards"]["letters"] = "0" * 16
+    file.write_text(json.dumps(extra))
+    assert cli.main(["train", f"resume={stopped}"]) == 0
+    said = capsys.readouterr().out
+    for line in ("it was 96 when", "jax is ", "it was 0.9.9 when", "the source of reward function letters is not"):
+        assert line in said
+
+
+def test_a_reward_that_fails_loses_no_step(workshop, capsys):
+    words = workshop.words("tired", f"reward={workshop.rewards}:raises_later", "steps=3", "checkpoint_period=0")
+    assert "tired" in failed(capsys, words)
+    run = workshop.runs / "tired"
+    assert checkpoints(run) == [1] and saved(run, 1)["pending"][0][0] == 1
+    text = workshop.rewards.read_text()
+    try:
+        workshop.rewards.write_text(text.replace('raise ValueError("tired")', "pass"))
+        assert cli.main(words) == 0
+    finally:
+        workshop.rewards.write_text(text)
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+
+
+def test_a_reward_that_fails_in_an_evaluation_loses_no_step(workshop, whole, tmp_path, capsys):
+    """What it fails on is seen in the evaluation of version 3; then its file is mended."""
+    rewards = tmp_path / "rewards.py"
+    good = workshop.rewards.read_text()
+    rewards.write_text(good.replace("def letters(completions, **kwargs):", "def letters(completions, trainer_state, "
+                                    "**kwargs):\n    assert trainer_state.global_step != 3, 'tired'"))
+    words = (*WORDS, f"reward={rewards}:letters")
+    error = failed(capsys, workshop.words("tired_evaluation", *words))
+    run = workshop.runs / "tired_evaluation"
+    assert "tired" in error and checkpoints(run) == [2, 3] and [row["step"] for row in metrics(run)] == [1, 2, 3]
+    rewards.write_text(good)
+    assert_equal_ends(whole, workshop.train(run.name, *words))
+
+
+def test_pass_rates_are_filed(workshop, whole):
+    record = read_lines(whole / "pass_rates.jsonl")
+    rows = [group["row"] for step in range(1, 7) for group in groups(whole, step)]
+    assert [entry["row"] for entry in record] == sorted(set(rows))
+    assert [entry["drawn"] for entry in record] == [4 * rows.count(entry["row"]) for entry in record]
+    assert not any(entry["retired"] for entry in record)
+
+
+def test_the_best_are_kept_beside_the_newest(workshop):
+    run = workshop.train("best", "steps=7", "checkpoint_period=1", "train.evaluate_every=2", "checkpoint.keep_last=1",
+                         "checkpoint.keep_best=1", "train.pass_k=0", f"reward={workshop.rewards}:letters")
+    scores = {row["step"]: row["accuracy"] for row in read_lines(run / "evaluations.jsonl")}
+    best = max((step for step in (2, 4, 6)), key=lambda step: (scores[step], step))
+    assert checkpoints(run) == sorted({7, best})
+
+
+# ---- a folder in use, or that cannot be written
+
+
+def test_two_runs_in_one_folder(workshop, stopped, tmp_path, capsys):
+    before = {file: file.read_bytes() for file in stopped.rglob("*") if file.is_file()}
+    with RunFolder(stopped):
+        for words in (workshop.words(stopped.name, *WORDS), ["train", f"resume={stopped}"]):
+            error = failed(capsys, words)
+            assert f"is in use by process {os.getpid()} on " in error and "another run_name" in error
+    assert all(file.read_bytes() == data for file, data in before.items() if file.name != ".lock")
+    with RunFolder.create(tmp_path, "new"), pytest.raises(ShoalError, match="in use by"):
+        RunFolder.create(tmp_path, "new")
+    RunFolder.create(tmp_path, "new").close()
+
+
+def test_a_folder_that_holds_something_else(workshop, tmp_path, capsys):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("")
+    error = failed(capsys, workshop.words("thesis", f"base_output_directory={tmp_path}"))
+    assert "holds something that is no run (chapter.tex" in error
+
+
+def test_a_clock_set_back_changes_nothing(tmp_path):
+    from datetime import datetime
+
+    later = RunFolder.create(tmp_path, now=datetime(2030, 1, 1, 12))
+    earlier = RunFolder.create(tmp_path, now=datetime(2020, 1, 1, 12))
+    later.remember(tmp_path)
+    earlier.write_config("", "")
+    earlier.remember(tmp_path)
+    assert find_run("last", tmp_path) == earlier.path  # the run started last, not the latest date
+    later.close()
+    earlier.close()
+
+
+# ---- whole processes
+
+
+def process(workshop: Workshop, name: str, *words: str, limit: int = 0) -> subprocess.Popen[str]:
+    """The program itself; `limit`: no file may grow above so many bytes, as on a full disk."""
+    code = "import resource, sys; from shoal.cli import main\n"
+    if limit:
+        code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    words = (*workshop.words(name, *WORDS), *words)
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(workshop.folder / "cache"),
+                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+    return subprocess.Popen([sys.executable, "-c", code + f"sys.exit(main({list(words)!r}))"], text=True,
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def wait_for(condition, running: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def num_lines(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+
+def is_saving(run: Path) -> bool:
+    folder = run / "checkpoints"
+    return folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())
+
+
+def test_kill_and_interrupt_of_the_process(workshop):
+    """Four times SIGKILL (once while saving), then SIGINT, then to the end; beside it the unbroken process."""
+    whole = process(workshop, "process")
+    said = whole.communicate(timeout=200)
+    assert whole.returncode == 0, said
+    run = workshop.runs / "process_cut"
+    for moment in (lambda: (run / "config.yaml").is_file(), lambda: num_lines(run) == 1,
+                   lambda: is_saving(run), lambda: num_lines(run) == 3):
+        running = process(workshop, run.name)
+        wait_for(moment, running)
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+    running = process(workshop, run.name)
+    wait_for(lambda: num_lines(run) >= 4, running)
+    running.send_signal(signal.SIGINT)
+    out, error = running.communicate(timeout=100)
+    assert running.returncode == 130 and "which is saved; to go on: shoal train resume=" in error, (out, error)
+    assert "stopping: this step is finished" in error and "Traceback" not in error
+    last = process(workshop, run.name)
+    assert last.wait(timeout=100) == 0, last.communicate()
+    last.communicate()
+    assert_equal_ends(workshop.runs / "process", run)
+
+
+def test_a_full_disk_loses_nothing(workshop, whole, monkeypatch):
+    run = cut(workshop, "full", monkeypatch, Updater, "update", 4, *WORDS)
+    running = process(workshop, run.name, limit=20_000)  # a checkpoint's file is larger
+    _, error = running.communicate(timeout=200)
+    assert running.returncode == 2 and "Traceback" not in error
+    [line] = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert "cannot be written" in line and "make room" in line
+    assert versions(run) == [2]
+    assert_equal_ends(whole, workshop.train("full", *WORDS))
+
+
+def test_too_little_room_is_met_before_anything_is_written(workshop, whole, monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    run = cut(workshop, "room", monkeypatch, Updater, "update", 4, *WORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        error = failed(capsys, workshop.words(run.name, *WORDS))
+    assert "No space left on device" in error and "MiB are needed, 0.0 MiB are free" in error
+    assert "make room, then give the same command again" in error and error.count("\n") == 1
+    assert versions(run) == [2] and not is_saving(run)
+    assert_equal_ends(whole, workshop.train("room", *WORDS))
+
+
+def test_the_names_left_out_are_clocks():
+    names = [name for name in METRICS if name.startswith(CLOCKS)]
+    assert len(names) >= 6 and all(METRICS[name].unit in ("seconds", "tokens/second", "bytes", "programs", "share")
+                                   for name in names)

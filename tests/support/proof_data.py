@@ -1,0 +1,161 @@
+"""Updates to prove the algorithms on: random completions, their layout in a batch, and shoal's loss of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+from shoal.algorithm.aggregation import token_weights
+from shoal.algorithm.policy_loss import Bounds
+from shoal.trainer.batch import LearnerBatch
+from shoal.trainer.step import Objective, token_losses
+
+Key = tuple[int, int]
+"""(prompt, sibling)"""
+
+
+@dataclass(frozen=True)
+class Update:
+    """P x G completions. One that is not `valid` is not there; one that does not count leaves the denominator too; one
+    that is `cut` has no part in the loss but is counted."""
+
+    completions: list[list[oracle.Completion]]
+    entropies: list[list[np.ndarray]]
+    valid: np.ndarray
+    counts: np.ndarray
+    cut: np.ndarray
+
+    @property
+    def keys(self) -> list[Key]:
+        return [(int(p), int(g)) for p, g in zip(*self.valid.nonzero(), strict=True)]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        lengths = np.array([[int(c.loss_mask.sum()) for c in group] for group in self.completions])
+        return np.where(self.cut, 0, lengths)
+
+    def weights(self, mode: str, constant: int = 0) -> np.ndarray:
+        return token_weights(mode, self.lengths, self.valid, self.counts, constant)
+
+    def counted(self) -> tuple[list[oracle.Completion], list[np.ndarray], list[Key]]:
+        """What the oracle sees: completions that count, their entropies and places; nothing drawn in a cut one."""
+        keys = [key for key in self.keys if self.counts[key]]
+        chosen = [replace(self.completions[p][g], loss_mask=self.completions[p][g].loss_mask & ~self.cut[p, g])
+                  for p, g in keys]
+        return chosen, [self.entropies[p][g] for p, g in keys], keys
+
+
+def draw_update(seed: int, prompts: int = 3, siblings: int = 4, longest: int = 6, plain: bool = False) -> Update:
+    """Ragged completions with tokens that were not drawn, advantages of both signs and one of 0; unless `plain`, one
+    completion is not valid, three are cut and one does not count."""
+    rng = np.random.default_rng(seed)
+
+    def one(p: int, g: int) -> oracle.Completion:
+        size = longest if p == g == 0 else int(rng.integers(2, longest + 1))
+        old_logprobs = -0.2 - rng.exponential(1.0, size)
+        loss_mask = rng.random(size) < 0.85
+        loss_mask[int(rng.integers(size))] = True
+        lp, ref_logprobs, sampler_logprobs = (old_logprobs + spread * rng.standard_normal(size) for spread in (0.35, 0.6, 0.25))
+        advantage = 0.0 if (p, g) == (1, 1) else float(rng.standard_normal())
+        return oracle.Completion(lp, old_logprobs, ref_logprobs, loss_mask, advantage, sampler_logprobs, p)
+
+    completions = [[one(p, g) for g in range(siblings)] for p in range(prompts)]
+    entropies = [[rng.exponential(1.0, len(c.lp)) for c in group] for group in completions]
+    valid, counts, cut = (np.full((prompts, siblings), value) for value in (True, True, False))
+    if not plain:
+        valid[0, 2], counts[2, 0] = False, False
+        cut[[0, 1, 2], [1, 2, 3]] = True
+    return Update(completions, entropies, valid, counts, cut)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An update laid out in [R, S, C], and where each completion's tokens lie."""
+
+    batch: LearnerBatch
+    lp: np.ndarray
+    entropy: np.ndarray
+    places: dict[Key, tuple[int, int, slice]]
+
+    def spread(self, weights: np.ndarray) -> np.ndarray:
+        """weights[P, G] -> [R, S, C], 0 at tokens that were not drawn."""
+        out = np.zeros(self.lp.shape)
+        for key, place in self.places.items():
+            out[place] = weights[key]
+        return np.where(self.batch.loss_mask, out, 0.0)
+
+    def take(self, values: Any) -> dict[Key, np.ndarray]:
+        values = np.asarray(values)
+        return {key: values[place] for key, place in self.places.items()}
+
+
+def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2, 24), garbage: float = 0.0,
+           order: Sequence[int] | None = None, dtype: Any = np.float64) -> Layout:
+    """`per_slot` completions in each slot, one after the other; `garbage` wherever no drawn token stands. One shape for
+    all, the grid [R, S, C], so that nothing compiles anew. Tokens of a cut completion weigh nothing."""
+    keys = update.keys if order is None else [update.keys[i] for i in order]
+    rows, slots, _ = grid
+    values = {name: np.full(grid, garbage, dtype) for name in ("lp", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantage", "entropy")}
+    segment, loss_mask, weight, places = np.zeros(grid, np.int32), np.zeros(grid, bool), np.zeros(grid), {}
+    for number, (p, g) in enumerate(keys):
+        slot, at = divmod(number, per_slot)
+        row, slot = divmod(slot, slots)
+        start = int((segment[row, slot] > 0).sum())
+        c = update.completions[p][g]
+        place = (row, slot, slice(start, start + len(c.lp)))
+        segment[place], loss_mask[place], places[p, g] = at + 1, c.loss_mask, place
+        weight[place] = c.loss_mask & ~update.cut[p, g]
+        own = {"lp": c.lp, "old_logprobs": c.old_logprobs, "ref_logprobs": c.ref_logprobs, "sampler_logprobs": c.sampler_logprobs, "advantage": c.advantages,
+               "entropy": update.entropies[p][g]}
+        for name, value in own.items():
+            values[name][place] = np.where(c.loss_mask, value, garbage)
+    lp, entropy = values.pop("lp"), values.pop("entropy")
+    empty = np.zeros((rows, 1), np.int32)
+    batch = LearnerBatch(empty, empty[:, 0], segment * 0, segment, loss_mask, weight, temperature=np.float32(1),
+                         **values)
+    return Layout(jax.tree.map(jnp.asarray, batch), lp, entropy, places)
+
+
+def objective(s: oracle.Settings, **changes: Any) -> Objective:
+    """The same settings as shoal takes them."""
+    bounds = Bounds(s.low, s.high, s.dual, s.cispo, s.positive, s.negative)
+    return replace(Objective(
+        s.loss, bounds, s.kl, s.kl_coef, True, (s.clamp_input, s.clamp_value), s.weighted, s.entropy_coef, s.correction,
+        s.level, (s.cap, s.floor)), **changes)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Token losses and what pulls weights back to gradients."""
+
+    laid: Layout
+    tokens: np.ndarray
+    sums: dict[str, tuple[float, float]]
+    maxima: dict[str, float]
+    pull: Any
+
+    def loss(self, weights: np.ndarray) -> float:
+        return float((self.laid.spread(weights) * self.tokens).sum())
+
+    def gradients(self, weights: np.ndarray) -> tuple[dict[Key, np.ndarray], dict[Key, np.ndarray]]:
+        """d loss / d lp and d loss / d entropy of each completion; nothing elsewhere, exactly."""
+        pulled = self.pull(jnp.asarray(self.laid.spread(weights), self.tokens.dtype))
+        for x in pulled:
+            assert (np.asarray(x)[~np.asarray(self.laid.batch.loss_mask)] == 0).all()
+        return tuple(self.laid.take(x) for x in pulled)  # type: ignore[return-value]
+
+
+def by_shoal(laid: Layout, o: Objective) -> UpdateResult:
+    def run(lp: jax.Array, entropy: jax.Array) -> Any:
+        tokens, sums, maxima = token_losses(o, lp, entropy, laid.batch)
+        return tokens, (sums, maxima)
+
+    tokens, pull, (sums, maxima) = jax.vjp(run, jnp.asarray(laid.lp), jnp.asarray(laid.entropy), has_aux=True)
+    return UpdateResult(laid, np.asarray(tokens), {k: (float(a), float(b)) for k, (a, b) in sums.items()},
+                   {k: float(a) for k, a in maxima.items()}, pull)

@@ -1,0 +1,83 @@
+"""Small models, groups and batches that several tests share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from shoal.algorithm.policy_loss import Bounds
+from shoal.config.schema import MeshSection, OptimizerSection
+from shoal.mesh import Roles, make_roles
+from shoal.model.transformer import Architecture, Model, Parameters, ParamSpec, RopeScaling, is_param_spec, param_specs
+from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
+from shoal.trainer.step import Learner, Objective
+from shoal.types import Completion, Example, Group, Purpose, StopReason
+
+LLAMA3 = Architecture(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8,
+    rope_theta=10000.0, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
+LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
+QWEN2 = replace(LLAMA3, rope_scaling=None, qkv_bias=True, tie_embeddings=True)
+QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
+FAMILIES = {"llama2": LLAMA2, "llama3": LLAMA3, "qwen2": QWEN2, "qwen3": QWEN3}
+ON_POLICY = Objective("grpo", Bounds(0.2, 0.2))
+
+
+def roles(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Roles:
+    return make_roles(MeshSection(data, fsdp, tensor))
+
+
+def random_parameters(a: Architecture, seed: int = 0, scale: float = 8.0) -> Parameters:
+    """Weights large enough that attention and logits are far from flat; norms and biases away from 1 and 0."""
+    rng = np.random.default_rng(seed)
+
+    def draw(d: ParamSpec) -> jax.Array:
+        noise = rng.standard_normal(d.shape)
+        value = noise * d.stddev * scale if d.init == "normal" else (d.init == "ones") + 0.3 * noise
+        return jax.device_put(value.astype(np.float32), roles().trainer.sharding(d.axes, d.shape))
+
+    return jax.tree.map(draw, param_specs(a), is_leaf=is_param_spec)
+
+
+def random_groups(a: Architecture, prompts: int, siblings: int, longest_prompt: int, longest: int, seed: int = 0,
+                  logprobs: bool = True) -> list[Group]:
+    """Groups of ragged prompts and completions with random rewards; the first has both at full length."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for row in range(prompts):
+        size = longest_prompt if row == 0 else int(rng.integers(1, longest_prompt + 1))
+        completions = []
+        for index in range(siblings):
+            count = longest if row == index == 0 else int(rng.integers(1, longest + 1))
+            lp = -rng.exponential(1.0, count) if logprobs else np.zeros(count)
+            completions.append(Completion(row, index, rng.integers(0, a.vocab_size, count).astype(np.int32),
+                                          lp.astype(np.float32), np.ones(count, bool), np.zeros(count, np.int32),
+                                          StopReason.EOS))
+        rewards = rng.integers(0, 3, siblings).astype(float)
+        groups.append(Group(Purpose.TRAIN, 0, 0, Example(row, "q"), rng.integers(0, a.vocab_size, size),
+                            tuple(completions), ("",) * siblings, rewards, {"r": rewards}, np.ones(siblings, bool)))
+    return groups
+
+
+def batches(groups: list[Group], shape: Shape | None = None, micro_tokens: int = 10**9, temperature: float = 1.0,
+            shards: int = 1) -> list[LearnerBatch]:
+    """Packed with advantages and weights that differ everywhere."""
+    size = groups[0].size
+    shape = shape or choose_shape(groups, len(groups), size, micro_tokens, shards)
+    rng = np.random.default_rng(7)
+    advantages, weights = rng.standard_normal((len(groups), size)), rng.uniform(0.1, 1.0, (len(groups), size)) / 100
+    return [m.arrays for m in pack(groups, range(len(groups)), advantages, weights, shape, temperature)]
+
+
+def learner(a: Architecture, objective: Objective = ON_POLICY, where: Roles | None = None, lr: float = 1e-3,
+            **model) -> Learner:
+    section = OptimizerSection(lr=lr, warmup_steps=0)
+    return Learner(Model(a, (where or roles()).trainer, **model), objective, section, 10)
+
+
+def relative(a, b) -> float:
+    """|a - b| / |b| by norm."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))

@@ -1,0 +1,179 @@
+"""Whole runs that take a second: a tiny model, a tiny GSM8K, and the command line called in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from tiny_models import write_model_with_tokenizer
+
+from shoal import cli
+from shoal.config.schema import MeshSection
+from shoal.mesh import Role, make_roles
+from shoal.model import hf
+from shoal.sampler import engine
+from shoal.trainer import step
+from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
+
+REWARDS = '''\
+"""Rewards for models that know nothing: they judge the letters."""
+
+
+def _texts(completions):
+    return [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+
+
+def letters(completions, **kwargs):
+    return [sum(map(ord, text)) % 3 for text in _texts(completions)]
+
+
+def vowels(completions, **kwargs):
+    return [sum(letter in "aeiou" for letter in text) / 10 for text in _texts(completions)]
+
+
+def silent(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def raises(completions, **kwargs):
+    raise KeyError("no such thing")
+
+
+def raises_later(completions, trainer_state, **kwargs):
+    if trainer_state.global_step == 1:
+        raise ValueError("tired")
+    return letters(completions)
+
+
+def nan(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+
+def too_few(completions, **kwargs):
+    return [0.0] * (len(completions) - 1)
+
+
+def text(completions, **kwargs):
+    return ["good"] * len(completions)
+
+
+def number(completions, **kwargs):
+    return 1.0
+'''
+PLAIN = "{{ messages[-1].content }}="
+"""A chat template that keeps prompts short."""
+
+
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "jax-quick"
+"""What was compiled with little effort, by any process of the tests."""
+
+
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Programs are compiled with little effort, and once for all runs of all processes."""
+    settings = {"jax_compilation_cache_dir": str(CACHE), "jax_persistent_cache_min_compile_time_secs": 0.0,
+                "jax_disable_most_optimizations": True}
+    old = {name: jax.config.values[name] for name in settings}
+    variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    environment = {name: os.environ.get(name) for name in variables}
+    _set(settings)
+    try:
+        yield
+    finally:
+        _set(old)
+        for name, value in environment.items():  # what the command line has set
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    forget_programs()
+
+
+def forget_programs() -> None:
+    """The next engine and learner of this process are traced and compiled anew, or read from the cache of files."""
+    for programs in (engine._programs, step._optimizer_programs, step._gradient_programs):
+        programs.cache_clear()
+
+
+def write_data(folder: Path, count: int = 20, held_out: int = 4) -> Path:
+    """gsm8k_train.jsonl and gsm8k_test.jsonl, all questions of one length; returns the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows, add in (("train", count, 17), ("test", held_out, 58)):
+        lines = [json.dumps({"question": f"{10 + i} + {add} = ?", "answer": f"Added.\n#### {10 + i + add}"})
+                 for i in range(rows)]
+        (folder / f"gsm8k_{name}.jsonl").write_text("".join(line + "\n" for line in lines))
+    return folder / "gsm8k_train.jsonl"
+
+
+class Workshop:
+    """A folder with a model, data and rewards, and short ways to run commands on them."""
+
+    def __init__(self, folder: Path, family: str = "qwen3", style: str = "chatml", **changes: Any):
+        self.folder = folder
+        self.model = write_model_with_tokenizer(folder / "model", family, style, **changes)
+        self.data = write_data(folder / "data")
+        self.rewards = folder / "rewards.py"
+        self.rewards.write_text(REWARDS)
+        self.runs = folder / "runs"
+
+    def words(self, name: str, *changes: str) -> list[str]:
+        """The command line of a short run called `name`; later words win."""
+        return [
+            "train", f"model={self.model}", "task=gsm8k", f"task.path={self.data}", f"reward={self.rewards}:letters",
+            f"base_output_directory={self.runs}", f"run_name={name}", "steps=2", f"model.template={PLAIN}",
+            "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12", "batch.prompts_per_step=2",
+            "batch.group_size=4", "train.pass_k=4", "algorithm.kl_coef=0", "optimizer.lr=1e-2",
+            "optimizer.warmup_steps=0", *changes]
+
+    def train(self, name: str, *changes: str) -> Path:
+        """Runs it and returns the run folder."""
+        assert cli.main(self.words(name, *changes)) == 0
+        return self.runs / name
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / "metrics.jsonl")
+
+
+def groups(run: Path, step: int) -> list[dict[str, Any]]:
+    return read_lines(run / "groups" / f"step_{step:06d}.jsonl")
+
+
+def checkpoints(run: Path) -> list[int]:
+    """Versions of which a checkpoint is there."""
+    return sorted(int(entry.name) for entry in (run / "checkpoints").iterdir())
+
+
+def trainer(mesh: Sequence[int] = (1, 1, 1)) -> Role:
+    return make_roles(MeshSection(*mesh)).trainer
+
+
+def parameters_of(run: Path, version: int, mesh: Sequence[int] = (1, 1, 1)) -> dict[str, np.ndarray]:
+    """A checkpoint's parameters on the host, by path."""
+    architecture = hf.architecture_of(run / MODEL_FOLDER)
+    return by_path(load_parameters(run, version, architecture, trainer(mesh)))
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    assert a.keys() == b.keys() and a
+    return all(a[name].tobytes() == b[name].tobytes() for name in a)

@@ -1,0 +1,310 @@
+"""MATH: answers compared by text, by value and by math-verify, which no text can keep busy; rows, gold, rewards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.config.schema import TaskSection
+from shoal.rewards.scores import score
+from shoal.run.task import load_task
+from shoal.tasks.graders import math_check
+from shoal.tasks.graders.math_check import Checker, at_a_glance, latex, plain, same, same_all, value
+from shoal.tasks.math import SYSTEM_PROMPT, answer_of, final_answer, gold
+from shoal.tasks.task import Task
+from shoal.types import ShoalError
+
+# ---- the same or not
+
+
+@pytest.mark.parametrize(("wanted", "answer", "told"), [
+    ("42", "42", True), ("42", " 42. ", True), ("42", "42.0", True), ("42", "43", False), ("42", "", False),
+    ("1,234", "1234", True), ("1{,}234", "1,234", True), ("11,\\! 111", "11111", True), ("-5", "5", False),
+    ("\\frac{1}{2}", "0.5", True), ("\\frac12", "\\dfrac{1}{2}", True), ("\\frac{1}{2}", "1/2", True),
+    ("-\\frac{3}{4}", "-0.75", True), ("\\frac{-3}{4}", "-3/4", True), ("\\frac{1}{3}", "0.33", None),
+    ("\\text{even}", "even", True), ("\\text{Evelyn}", "evelyn", True), ("\\text{even}", "neve", False),
+    ("\\text{(C)}", "C", True), ("(3,4)", "(3, 4)", True), ("\\left(3,4\\right)", "(3,4)", True),
+    ("50\\%", "50", True), ("\\$18.90", "18.9", True), ("90^\\circ", "90", True), ("x^2", "x x", None),
+    ("2", "1 + 1", None), ("\\frac{31}{2}", "3 1/2", None), ("12", "1 2", None),
+    ("\\frac{1}{0}", "1/0", None), ("7", "9" * 2000, None),
+])
+def test_what_is_seen_at_a_glance(wanted: str, answer: str, told: bool | None) -> None:
+    assert at_a_glance(wanted, answer) is told
+
+
+WORKED = [
+    ("x^2+2x+1", "(x+1)^2", True), ("10\\sqrt{2}", "\\sqrt{200}", True), ("1,2,3", "3, 2, 1", True),
+    ("3+2i", "2i+3", True), ("x=5", "5", True), ("2", "1+1", True), ("\\frac{\\pi}{2}", "pi/2", True),
+    ("2\\sqrt{3}", "2sqrt(3)", True), ("\\sqrt{13}", "√13", True), ("3", "√13", False), ("\\sqrt{3}", "√13", False),
+    ("\\sqrt{10}", "sqrt{10}", True), ("\\sqrt{x+1}", "√(x + 1)", True), ("\\frac{3\\sqrt{10}}{2}", "3√10/2", True),
+    ("0", "√10", False), ("\\sqrt{2}+1", "√2 + 1", True), ("\\sqrt{1+\\sqrt{2}}", "√(1+√2)", True),
+    ("42", "42 \\text{ apples}", True), ("\\{1,2\\}", "\\{2,1\\}", True),
+    ("x+1", "x+2", False), ("\\sqrt{2}", "\\sqrt{3}", False), ("(1,2)", "(1,3)", False), ("x", "y", False),
+]
+
+
+def test_what_math_verify_works_out() -> None:
+    found = same_all([(wanted, answer) for wanted, answer, _ in WORKED])
+    assert found == [right for _, _, right in WORKED]
+
+
+HOSTILE = {  # each would keep a parser or sympy busy, or take all memory
+    "towers": "9^{9^{9^{9}}}", "powers of powers": "10^{10^{10}}", "python's powers": "9**9**9**9",
+    "nested fractions": "\\frac{" * 10_000 + "1" + "}{2}" * 10_000, "nested brackets": "(" * 300 + "1" + ")" * 300,
+    "regular expressions": "1" * 30 + "a" * 900, "a megabyte": "x+" * 500_000, "many closing": "}" * 900,
+    "a line of its own": '"]\n["1", "1"]\n', "no text": "\x00\ud800",
+}
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Any:
+    """Processes with little time."""
+    checker = Checker(num_children=2, cpu_seconds=1.0)
+    yield checker
+    checker.close()
+
+
+def test_hostile_texts_are_wrong_and_cost_little(monkeypatch: pytest.MonkeyPatch, hasty: Checker) -> None:
+    monkeypatch.setattr(math_check, "checker", lambda: hasty)
+    start = time.monotonic()
+    found = dict(zip(HOSTILE, same_all([("7", text) for text in HOSTILE.values()]), strict=True))
+    assert time.monotonic() - start < 60
+    assert not any(found.values())
+    unchecked = {name for name, one in found.items() if one is None}
+    assert unchecked >= {"towers", "nested fractions", "nested brackets", "a megabyte"}
+    assert same("x+1", "1+x") is True  # and the processes that took their place answer
+
+
+def test_a_process_that_is_killed_is_replaced(hasty: Checker) -> None:
+    assert hasty.ask([("a+b", "b+a")]) == [True]
+    for child in list(hasty._children):
+        os.killpg(child._process.pid, signal.SIGKILL)
+        child._process.wait(10)
+    assert hasty.ask([("a+c", "c+a"), ("a+d", "d+b")]) == [True, False]
+
+
+def test_a_process_gives_way_to_a_fresh_one(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_check, "_CHECKS_A_CHILD", 2)
+    assert hasty.ask([(f"k+{i}", f"{i}+k") for i in range(5)]) == [True] * 5
+    assert all(child.asked <= 2 for child in hasty._children)
+
+
+def test_two_things_said_at_once_are_both_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that is slow to listen finds `ready` and the answer in one piece."""
+    program = tmp_path / "child.py"
+    program.write_text('import os, sys; sys.stdin.readline(); os.write(1, b"ready\\n1\\n"); sys.stdin.read()')
+    monkeypatch.setattr(math_check, "_CHILD", program)
+    checker = Checker(num_children=1)
+    try:
+        assert checker.ask([("v", "w")]) == [True]
+    finally:
+        checker.close()
+
+
+def test_what_was_said_is_remembered(hasty: Checker) -> None:
+    pairs = [("u+v", "v+u"), ("u+v", "u v"), ("u+v", "v+u")]
+    assert hasty.ask(pairs) == [True, False, True]
+    asked = [child.asked for child in hasty._children]
+    assert hasty.ask(pairs[:2]) == [True, False]
+    assert [child.asked for child in hasty._children] == asked
+
+
+def test_a_call_that_is_broken_off_leaves_no_answers_behind(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(math_check, "_first", broken)
+    with pytest.raises(KeyboardInterrupt):
+        hasty.ask([("p+q", "q+p")])
+    monkeypatch.undo()
+    assert hasty.ask([("p+r", "p+s"), ("p+q", "q+p")]) == [False, True]
+
+
+def test_easy_answers_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Any:
+        raise AssertionError("a process was asked")
+
+    monkeypatch.setattr(math_check, "checker", nobody)
+    start = time.monotonic()
+    found = same_all([(str(i), f"{i + i % 2}.0") for i in range(3000)])
+    assert time.monotonic() - start < 6  # hundreds a second, also on a busy machine
+    assert found == [i % 2 == 0 for i in range(3000)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40) | st.text("\\frac{}()1/2.,$x^ √", max_size=40)
+       | st.lists(st.sampled_from(["The answer is ", "Answer: ", "sqrt", "**", "\\[", "\\]", "\\(", "\\)", "$", "\\$",
+                                   "?", "!", ".", "\n", " ", "4", "x", "=", "{", "}", "√"]), max_size=10).map("".join))
+def test_no_text_breaks_what_is_seen_at_a_glance(text: str) -> None:
+    assert at_a_glance("\\frac{1}{2}", text) in (True, False, None)
+    assert at_a_glance(text, text) is (bool(text.strip()))
+    assert isinstance(latex(text) + plain(text), str)
+    assert isinstance(value(plain(text)), Fraction | None)
+    assert isinstance(final_answer(text), str | None)
+    if "boxed" not in text:
+        assert answer_of(f"<answer>{text}</answer>") == text.strip()
+
+
+# ---- the task
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(i: int, **other: Any) -> dict[str, Any]:
+    return {"problem": f"p{i}?", "solution": f"It is $1$, no, $\\boxed{{\\frac{{{i}}}{{7}}}}$."} | other
+
+
+def load(path: Path, **keys: Any) -> Task:
+    return load_task(TaskSection(name="math", path=str(path), **keys))
+
+
+@pytest.mark.parametrize(("one", "answer"), [
+    (row(1), "\\frac{1}{7}"), (row(1, answer="5"), "5"), (row(1, answer=" "), "\\frac{1}{7}"), (row(1, answer=3), "3"),
+    ({"problem": "p", "solution": "none"}, None), ({"problem": "p"}, None), ({"problem": "p", "solution": None}, None),
+    ({"problem": "p", "solution": "\\boxed{}"}, None),
+])
+def test_gold(one: dict[str, Any], answer: str | None) -> None:
+    assert gold(one) == answer
+
+
+def test_rows_and_what_was_dropped(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [row(1), row(2), {"problem": "q", "solution": "none"}, row(8), row(3)])
+    write(tmp_path / "test.jsonl", [row(8), row(9, answer="9/7"), {"problem": "r", "solution": ""}])
+    task = load(tmp_path)
+    assert [one.prompt[-1]["content"] for one in task.train] == ["p1?", "p2?", "p3?"]  # type: ignore[index]
+    assert [one.columns["answer"] for one in task.evaluations["held_out"]] == ["\\frac{8}{7}", "9/7"]
+    assert task.train[2].row == 2
+    assert task.train[0].prompt[0] == {"role": "system", "content": SYSTEM_PROMPT}
+    assert task.notes == ("math: 1 of 5 training rows have no answer and were dropped",
+                          "math: 1 of 3 held-out rows have no answer and were dropped",
+                          "math: 1 training problems are held out too; they were left out")
+    assert task.question == "problem" and task.of_row
+    assert task.of_row(0, row(1)) == task.train[0]
+    with pytest.raises(ShoalError, match=r"row 4 has no `problem` with an `answer` or a `solution` that ends in"):
+        task.of_row(4, {"problem": "p"})
+    write(tmp_path / "train.jsonl", [row(8)])
+    with pytest.raises(ShoalError, match="task math: every training problem is held out too"):
+        load(tmp_path)
+    write(tmp_path / "train.jsonl", [{"problem": "q", "solution": "none"}])
+    with pytest.raises(ShoalError, match="none of the 1 training rows has an `answer` that can be read, or a"):
+        load(tmp_path)
+
+
+def test_gold_that_cannot_be_read_is_dropped_and_shown(tmp_path: Path) -> None:
+    bad = ["\\frac{1", "}{", "1" * 2000]
+    rows = [row(1), *(row(i, answer=one) for i, one in enumerate(bad, 2)), row(7, answer="\\{1\\}")]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", [row(8)])
+    task = load(tmp_path)
+    assert [one.columns["answer"] for one in task.train] == ["\\frac{1}{7}", "\\{1\\}"]
+    assert task.notes == ("math: 3 of 5 training rows have an answer that cannot be read and were dropped; the first "
+                          "is '\\\\frac{1'",)
+    assert task.of_row
+    with pytest.raises(ShoalError, match=r"row 3 has the answer '\}\{', which cannot be read: braces in pairs"):
+        task.of_row(3, row(3, answer="}{"))
+
+
+def test_two_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "lighteval/train.jsonl", [row(i) for i in range(4)])
+    write(tmp_path / "lighteval/test.jsonl", [row(i) for i in range(10, 14)])
+    write(tmp_path / "500/test.jsonl", [row(i, answer=f"{i}/7") for i in range(10, 13)])
+    folders = {"DigitalLearningGmbH/MATH-lighteval": "lighteval", "HuggingFaceH4/MATH-500": "500"}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **keys: str(tmp_path / folders[name]))
+    task = load_task(TaskSection(name="math"))
+    assert len(task.train) == 4
+    assert [one.columns["answer"] for one in task.evaluations["held_out"]] == ["10/7", "11/7", "12/7"]
+    assert task.notes == ()
+
+
+def test_rewards_and_verdicts(tmp_path: Path) -> None:
+    task = load(write(tmp_path / "data.jsonl", [row(i) for i in range(10)]))
+    one = task.train[3]  # 3/7
+    texts = ["<reasoning>r</reasoning><answer>$\\dfrac{3}{7}$</answer>", "so \\boxed{3/7}",
+             "<answer>\\boxed{1 - \\frac{4}{7}}</answer>", "<reasoning>r</reasoning><answer>4/7</answer>", "3/7",
+             "<answer>" + "\\frac{" * 5000 + "</answer>"]
+    scores = score(task.rewards, [one], [one.prompt], [texts], [[[1]] * 6])
+    np.testing.assert_array_equal(scores.components["correct"], [[1, 1, 1, 0, 0, 0]])
+    np.testing.assert_allclose(scores.rewards, [[1.1, 1, 1, 0.1, 0, 0]], rtol=1e-12)
+    assert scores.metrics == {"unchecked": [0, 0, 0, 0, 0, 0]}  # of the last, too little is left to look at
+    assert task.correct and task.extract and task.verdict and task.figures
+    assert [task.correct(text, one) for text in texts] == [True, True, True, False, False, False]
+    assert task.extract(texts[0]) == task.extract("\\boxed{\\frac{3}{7}}") == "\\frac{3}{7}"
+    assert task.extract(texts[4]) is None and task.extract("\\boxed{}") is None
+    deep = "\\boxed{" + "(" * 40 + "3/7" + ")" * 40 + "}"
+    verdicts = [task.verdict(text, one) for text in ("The answer is $\\frac{3}{7}$.", "Thus $x$ is $3/7$", "no", deep)]
+    assert [found["correct"] for found in verdicts] == [True, True, False, False]
+    assert [found["unchecked"] for found in verdicts] == [False, False, False, True]
+    assert task.figures(verdicts) == {"unchecked": 1.0}
+    json.dumps(verdicts)
+    scores = score(task.rewards, [one], [one.prompt], [[texts[0], deep]], [[[1]] * 2])
+    assert scores.metrics == {"unchecked": [0, 1]}
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    ("<answer>1</answer>\\boxed{2}", "1"), ("\\boxed{2} <answer>\\boxed{3}</answer>", "3"), ("\\boxed{2}", "2"),
+    ("x" * 20_000 + "\\boxed{2}", "2"), ("\\boxed{2}" + "x" * 20_000, None), ("2", None),
+])
+def test_where_the_answer_stands(text: str, answer: str | None) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    ("so x = 5", "5"), ("so y = 2x + 1.", "2x + 1"), ("Thus **5**.", "5"), ("#### 42", "42"), ("42", "42"),
+    ("We had $x$.\nSo y = 7", "7"), ("There are 3 of 4,000 left", "4,000"), ("A: 5", "5"),
+    ("<think>\\boxed{3}</think> It is 4.", "4"), ("Answer: We add $3$ and $4$.\nSo it is $7$", "7"),
+    ("**Answer:** $x=5$", "x=5"), ("The answer is $3! \\times 5! = 720$.", "3! \\times 5! = 720"),
+    ("**Step 1: Setup**\n\nLet $n$ be the number of ways.\n\nThere are 12 ways.", "12"),
+    ("We get\n\\[\nx = \\frac{3}{4}.\n\\]", "x = \\frac{3}{4}"), ("So \\(x = 5\\).", "x = 5"),
+    ("Hence $$x\n= 5$$", "x = 5"),
+    ("The answer is \\[ 7 \\]", "7"), ("So it costs $\\$10$.", "\\$10"), ("A $\\$5$ note and 2", "\\$5"),
+    ("She earns $5 a day and $7 a night, so 12 dollars", "12"), ("It costs $5 and then $x = 3$.", "x = 3"),
+    ("**Final Answer**\n\n3", "3"), ("### Final answer\n\n\\[ \\text{even} \\]", "\\text{even}"),
+    ("**Final Answer**\n\np - q", "p - q"), ("So $v = d/t$.\n\nTherefore, **Evelyn** is the fastest.", "Evelyn"),
+    ("We have $x + 1 = 6$.\n**5**\nThis is right", "5"), ("It is $2$.\n\n**Why so**\n\nbecause", "2"),
+    ("Thus $a = 2 \\cdot 3 = 6$.", "6"), ("$x = 1, y = 2, z = 3$", "x = 1, y = 2, z = 3"),
+    ("The number of $x$ is 5.", "5"), ("Thus $x$ = 5", "5"), ("So:\n\n- 5", "5"), ("So:\n\n(3, 4)", "(3, 4)"),
+    ("It is $7$.\n[asy]\ndraw((0,0)--(3,4));\n[/asy]", "7"), ("Answer: ?", None), ("So 4.\nThe answer is ...", "4"),
+])
+def test_answers_of_any_form(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_the_last_formula_stands_in_for_an_answer() -> None:
+    assert final_answer("We get $x$ and then $y+1$ at last.") == "y+1"
+    assert final_answer("The answer is x + 2. We had $y$.") == "x + 2"
+    assert final_answer("nothing") is None
+
+
+# ---- without math-verify
+
+
+def test_without_math_verify_the_task_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_check.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ShoalError, match=r"math-verify, which is not installed: pip install 'shoal\[math\]'"):
+        load(write(tmp_path / "data.jsonl", [row(i) for i in range(10)]))
+
+
+def test_a_broken_math_verify_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no antlr\\nhere')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    checker = Checker(num_children=1)
+    with pytest.raises(ShoalError, match=r"math-verify cannot be used \(ImportError: no antlr here\): pip install"):
+        checker.ask([("x", "y")])
+    checker.close()
+    assert "math_verify" not in sys.modules  # never imported here

@@ -61,13 +61,14 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     from shoal.config.compose import from_overrides
     from shoal.config.schema import EvalConfig
     from shoal.run.cache import cache_by_configuration
+
     config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
     if config.responses:
-        from shoal.commands.responses import judge_responses
+        from shoal.commands.responses import score_responses
 
         everything = replace(config, task=replace(config.task, num_questions=0))
         own = _own_task(task, held_out, correct, everything, functions)
-        return judge_responses(config, functions, _console(resolved), own)
+        return score_responses(config, functions, _console(resolved), own)
     from shoal.commands.evaluate import evaluate as run
 
     own = _own_task(task, held_out, correct, config, functions)

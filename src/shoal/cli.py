@@ -251,9 +251,9 @@ def _doctor(config: Any, resolved: Resolved, console: Console) -> Any:
 
 def _evaluate(config: Any, resolved: Resolved, console: Console) -> Any:
     if config.responses:
-        from shoal.commands.responses import judge_responses
+        from shoal.commands.responses import score_responses
 
-        return judge_responses(config, console=console)
+        return score_responses(config, console=console)
     from shoal.commands.evaluate import evaluate
 
     return evaluate(config, console=console)

@@ -171,7 +171,7 @@ def test_samples_are_left_out(temperature, pass_k, sampled):
     assert len(source.asked) == len(groups) == 1 and "sampled_protocol" not in figures["main"]
 
 
-def test_progress_is_told_every_ten_seconds():
+def test_progress_is_printed_every_ten_seconds():
     now, stream = [0.0], io.StringIO()
     console = Console(stream, terminal=False, clock=lambda: now[0])
     for part in ("held_out, greedy", "held_out, sampled"):
@@ -213,9 +213,9 @@ def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_
         files.append(json.loads(file.read_text()))
     assert {file.pop("model") for file in files} == {str(run), str(run / "checkpoints" / "1"), str(tmp_path / "model")}
     assert files[0] == files[1] == files[2]
-    told = files[0]
-    assert (told["task"], told["seed"], told["max_completion_tokens"]) == ("gsm8k", 0, 12)
-    figures, rows = told["held_out"], told["rows"]
+    first = files[0]
+    assert (first["task"], first["seed"], first["max_completion_tokens"]) == ("gsm8k", 0, 12)
+    figures, rows = first["held_out"], first["rows"]
     last = read_lines(run / "evaluations.jsonl")[-1]
     for name in ("accuracy", "num_questions", "protocol", "mean_reward", "rewards/vowels", "mean_length", "pass@4"):
         assert figures[name] == last[name]
@@ -282,14 +282,14 @@ def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
     assert json.loads(out)["held_out"]["num_questions"] == 3 and "all its 3 rows are evaluated on" in err
 
 
-def test_an_output_that_cannot_be_is_met_first(workshop, tmp_path, capsys):
+def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(words(workshop, "no-such-model", f"output={tmp_path / 'file' / 'a.json'}")) == 2
     assert "is a file, not a folder" in capsys.readouterr().err
     assert cli.main(words(workshop, "no-such-model", "output=/proc/none/a.json")) == 2
     assert "output=/proc/none/a.json cannot be written" in capsys.readouterr().err
     own = Task("own", (), {"rows": (Example(0, "?"),)}, ())
-    with pytest.raises(shoal.ShoalError, match="cannot be called 'rows' there"):
+    with pytest.raises(shoal.ShoalError, match="is called 'rows', the name of a field"):
         shoal.evaluate(task=own, model=str(workshop.model), output=str(tmp_path / "a.json"),
                        reward=lambda completions, **_: [0.0] * len(completions))
 

@@ -112,6 +112,11 @@ def keys_of(config_type: type) -> Mapping[str, Key]:
     return found
 
 
+def is_under(key: str, names: Iterable[str]) -> bool:
+    """True if a key is one of these, or lies in one of these sections (`reward.`)."""
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+
+
 @functools.cache
 def sections_of(config_type: type) -> frozenset[str]:
     return frozenset(key.section for key in keys_of(config_type).values() if key.section)

@@ -231,11 +231,11 @@ def test_a_parquet_file_of_another_maker_is_named(tmp_path):
 
 def test_steps_that_are_not_there_are_named_with_those_that_are(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
-    with pytest.raises(ShoalError, match="did not get through its first step"):
+    with pytest.raises(ShoalError, match="did not finish its first step"):
         read_groups(tmp_path, 1)
     for step in (1, 2, 3, 7):
         write(tmp_path, "jsonl", step)
-    with pytest.raises(ShoalError, match=r"step=5: .*has not ended; there are those of steps 1-3, 7"):
+    with pytest.raises(ShoalError, match=r"step=5: .*has not finished has no groups of this step; it has those of steps 1-3, 7"):
         read_groups(tmp_path, 5)
     (tmp_path / "config.yaml").write_text("report:\n  groups: false\n")
     (tmp_path / "groups").rename(tmp_path / "gone")

@@ -396,7 +396,7 @@ def plain(steps: int, seconds: float) -> list[str]:
 
 def test_a_plain_line_says_what_matters():
     lines = plain(200, 0.5)
-    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  informative 72%  length 41.3  cut 2%  "
+    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  nonzero std 72%  length 41.3  truncated 2%  "
                         "sampling 12.3k tokens/s  training 812 tokens/s")
     assert lines[2].startswith("step 3/200  0:02 elapsed, 1:38 left  reward 0.625")
     assert not any("loss" in line or "kl" in line for line in lines)
@@ -513,7 +513,7 @@ def test_on_a_terminal_the_bar_shows_the_figures_and_is_taken_down(monkeypatch):
     clock.now += 2
     console.step(2, 4, METRICS_OF_A_STEP)
     shown = stream.getvalue()
-    assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  informative 72%" in shown
+    assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  nonzero std 72%" in shown
     assert shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown  # the cursor is hidden while the bar stands
     console.close()
     assert stream.getvalue().count("\x1b[?25h") == 1

@@ -1,10 +1,10 @@
-"""`shoal train --multirun`: a run for each combination of values, one after the other, each in a process of its own.
+"""`shoal train --multirun`: a run for each combination of values, one after the other, each in its own process.
 
     optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs
     sampling.stop=[a,b] run_name='a,b'       no sweep: lists and quoted text stay whole
 
     multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name: <base_output_directory>/<run_name>/0 1 2
-    .../multirun.json                        what was swept, and what came of it
+    .../multirun.json                        the swept values and the result of each run
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from shoal.report.lines import json_ready, write_atomically
 from shoal.types import ShoalError
 
 MULTIRUN_FOLDER = "multirun"
-"""Where sweeps go that name neither run_name nor base_output_directory."""
+"""The folder of sweeps without run_name and base_output_directory."""
 
 SUMMARY = "multirun.json"
 INTERRUPTED = (130, -2)
-"""Exit codes of a process that Ctrl-C ended: its own, and the signal's."""
+"""Exit codes of a process ended by Ctrl-C: its own, and the signal's."""
 
 _FIXED = ("run_name", "base_output_directory", "resume")
 
 
 @dataclass
 class SweptRun:
-    """One combination: its number, the values of the swept keys, the words of its command line, what came of it."""
+    """One combination of the swept values, and its result."""
 
     number: int
     values: dict[str, str]  # by dotted key
     words: list[str]  # without its folder
     folder: Path
-    exit_code: int | None = None  # None: not run
+    exit_code: int | None = None  # None until it has run
     figures: dict[str, Any] = field(default_factory=dict)  # accuracy before and after, seconds
 
     @property
@@ -61,21 +61,22 @@ class SweptRun:
         return "done" if self.exit_code == 0 else f"failed ({self.exit_code})"
 
 
-def multirun(command: str, words: Sequence[str], console: Console, only_shown: bool = False) -> dict[str, Any]:
-    """Runs every combination and returns what multirun.json holds; `only_shown` says what there would be to do.
+def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool = False) -> dict[str, Any]:
+    """Runs every combination and returns the content of multirun.json; a dry run prints what would run.
 
-    All combinations are composed before the first one starts. One that fails does not stop the others, Ctrl-C does."""
+    All combinations are validated before the first one starts. A failed run does not stop the others, Ctrl-C does."""
     config_type = dataclass_of(command)
     combinations = list(combine(config_type, words))
     composed = [compose(command, each) for _, each in combinations]
     configs, first = [config for config, _ in composed], composed[0][1]
     if configs[0].resume:
-        raise ShoalError(f"resume={configs[0].resume}: a sweep goes on by the same run_name and base_output_directory")
+        raise ShoalError(f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "
+                         "base_output_directory")
     root = root_of(configs[0])
     runs = [SweptRun(number, values, each, root / str(number)) for number, (values, each) in enumerate(combinations)]
     check_same_sweep(root, runs)
     console.note(cost_text(configs))
-    if only_shown:
+    if dry_run:
         for line in dict.fromkeys([*first.notes, *first.became]):
             console.note(f"run 0: {line}")
         for run in runs:
@@ -98,7 +99,7 @@ def multirun(command: str, words: Sequence[str], console: Console, only_shown: b
     console.note(f"written to {root / SUMMARY}")
     if interrupted:
         raise KeyboardInterrupt(f"interrupted; the same command with base_output_directory={root.parent} "
-                                f"run_name={root.name} goes on")
+                                f"run_name={root.name} resumes it")
     return _record(root, runs)
 
 
@@ -186,7 +187,7 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
-    """ShoalError where the folder holds another sweep: a number must stand for the same values when it goes on."""
+    """ShoalError if the folder holds another sweep: a resumed run must have the values of its number."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     try:
@@ -203,8 +204,8 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """Accuracy before and after (the mean reward where the task defines none) and seconds, from a finished run's
-    summary; nothing where there is none."""
+    """Accuracy before and after (the mean reward if the task defines none) and seconds, from the run's summary.json;
+    empty without one."""
     with contextlib.suppress(OSError, ValueError):
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
@@ -230,9 +231,9 @@ def write_record(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def run_process(words: Sequence[str]) -> tuple[int, bool]:
-    """Runs `shoal` with these words in a fresh process: its exit code, and whether the user interrupted.
+    """Runs `shoal` with these words in a new process: its exit code, and whether the user interrupted it.
 
-    Ctrl-C reaches the process by itself; it ends in its own way, and this one waits for it."""
+    The terminal sends Ctrl-C to the new process too; it saves and ends, and this process waits for it."""
     process = subprocess.Popen([sys.executable, "-m", "shoal", *words])
     interrupted = False
     while True:
@@ -265,7 +266,7 @@ def table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ..
 
 
 def _score(figures: Mapping[str, Any], when: str) -> str:
-    """Accuracy in percent, else the mean reward."""
+    """Accuracy in percent, or the mean reward."""
     if (share := figures.get(f"accuracy_{when}")) is not None:
         return f"{100 * share:.1f}%"
     reward = figures.get(f"mean_reward_{when}")

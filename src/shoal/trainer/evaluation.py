@@ -91,7 +91,7 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     for name in groups[0].reward_components:
         figures[f"rewards/{name}"] = known_mean(group.reward_components[name][0] for group in groups)
     figures["mean_length"] = float(np.mean([len(group.completions[0]) for group in groups]))
-    figures["cut"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
+    figures["truncated"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
     return figures
 
 

@@ -61,8 +61,8 @@ class Table:
         try:
             import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ShoalError("pandas is not installed: `pip install pandas`, or build a data frame of "
-                             ".columns") from error
+            raise ShoalError("pandas is not installed: `pip install pandas`, or use .columns in another "
+                             "library") from error
         return pandas.DataFrame(self.columns)
 
     def __repr__(self) -> str:

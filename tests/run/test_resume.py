@@ -26,6 +26,7 @@ from shoal.report import folder
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run
 from shoal.report.metrics import METRICS
+from shoal.report.recorder import Recorder
 from shoal.report.sink import JsonlSink
 from shoal.run import resume
 from shoal.run.assembly import assemble_run
@@ -34,7 +35,6 @@ from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.curriculum import PassRates
 from shoal.trainer.loop import Run, Schedule
-from shoal.trainer.recorder import Recorder
 from shoal.trainer.update import Updater
 from shoal.types import ShoalError
 
@@ -146,7 +146,7 @@ def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
             if stop_at is None:
                 run.train()
                 return workshop.runs / name
-            run.after_step = lambda step, _: setattr(run, "stopping", lambda: step + 1 == stop_at)
+            run.after_step = lambda step, _: run.stop.request() if step + 1 == stop_at else None
             with pytest.raises(KeyboardInterrupt, match=f"after step {stop_at} of 6, which is saved"):
                 run.train()
         return workshop.runs / name
@@ -342,7 +342,7 @@ def test_a_torn_line_is_taken_back(workshop, whole, monkeypatch):
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"step": 6, "reward/me')
-    (run / "groups" / ".step_000006.jsonl.tmp").write_text("{")
+    (run / "groups" / ".step_000006.parquet.tmp").write_text("{")
     assert_equal_ends(whole, workshop.train("torn", *WORDS))
 
 

@@ -68,9 +68,15 @@ class Config:
                 "algorithm.num_minibatches", self.algorithm.num_minibatches,
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
         if slots := self.sampling.slots_per_device * self.mesh.tensor:
-            for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.train.pass_k)):
+            for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
                 require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
                         f"0 (auto), or room for the completions of a prompt ({name}={size})")
+
+
+    @property
+    def pass_k(self) -> int:
+        """Completions a question for pass@k, resolved: by default 8 for word problems, which are quick, else none."""
+        return self.train.pass_k if self.train.pass_k >= 0 else 8 * (self.task.name == "words")
 
 
 @dataclass(frozen=True)

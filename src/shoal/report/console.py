@@ -7,26 +7,17 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 from shoal.report.figures import duration, evaluation_text, figure_text, one_line, step_figures, summary_rows
 from shoal.report.notebook import NotebookProgress, in_notebook
+from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
 
 PLAIN_SECONDS = 5.0
 PLAIN_FIRST_STEPS = 3
 ANSWERS_SECONDS = 10.0
 _LONGEST_TEXT = 2000
-
-
-@dataclass(frozen=True)
-class SolvedProblem:
-    """A problem that was wrong before training and is right after it: the prompt and both answers."""
-
-    prompt: Prompt
-    before: str
-    after: str
 
 
 class Console:

@@ -25,7 +25,7 @@ from shoal.types import ShoalError
 
 __all__ = [
     "AlgorithmSection", "BatchSection", "CheckpointSection", "Config", "ConvertConfig", "DiffConfig",
-    "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "MeshSection",
+    "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig", "MeshSection",
     "ModelSection", "OptimizerSection", "PretrainConfig", "ReplayConfig", "ReportSection", "RescoreConfig",
     "RewardSection", "SamplingSection", "ShoalError", "TaskSection", "TeacherSection", "TrainSection",
     "WandbSection", "require",
@@ -256,6 +256,24 @@ class DiffConfig:
     """Another run folder."""
     json: bool = False
     """Print the result as JSON."""
+
+
+@dataclass(frozen=True)
+class GroupsConfig:
+    """`shoal groups`: prints the groups that a step trained on, with rewards and advantages."""
+
+    run: str = ""
+    """The run folder, or `last`."""
+    step: int = 1
+    """The step, from 1."""
+    group: int = -1
+    """The group's place in the step's file, from 0; -1 for all."""
+    json: bool = False
+    """Print them as JSON, token ids and log-probs included."""
+
+    def __post_init__(self) -> None:
+        require(self.step >= 1, "step", self.step, "1 or more")
+        require(self.group >= -1, "group", self.group, "-1 (all) or more")
 
 
 @dataclass(frozen=True)

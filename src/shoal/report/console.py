@@ -59,7 +59,11 @@ class Console:
 
     def first_prompt(self, text: str) -> None:
         """The first prompt of the run as the model reads it, decoded."""
-        self._write("first prompt:", "dim")
+        self.passage("first prompt", text)
+
+    def passage(self, title: str, text: str) -> None:
+        """A text of many lines under its title, indented; the end of a very long one is left out."""
+        self._write(f"{one_line(title)}:", "dim")
         self._write(_indented(text))
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
@@ -115,8 +119,7 @@ class Console:
             self._write("a problem that was wrong before and is right after:", "bold")
             for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),
                                 ("after", solved.after)):
-                self._write(f"{title}:", "dim")
-                self._write(_indented(text))
+                self.passage(title, text)
         for (_, text), count in self._said.items():
             if count > 1:
                 self._write(f"{count} times: {text}")

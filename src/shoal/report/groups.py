@@ -17,6 +17,7 @@ costs 1% of the file. A row a group is as small, and holds lists of lists, which
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,8 @@ TokenLogprobs: TypeAlias = "Mapping[tuple[int, int], np.ndarray]"
 
 _NOTES = b"shoal"
 """The key of the file's own metadata: which columns hold JSON text."""
-_BY_TOKEN = {"logprobs": np.float32, "loss_mask": bool, "versions": np.int32, "trainer_logprobs": np.float32}
+_BY_TOKEN = {"token_ids": np.int32, "logprobs": np.float32, "loss_mask": bool, "versions": np.int32,
+             "trainer_logprobs": np.float32}
 
 
 @dataclass(frozen=True)
@@ -222,51 +224,49 @@ def read_file(path: Path) -> list[StoredGroup]:
 def from_table(table: pa.Table) -> list[StoredGroup]:
     """The groups of a table that `to_table` made; KeyError, TypeError or ValueError for another one."""
     as_json = json.loads((table.schema.metadata or {})[_NOTES])["json"]
-    by_token = {name: _arrays(table[name], kind) for name, kind in {"token_ids": np.int32, **_BY_TOKEN}.items()}
-    lists = (*by_token, "prompt_ids", "support_ids")
-    columns = {name: table[name].to_pylist() for name in table.column_names if name not in lists}
-    for name in as_json:
-        columns[name] = [value if value is None else json.loads(value) for value in columns[name]]
-    prompt_ids, support_ids = _arrays(table["prompt_ids"], np.int32), table["support_ids"]
-    starts = np.flatnonzero(np.diff(columns["group"], prepend=-1)).tolist()
-    found = []
-    for number, (start, stop) in enumerate(zip(starts, [*starts[1:], table.num_rows], strict=True)):
-        rows = range(start, stop)
-        version = columns["version"][start]
-        completions, arrays = [], []
-        for index, row in enumerate(rows):
-            tokens = by_token["token_ids"][row]
-            values = {name: column[row] for name, column in by_token.items()}
-            if any(value is not None and len(value) != len(tokens) for value in values.values()):
-                raise ValueError(f"group {number}: lists of a completion that has {len(tokens)} tokens differ in length")
-            kept = support_ids[row].as_py()
-            completions.append(Completion(
-                request_id=number, index=index, token_ids=tokens, logprobs=values["logprobs"],
-                loss_mask=_or(values["loss_mask"], np.ones(len(tokens), bool)),
-                versions=_or(values["versions"], np.full(len(tokens), version, np.int32)),
-                stop_reason=StopReason(columns["stop_reason"][row]),
-                extra={} if kept is None else {"support_ids": _padded(kept)}))
-            trained = values["trainer_logprobs"]
-            arrays.append({} if trained is None else {"trainer_logprobs": trained})
-        correct, advantages = columns["correct"][start:stop], columns["advantage"][start:stop]
-        group = Group(
-            purpose=Purpose(columns["purpose"][start]), step=columns["step"][start], version=version,
-            example=Example(columns["row"][start], columns["prompt"][start],
-                            {name: values[start] for name, values in _under(columns, "column/")}),
-            prompt_ids=prompt_ids[start], completions=tuple(completions), texts=tuple(columns["text"][start:stop]),
-            rewards=_floats(columns["reward"][start:stop]),
-            reward_components={name: _floats(values[start:stop]) for name, values in _under(columns, "component/")},
-            valid=np.array(columns["valid"][start:stop], bool),
-            correct=None if None in correct else np.array(correct, bool), subset=columns["subset"][start],
-            extra={name: values[start:stop] for name, values in _under(columns, "extra/")},
-            reward_weights={name: values[start] for name, values in _under(columns, "weight/")
-                            if values[start] is not None})
-        found.append(StoredGroup(group, None if None in advantages else _floats(advantages), tuple(arrays)))
-    return found
+    columns: dict[str, list[Any]] = {}
+    for name in table.column_names:
+        columns[name] = _arrays(table[name], _BY_TOKEN[name]) if name in _BY_TOKEN else table[name].to_pylist()
+        if name in as_json:
+            columns[name] = [value if value is None else json.loads(value) for value in columns[name]]
+    starts = [row for row, place in enumerate(columns["completion"]) if place == 0]
+    return [_stored_group(number, {name: values[start:stop] for name, values in columns.items()})
+            for number, (start, stop) in enumerate(itertools.pairwise([*starts, table.num_rows]))]
 
 
-def _under(columns: Mapping[str, list[Any]], head: str) -> list[tuple[str, list[Any]]]:
-    return [(name.removeprefix(head), values) for name, values in columns.items() if name.startswith(head)]
+def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
+    """One group from its rows, by column."""
+    first = {name: values[0] for name, values in rows.items()}
+    completions = tuple(_completion(number, {name: values[index] for name, values in rows.items()})
+                        for index in range(len(rows["group"])))
+    group = Group(
+        purpose=Purpose(first["purpose"]), step=first["step"], version=first["version"],
+        example=Example(first["row"], first["prompt"], _under(first, "column/")),
+        prompt_ids=np.array(first["prompt_ids"], np.int32), completions=completions, texts=tuple(rows["text"]),
+        rewards=_floats(rows["reward"]),
+        reward_components={name: _floats(values) for name, values in _under(rows, "component/").items()},
+        valid=np.array(rows["valid"], bool),
+        correct=None if None in rows["correct"] else np.array(rows["correct"], bool),
+        subset=first["subset"], extra=_under(rows, "extra/"),
+        reward_weights={name: value for name, value in _under(first, "weight/").items() if value is not None})
+    trained = [{} if values is None else {"trainer_logprobs": values} for values in rows["trainer_logprobs"]]
+    return StoredGroup(group, None if None in rows["advantage"] else _floats(rows["advantage"]), tuple(trained))
+
+
+def _completion(number: int, row: Mapping[str, Any]) -> Completion:
+    size = len(row["token_ids"])
+    if wrong := [name for name in _BY_TOKEN if row[name] is not None and len(row[name]) != size]:
+        raise ValueError(f"completion {row['completion']}: {size} tokens, but {wrong[0]} has {len(row[wrong[0]])} entries")
+    mask, versions, kept = row["loss_mask"], row["versions"], row["support_ids"]
+    return Completion(
+        request_id=number, index=row["completion"], token_ids=row["token_ids"], logprobs=row["logprobs"],
+        loss_mask=np.ones(size, bool) if mask is None else mask,
+        versions=np.full(size, row["version"], np.int32) if versions is None else versions,
+        stop_reason=StopReason(row["stop_reason"]), extra={} if kept is None else {"support_ids": _padded(kept)})
+
+
+def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
+    return {name.removeprefix(head): values for name, values in columns.items() if name.startswith(head)}
 
 
 def _arrays(column: pa.ChunkedArray, kind: Any) -> list[Any]:
@@ -278,10 +278,6 @@ def _arrays(column: pa.ChunkedArray, kind: Any) -> list[Any]:
         found += [values[low:high] if there else None
                   for low, high, there in zip(offsets[:-1], offsets[1:], known, strict=True)]
     return found
-
-
-def _or(values: np.ndarray | None, otherwise: np.ndarray) -> np.ndarray:
-    return otherwise if values is None else values
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:

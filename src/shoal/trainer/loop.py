@@ -50,6 +50,11 @@ class Schedule:
     def version(self, step: int) -> int:
         return self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
 
+    def older_versions(self, version: int) -> list[int]:
+        """Versions before this one from which the steps that follow it sample."""
+        steps = range(version, version + self.lag + self.weight_sync_interval)
+        return sorted({self.version(step) for step in steps if self.version(step) < version})
+
     def publishes(self, version: int) -> bool:
         return version % self.weight_sync_interval == 0
 
@@ -277,7 +282,7 @@ class Run:
             "config": to_dict(self.config),
             "facts": dict(self.fingerprint),
         }
-        older = {number: params for number, params in published.items() if number != version}
+        older = {number: published[number] for number in self.schedule.older_versions(version) if number in published}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
         self.recorder.spent("checkpoint", time.perf_counter() - started)

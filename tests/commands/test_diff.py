@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import Workshop, metrics, quick_compilation, read_lines
+from tiny_runs import Workshop, metrics, quick_compilation, read_lines, rewrite_groups
 
 from shoal.commands.diff import diff, find_divergence, likely_keys
 from shoal.commands.group_difference import GroupDifference, step_difference
@@ -51,7 +51,7 @@ def test_the_same_run_twice_is_identical(workshop, first, capsys):
 
 
 def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, capsys):
-    other = trained(workshop, "rate", "optimizer.lr=2e-2", "report.groups_format=parquet")
+    other = trained(workshop, "rate", "optimizer.lr=2e-2")
     result = compared(first, other)
     assert result["identical"] is False
     assert (result["divergence"]["stage"], result["divergence"]["step"]) == ("update", 1)
@@ -61,22 +61,31 @@ def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, caps
     assert "the likeliest cause is optimizer.lr" in capsys.readouterr().out
 
 
-def edited(run: Path, folder: Path, setting: tuple[str, str], change: Callable[[list[dict]], None]) -> Path:
+def edited(run: Path, folder: Path, setting: tuple[str, str], change: Callable[[list[StoredGroup]], list[StoredGroup]] = list) -> Path:
     """A copy with another setting and what it would have done to the groups of its first step."""
     copy = shutil.copytree(run, folder / "copy")
-    config, file = copy / "config.yaml", copy / "groups" / "step_000001.jsonl"
+    config = copy / "config.yaml"
     assert setting[0] in config.read_text()
     config.write_text(config.read_text().replace(*setting))
-    groups = read_lines(file)
-    change(groups)
-    file.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    rewrite_groups(copy / "groups" / "step_000001.parquet", change)
     return copy
 
 
+def with_completion(stored: StoredGroup, index: int, **changes) -> StoredGroup:
+    """The group with one completion changed."""
+    completions = list(stored.group.completions)
+    completions[index] = dataclasses.replace(completions[index], **changes)
+    return dataclasses.replace(stored, group=dataclasses.replace(stored.group, completions=tuple(completions)))
+
+
 def test_another_seed_gives_other_prompts(first, tmp_path):
-    copy = edited(first, tmp_path, ("seed: 0", "seed: 1"), lambda groups: groups[1].update(row=19))
+    def other_row(stored: list[StoredGroup]) -> list[StoredGroup]:
+        example = dataclasses.replace(stored[1].group.example, row=19)
+        return [stored[0], dataclasses.replace(stored[1], group=dataclasses.replace(stored[1].group, example=example))]
+
+    copy = edited(first, tmp_path, ("seed: 0", "seed: 1"), other_row)
     (copy / "metrics.jsonl").write_text(json.dumps(metrics(first)[0]) + "\n")
-    (copy / "groups" / "step_000002.jsonl").unlink()
+    (copy / "groups" / "step_000002.parquet").unlink()
     result = compared(first, copy)
     assert result["divergence"] == {"step": 1, "stage": "data",
                                     "sentence": "the data or its order differs first, at step 1"}
@@ -87,9 +96,12 @@ def test_another_seed_gives_other_prompts(first, tmp_path):
 
 
 def test_another_temperature_gives_other_tokens(first, tmp_path, capsys):
-    def other_token(groups: list[dict]) -> None:
-        groups[0]["completions"][2]["token_ids"][5] += 1
-        groups[1]["completions"][0]["reward"] = 7.0
+    def other_token(stored: list[StoredGroup]) -> list[StoredGroup]:
+        ids, rewards = stored[0].group.completions[2].token_ids.copy(), stored[1].group.rewards.copy()
+        ids[5] += 1
+        rewards[0] = 7.0
+        rewarded = dataclasses.replace(stored[1], group=dataclasses.replace(stored[1].group, rewards=rewards))
+        return [with_completion(stored[0], 2, token_ids=ids), rewarded]
 
     result = compared(first, edited(first, tmp_path, ("temperature: 1.0", "temperature: 0.5"), other_token))
     place = result["first_group_difference"]
@@ -100,18 +112,17 @@ def test_another_temperature_gives_other_tokens(first, tmp_path, capsys):
 
 
 def test_a_limit_that_is_first_felt_later_is_no_difference_of_weights(first, tmp_path):
-    def untouched(groups: list[dict]) -> None:
-        assert groups
+    def shorter(stored: list[StoredGroup]) -> list[StoredGroup]:
+        completions = stored[0].group.completions
+        longest = max(completions, key=len)
+        arrays = [{name: values[:-1] for name, values in one.items()} if i == longest.index else one
+                  for i, one in enumerate(stored[0].token_arrays)]
+        names = ("token_ids", "logprobs", "loss_mask", "versions")
+        changed = with_completion(stored[0], longest.index, **{name: getattr(longest, name)[:-1] for name in names})
+        return [dataclasses.replace(changed, token_arrays=tuple(arrays)), *stored[1:]]
 
-    copy = edited(first, tmp_path, ("max_completion_tokens: 12", "max_completion_tokens: 11"), untouched)
-    file = copy / "groups" / "step_000002.jsonl"
-    groups = read_lines(file)
-    longest = max(groups[0]["completions"], key=lambda completion: len(completion["token_ids"]))
-    for name in ("token_ids", "logprobs", "trainer_logprobs"):
-        longest[name] = longest[name][:-1] if name in longest else longest.get(name)
-    file.write_text("".join(json.dumps({**group, "completions": [
-        {key: value for key, value in one.items() if value is not None} for one in group["completions"]]}) + "\n"
-        for group in groups))
+    copy = edited(first, tmp_path, ("max_completion_tokens: 12", "max_completion_tokens: 11"))
+    rewrite_groups(copy / "groups" / "step_000002.parquet", shorter)
     result = compared(first, copy)
     assert result["divergence"] == {"step": 2, "stage": "sampling", "sentence": "sampling differs first, at step 2"}
     assert result["likely_keys"] == ["sampling.max_completion_tokens"]

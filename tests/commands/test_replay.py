@@ -16,11 +16,10 @@ from shoal.commands.replay import check_prompt, describe_completion_difference, 
 from shoal.config.schema import MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.report.groups import group_records, groups_name
-from shoal.report.groups_table import to_parquet
+from shoal.report.groups import groups_name, write_file
 from shoal.report.reading import read_config, read_groups
 from shoal.trainer.checkpoint import MODEL_FOLDER
-from shoal.types import Group, ShoalError
+from shoal.types import ShoalError
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def run(workshop) -> Path:
     """Two steps and, resumed, a third, with a reference and two mini-batches; of the versions 1 to 3 only the second
     and the last remain."""
     words = ("algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "checkpoint.every=1",
-             "checkpoint.keep_last=2", "report.groups_format=parquet", "task.num_questions=2", "train.pass_k=0")
+             "checkpoint.keep_last=2", "task.num_questions=2", "train.pass_k=0")
     workshop.train("first", "steps=2", *words)
     run = workshop.train("first", "steps=3", *words)
     assert checkpoints(run) == [2, 3]
@@ -161,14 +160,10 @@ def test_weights_without_later_logprobs_are_reported_as_unverified(run, tmp_path
     (greedy,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*_000000*")}
     evaluation = copy / "groups" / f"{greedy}_000001.parquet"
     stored = dataclasses.replace(read_groups(run, 3, greedy)[0], version=1)
-    with_version(evaluation, stored)
+    write_file(evaluation, [stored])
     result = replay(ReplayConfig(run=str(copy), step=1, group=0), None, greedy)
     assert result["identical"] is False and result["weights"]["verified"] is None
     assert "not identical (weights not verified: no later log-probs are stored)" in capsys.readouterr().out
-
-
-def with_version(path: Path, group: Group) -> None:
-    path.write_bytes(to_parquet(group_records([group])))
 
 
 def test_the_machine_is_known_from_any_checkpoint(run, tmp_path, capsys):

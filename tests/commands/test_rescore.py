@@ -18,7 +18,7 @@ from shoal.commands.export_rollouts import export_rollouts
 from shoal.commands.rescore import rank_correlation, rescore
 from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
 from shoal.report.folder import RunFolder
-from shoal.report.reading import read_file
+from shoal.report.groups import read_file, write_file
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
 
 REWARDS = '''\
@@ -163,12 +163,10 @@ def test_old_advantages_are_the_stored_ones(run, capsys):
     (run / "config_0.yaml").write_text(before)
     (run / "config_1.yaml").write_text(config.read_text())
     assert under(run, "same")["other_settings"] == [2]  # step 1 was the first part's
-    lines = [json.loads(line) for line in (run / "groups" / "step_000002.jsonl").read_text().splitlines()]
-    for completion in lines[0]["completions"]:
-        del completion["advantage"]
-    (run / "groups" / "step_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert under(run, "same", step=2)["advantages_not_stored"] == 1
-    assert "1 groups were stored without advantages" in capsys.readouterr().out
+    file = run / "groups" / "step_000002.parquet"
+    write_file(file, [entry.group for entry in read_file(file)])
+    assert under(run, "same", step=2)["advantages_not_stored"] == 2
+    assert "2 groups were stored without advantages" in capsys.readouterr().out
 
 
 def test_a_step_is_released_before_the_next_is_read(run, monkeypatch):
@@ -184,7 +182,7 @@ def test_a_step_is_released_before_the_next_is_read(run, monkeypatch):
 
     monkeypatch.setattr("shoal.commands.rescore.read_file", read)
     for step in range(3, 7):
-        (run / "groups" / f"step_{step:06d}.jsonl").write_bytes((run / "groups" / "step_000001.jsonl").read_bytes())
+        (run / "groups" / f"step_{step:06d}.parquet").write_bytes((run / "groups" / "step_000001.parquet").read_bytes())
     result = under(run, "one")
     assert len(alive) == 12 and result["num_groups"] == 12 and result["groups"] is None
     assert len(result["by_step"]) == 6

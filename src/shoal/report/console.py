@@ -7,26 +7,17 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 from shoal.report.figures import duration, evaluation_text, figure_text, one_line, step_figures, summary_rows
 from shoal.report.notebook import NotebookProgress, in_notebook
+from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
 
 PLAIN_SECONDS = 5.0
 PLAIN_FIRST_STEPS = 3
 ANSWERS_SECONDS = 10.0
 _LONGEST_TEXT = 2000
-
-
-@dataclass(frozen=True)
-class SolvedProblem:
-    """A problem that was wrong before training and is right after it: the prompt and both answers."""
-
-    prompt: Prompt
-    before: str
-    after: str
 
 
 class Console:
@@ -68,7 +59,11 @@ class Console:
 
     def first_prompt(self, text: str) -> None:
         """The first prompt of the run as the model reads it, decoded."""
-        self._write("first prompt:", "dim")
+        self.passage("first prompt", text)
+
+    def passage(self, title: str, text: str) -> None:
+        """A text of many lines under its title, indented; the end of a very long one is left out."""
+        self._write(f"{one_line(title)}:", "dim")
         self._write(_indented(text))
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
@@ -124,8 +119,7 @@ class Console:
             self._write("a problem that was wrong before and is right after:", "bold")
             for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),
                                 ("after", solved.after)):
-                self._write(f"{title}:", "dim")
-                self._write(_indented(text))
+                self.passage(title, text)
         for (_, text), count in self._said.items():
             if count > 1:
                 self._write(f"{count} times: {text}")

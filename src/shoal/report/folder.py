@@ -4,7 +4,7 @@
     config_40.yaml                           those from step 40 on, where a run went on with others
     metrics.jsonl                            a line a step
     evaluations.jsonl                        a line an evaluation
-    groups/step_000012.jsonl                 a line a group (or .parquet, a row a completion)
+    groups/step_000012.parquet               a row a completion
     checkpoints/                             written by the trainer
     pass_rates.jsonl                         a line a prompt: how often its completions passed
     first_answers.json                       the wrong answers of the first evaluation
@@ -23,9 +23,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.report.groups import TokenArrays, group_records, groups_name
+from shoal.report.groups import TokenLogprobs, groups_name, write_file
 from shoal.report.lines import (
-    appearing,
     json_line,
     json_ready,
     keep_lines,
@@ -257,28 +256,12 @@ class RunFolder:
         """One line of evaluations.jsonl: `step`, `name` (of the questions), the figures."""
         self.evaluations.write(step, {"name": name, **figures})
 
-    groups_format = "jsonl"
-    """jsonl: a line a group; parquet: a row a completion (`report.groups_format`)."""
-
     def write_groups(self, step: int, groups: Sequence[Group], advantages: Any = None,
-                     token_arrays: TokenArrays | None = None, name: str = "") -> Path:
-        """Writes a step's groups in `groups_format`, atomically, and returns the file `groups/<name>_<step>.<format>`.
-
-        `advantages`: by group, by completion ([P, G]). `token_arrays`: by group, by completion, name -> [T] (such as
-        `trainer_logprobs`). `name` is `step` for training and `<purpose>_<subset>` otherwise unless given: two sets
-        of one step must differ in it, or the later replaces the earlier. Raises ValueError where lengths differ."""
-        records = group_records(groups, advantages, token_arrays)
-        path = self.groups_path / f"{name or groups_name(groups)}_{step:06d}.{self.groups_format}"
-        if self.groups_format == "parquet":
-            from shoal.report.groups_table import to_parquet
-
-            data = to_parquet(records)
-            with appearing(path) as temporary, writing(path):
-                temporary.write_bytes(data)
-        else:
-            write_atomically(path, map(json_line, records))
-        for other in {".jsonl", ".parquet"} - {path.suffix}:  # a step begun in the other format before a change
-            path.with_suffix(other).unlink(missing_ok=True)
+                     trainer_logprobs: TokenLogprobs | None = None) -> Path:
+        """Writes a step's groups atomically and returns the file, `groups/step_000012.parquet`; groups of an evaluation
+        go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by group, by completion, [P, G]."""
+        path = self.groups_path / f"{groups_name(groups)}_{step:06d}.parquet"
+        write_file(path, groups, advantages, trainer_logprobs)
         return path
 
     def write_pass_rates(self, record: Iterable[Mapping[str, Any]]) -> None:

@@ -54,7 +54,7 @@ class Background:
         self.name = name
         self._sink = sink
         self._warn = warn
-        self._seconds = seconds_to_close
+        self.seconds_to_close = seconds_to_close
         self._pending: queue.Queue[tuple[int, Mapping[str, Any]] | None] = queue.Queue(most_pending)
         self._fault: str | None = None
         self._on = True
@@ -70,9 +70,9 @@ class Background:
         """Waits for what is pending, and no longer than for so many seconds."""
         if self._on and self._fault is None:
             self._put(None)
-            self._thread.join(self._seconds)
+            self._thread.join(self.seconds_to_close)
             if self._thread.is_alive() and self._fault is None:
-                self._fault = f"it has not ended within {self._seconds:g} s"
+                self._fault = f"it has not ended within {self.seconds_to_close:g} s"
         self._look()
         self._on = False
 
@@ -127,11 +127,11 @@ def check_sinks(section: ReportSection) -> None:
 
 
 def make_sinks(folder: Path, section: ReportSection, config: Mapping[str, Any], run_name: str,
-               resumed_at: int | None, note: Callable[[str], None], warn: Callable[[str], None]) -> list[Sink]:
+               resumed_at: int | None, note: Callable[[str], None], warn: Callable[[str], None]) -> list[Background]:
     """The sinks that `report` asks for. `config` is the resolved configuration, `resumed_at` the version a resumed
     run goes on from. ShoalError where a package or a login is missing, a place cannot be written or a service
     refuses."""
-    sinks: list[Sink] = []
+    sinks: list[Background] = []
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
 

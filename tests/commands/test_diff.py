@@ -61,7 +61,8 @@ def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, caps
     assert "the likeliest cause is optimizer.lr" in capsys.readouterr().out
 
 
-def edited(run: Path, folder: Path, setting: tuple[str, str], change: Callable[[list[StoredGroup]], list[StoredGroup]] = list) -> Path:
+def edited(run: Path, folder: Path, setting: tuple[str, str],
+           change: Callable[[list[StoredGroup]], list[StoredGroup]] = list) -> Path:
     """A copy with another setting and what it would have done to the groups of its first step."""
     copy = shutil.copytree(run, folder / "copy")
     config = copy / "config.yaml"

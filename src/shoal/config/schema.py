@@ -213,7 +213,7 @@ class DoctorConfig(Config):
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """`shoal replay`: draws a group of a run again and says whether it is the one that was stored."""
+    """`shoal replay`: samples a stored group again and compares it bit for bit."""
 
     run: str = ""
     """The run folder, or `last`."""
@@ -232,7 +232,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """`shoal rescore`: judges a run's stored groups with other rewards and says which advantages flip."""
+    """`shoal rescore`: scores a run's stored groups with other rewards and shows which advantages flip."""
 
     run: str = ""
     """The run folder, or `last`."""
@@ -248,7 +248,7 @@ class RescoreConfig:
 
 @dataclass(frozen=True)
 class DiffConfig:
-    """`shoal diff`: the first step and token where two runs part, and the keys that differ."""
+    """`shoal diff`: the first step and token where two runs differ, and the likeliest cause."""
 
     run: str = ""
     """A run folder, or `last`."""

@@ -9,7 +9,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
-from shoal.report.figures import duration, evaluation_text, figure_text, one_line, step_figures, summary_rows
+from shoal.report.figures import (
+    duration,
+    evaluation_text,
+    figure_text,
+    one_line,
+    step_figures,
+    summary_rows,
+    text_table,
+)
 from shoal.report.notebook import NotebookProgress, in_notebook
 from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
@@ -189,10 +197,8 @@ class Console:
 
     def _table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         if self._rich is None:
-            widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-            for row in [head, *rows]:
-                self._write("  ".join([row[0].ljust(widths[0]),
-                                       *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]).rstrip())
+            for line in text_table(head, rows):
+                self._write(line)
             return
         from rich import box
         from rich.table import Table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.report.metrics import wilson_interval
@@ -155,6 +155,14 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
             title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == main and terms else "")
             rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))
     return rows
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, the first column aligned left and the others right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
+                                                  zip(row[1:], widths[1:], strict=True))]).rstrip()
+            for row in [head, *rows]]
 
 
 def _cell(name: str, figures: Mapping[str, Any]) -> str:

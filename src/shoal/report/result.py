@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.report.figures import duration, figure_text, summary_rows
+from shoal.report.figures import duration, figure_text, summary_rows, text_table
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup
 from shoal.report.lines import read_lines
@@ -124,7 +124,7 @@ class Result(Mapping[str, Any]):
         return list(group_files(self.folder))
 
     def groups(self, step: int) -> list[StoredGroup]:
-        """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`; ShoalError without any."""
+        """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`; ShoalError if none."""
         return read_stored(self.folder, step)
 
     @property
@@ -167,12 +167,8 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
-        rows = [("", "before", "after", "change"), *summary_rows(self.before, self.after)]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        table = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
-                                                       zip(row[1:], widths[1:], strict=True))]).rstrip()
-                 for row in rows] if len(rows) > 1 else []
-        return "\n".join([self._headline(), *table])
+        rows = summary_rows(self.before, self.after)
+        return "\n".join([self._headline(), *(text_table(("", "before", "after", "change"), rows) if rows else [])])
 
     def _repr_html_(self) -> str:
         rows = summary_rows(self.before, self.after)

@@ -180,10 +180,10 @@ def test_runs_their_cost_their_table_and_their_record(ran, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 runs, one after the other: 15 steps, 1920 completions to train on")
     head, *rows = [line.split() for line in lines[lines.index("== runs") + 1:-1]]
-    assert head == ["run", "seed", "state", "before", "after", "seconds", "folder"]
-    assert rows == [["0", "1", "done", "25.0%", "50.0%", "7", "outputs/sweep/0"],
+    assert head == ["run", "seed", "state", "before", "after", "time", "folder"]
+    assert rows == [["0", "1", "done", "25.0%", "50.0%", "7.4", "s", "outputs/sweep/0"],
                     ["1", "13", "failed", "(3)", "outputs/sweep/1"],
-                    ["2", "2", "done", "25.0%", "50.0%", "7", "outputs/sweep/2"]]
+                    ["2", "2", "done", "25.0%", "50.0%", "7.4", "s", "outputs/sweep/2"]]
     record = json.loads(Path("outputs/sweep/multirun.json").read_text())
     assert (record["keys"], record["num_failed"], len(record["runs"])) == (["seed"], 1, 3)
     assert record["runs"][0] == {

@@ -9,12 +9,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +26,8 @@ from shoal.config.help import count, step_sizes
 from shoal.config.keys import dataclass_of
 from shoal.config.schema import Config
 from shoal.report.console import Console
-from shoal.report.folder import named_folder
+from shoal.report.figures import figure_text
+from shoal.report.folder import named_folder, read_summary
 from shoal.report.lines import json_ready, write_atomically
 from shoal.types import ShoalError
 
@@ -51,6 +51,11 @@ class SweptRun:
     folder: Path
     exit_code: int | None = None  # None until it has run
     figures: dict[str, Any] = field(default_factory=dict)  # accuracy before and after, seconds
+
+    @property
+    def assignments(self) -> list[str]:
+        """`["optimizer.lr=1e-4", "seed=2"]`"""
+        return [f"{name}={text}" for name, text in self.values.items()]
 
     @property
     def state(self) -> str:
@@ -80,12 +85,12 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
         for line in dict.fromkeys([*first.notes, *first.became]):
             console.note(f"run 0: {line}")
         for run in runs:
-            console.note(f"{run.folder}: {' '.join(_pairs(run)) or 'nothing swept'}")
+            console.note(f"{run.folder}: {' '.join(run.assignments) or 'nothing swept'}")
         return _record(root, runs)
     write_record(root, runs)
     interrupted = False
     for run in runs:
-        console.heading(f"run {run.number + 1} of {len(runs)}: {' '.join([*_pairs(run), str(run.folder)])}")
+        console.heading(f"run {run.number + 1} of {len(runs)}: {' '.join([*run.assignments, str(run.folder)])}")
         folder = [f"base_output_directory={root}", f"run_name={run.number}"]
         run.exit_code, interrupted = run_process([command, *run.words, *folder])
         run.figures = read_figures(run.folder)
@@ -206,11 +211,10 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 def read_figures(folder: Path) -> dict[str, Any]:
     """Accuracy before and after (the mean reward if the task defines none) and seconds, from the run's summary.json;
     empty without one."""
-    with contextlib.suppress(OSError, ValueError):
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
-        return {name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")}
-    return {}
+    if (summary := read_summary(folder)) is None:
+        return {}
+    kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
+    return {name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")}
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
@@ -258,24 +262,11 @@ def cost_text(configs: Sequence[Config]) -> str:
 
 def table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of the table at the end."""
-    keys = list(runs[0].values)
-    rows = [(str(run.number), *(run.values[key] for key in keys), run.state,
-             _score(run.figures, "before"), _score(run.figures, "after"),
-             _seconds(run.figures.get("seconds_total")), str(run.folder)) for run in runs]
-    return ("run", *keys, "state", "before", "after", "seconds", "folder"), rows
+    def row(run: SweptRun) -> tuple[str, ...]:
+        texts = {name: "" if value is None else figure_text(name, value) for name, value in run.figures.items()}
+        before, after = (texts.get(f"accuracy_{when}", texts.get(f"mean_reward_{when}", ""))
+                         for when in ("before", "after"))
+        return (str(run.number), *run.values.values(), run.state, before, after, texts.get("seconds_total", ""),
+                str(run.folder))
 
-
-def _score(figures: Mapping[str, Any], when: str) -> str:
-    """Accuracy in percent, or the mean reward."""
-    if (share := figures.get(f"accuracy_{when}")) is not None:
-        return f"{100 * share:.1f}%"
-    reward = figures.get(f"mean_reward_{when}")
-    return "" if reward is None else f"{reward:.3g}"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.0f}"
-
-
-def _pairs(run: SweptRun) -> list[str]:
-    return [f"{name}={text}" for name, text in run.values.items()]
+    return ("run", *runs[0].values, "state", "before", "after", "time", "folder"), [row(run) for run in runs]

@@ -41,6 +41,10 @@ class ShoalError(Exception):
     The command line prints it alone, without a traceback."""
 
 
+class StopRequested(Exception):
+    """Raised where a wait is given up because the run was asked to stop."""
+
+
 class Purpose(enum.StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"

@@ -14,7 +14,7 @@ from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, failed_figures, failure_lines
 from shoal.rollout.source import LocalSource
 from shoal.run.assembly import compute_dtype, engine_maker, make_model, open_model, prepare_sets
@@ -41,7 +41,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         if output and (taken := sorted(set(BESIDE) & set(task.evaluations))):
             raise ShoalError(f"output={output}: a set of questions cannot be called {taken[0]!r} there; give it "
                              "another name")
-        judge = stack.enter_context(closing(Judge(task.rewards, config.reward)))
+        judge = stack.enter_context(closing(RewardPool(task.rewards, config.reward)))
         roles = make_roles(config.mesh)
         opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
         for note in task.notes:

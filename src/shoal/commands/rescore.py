@@ -1,7 +1,7 @@
 """`shoal rescore`: stored groups under other rewards, without a model: which advantages flip, and what the new reward
 is like.
 
-    groups/step_* -> Judge -> rewards, advantages by the step's own settings -> compared with the stored -> Tally
+    groups/step_* -> RewardPool -> rewards, advantages by the step's own settings -> compared with the stored -> Tally
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from shoal.report.reading import (
     read_stored,
     require_groups,
 )
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import Failure, Scores, load_functions, name_functions
+from shoal.rewards.functions import load_functions, name_functions
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Failure, Scores
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import Task
 from shoal.types import Group, RewardFunction
@@ -174,7 +175,7 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
             console.note("the run took a divergence off its rewards (algorithm.kl_placement=reward): stored advantages hold "
                          "it, new ones do not")
         tally, groups = Tally(skips=config.reward.on_error == "skip"), []
-        with closing(Judge(functions, config.reward, own.steps)) as judge:
+        with closing(RewardPool(functions, config.reward, own.steps)) as judge:
             for step in steps:
                 judged = _judge(read_file(files[step]), step, judge, at_version(parts, step - 1).algorithm, tally)
                 tally.add(step, judged)
@@ -201,7 +202,7 @@ def reward_functions(config: RescoreConfig, run: Config) -> tuple[RewardFunction
     return with_overlong(Task(run.task.name, (), {}, found), asked, run.sampling.max_completion_tokens).rewards
 
 
-def _judge(stored: Sequence[StoredGroup], step: int, judge: Judge, algorithm: AlgorithmSection,
+def _judge(stored: Sequence[StoredGroup], step: int, judge: RewardPool, algorithm: AlgorithmSection,
            tally: Tally) -> list[Judged]:
     """The groups of a step in order; functions are called a group at a time or a step at a time, as in a run."""
     groups = [entry.group for entry in stored]

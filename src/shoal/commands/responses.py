@@ -21,7 +21,7 @@ from shoal.config.schema import EvalConfig, RewardSection, TaskSection
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
 from shoal.report.metrics import known_mean, wilson_interval
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, Scores, failed_figures, failure_lines
 from shoal.run.output import check_local, check_writable, write_text
 from shoal.run.task import load_task, with_rewards
@@ -377,7 +377,7 @@ def _reward(responses: Sequence[Response], answered: Sequence[Example | str],
             scores[ticket] = found
             console.answered("rewards", len(scores), len(batches))
 
-    with Judge(task.rewards, section) as judge:
+    with RewardPool(task.rewards, section) as judge:
         batches = [judged] if judge.by_step else [[one] for one in judged]
         for ticket, batch in enumerate(batches):
             judge.submit(ticket, [example for _, example, _ in batch], [[text] for text, _, _ in batch],

@@ -35,7 +35,7 @@ from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, is_run, read_summary
 from shoal.report.sink import Sink, check_sinks, make_sinks
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rollout.source import LocalSource, drive, publish_to
 from shoal.run.brief import brief
 from shoal.run.compilation import CompilationCounter
@@ -211,7 +211,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         console.warning(text)
     task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
-    judge = stack.enter_context(closing(Judge(task.rewards, config.reward, config.steps)))  # before JAX has threads
+    judge = stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))  # before JAX has threads
     roles = make_roles(config.mesh)
     config = with_prompts(config, roles)
     if plan.run and (before := plan.config.batch.prompts_per_step) != (now := config.batch.prompts_per_step):
@@ -337,7 +337,7 @@ def restore_latest(folder: RunFolder, learner: Learner, source: LocalSource, now
     return restored
 
 
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: Judge) -> LocalSource:
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: RewardPool) -> LocalSource:
     return LocalSource(model, training_engines(config, model, tokenizer), task, judge, tokenizer.decode, config.seed)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.rewards.overlong import PENALTY, overlong_punishment
-from shoal.rewards.scores import load_functions, name_functions
+from shoal.rewards.functions import load_functions, name_functions
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
 from shoal.types import RewardFunction, ShoalError

@@ -1,0 +1,574 @@
+"""Worker processes that are ended at their limits of time and memory, and the process that supervises them.
+
+    trainer --(call)--> supervisor --(call)--> worker --(reply)--> supervisor --(reply)--> trainer
+
+The supervisor is forked once from the process that trains, and runs one event loop without further threads. It never
+runs what it is asked to call. So a worker that was killed is replaced by a fork of a clean process, and limits hold
+while the trainer is busy. Where the trainer ends, however it ends, the supervisor ends its workers and itself.
+
+A frame is a header in JSON and a body of bytes. Replies are JSON alone: nothing that a worker sends is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+Header = dict[str, Any]
+Handler = Callable[[Header, bytes], Header]
+"""(the call's header, its body) -> the reply; with `spent` in the reply the worker is replaced."""
+AsyncHandler = Callable[[Header, bytes], Awaitable[Header]]
+
+START_SECONDS = 30.0
+"""What a worker may take to start."""
+GRACE_SECONDS = 1.0
+"""What an event loop may take, beyond the limit, to end a call by itself."""
+EXIT_SECONDS = 0.5
+"""How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
+END_SECONDS = 1.5
+"""What the supervisor may take to end its workers and itself, before it is killed."""
+PULSE_SECONDS = 1.0
+"""How often the supervisor says that it lives, and sees whether the trainer does."""
+SEND_SECONDS = 120.0
+"""How long to wait for the other end to read."""
+
+_SIZES = struct.Struct(">II")
+_KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the workers of a pool may take."""
+
+    num_workers: int
+    seconds: float  # of one call
+    memory_bytes: int = 0  # beyond what a worker starts with, on Linux; 0 for no limit
+
+    @property
+    def most_seconds(self) -> float:
+        """What one call may take at most, with the start and the end of its worker."""
+        return self.seconds + START_SECONDS + GRACE_SECONDS + 2 * EXIT_SECONDS
+
+
+class WorkerPool:
+    """Calls a handler in worker processes; any function can be one, since processes are forked.
+
+    >>> pool.submit(7, {"question": "..."}, b"...")
+    >>> pool.receive(seconds=1.0)
+    [(7, {"answer": ...})]
+
+    A reply is what the handler returned, or `{"kind": "timed out"}`, `{"kind": "died", "text": "SIGSEGV"}` or
+    `{"kind": "cancelled"}`. With `together`, calls share the event loop of one more worker, which `handle_async` serves
+    on it; where a call blocks that loop, the worker is ended and each of its calls is made again in a worker of its
+    own, and the reply says `alone`.
+    """
+
+    def __init__(self, handle: Handler, limits: Limits, handle_async: AsyncHandler | None = None,
+                 prepare: Callable[[], Any] = lambda: None) -> None:
+        """`prepare` is called in the supervisor, before it forks the first worker."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        here, there = socket.socketpair()
+        trainer = os.getpid()
+        self.pid = _fork()
+        if self.pid == 0:
+            here.close()
+            _live(lambda: _Supervisor(there, handle, handle_async, limits, trainer).run(prepare))
+        there.close()
+        self._channel = Channel(here)
+        self.heard = time.monotonic()
+        """When the supervisor last said something."""
+        self.close = weakref.finalize(self, _end, self.pid, here, trainer)
+        """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
+
+    def submit(self, call: int, header: Header, body: bytes = b"", together: bool = False) -> None:
+        """Sends a call. ConnectionError where the supervisor has ended, TimeoutError where it does not read."""
+        self._channel.send({"call": call, "together": together, "asked": header}, body)
+
+    def cancel(self, calls: Iterable[int]) -> None:
+        """Cancels those of the calls that no worker has begun; the others are replied to as usual."""
+        self._channel.send({"cancel": list(calls)})
+
+    def receive(self, seconds: float = 0.0) -> list[tuple[int, Header]]:
+        """The replies that have arrived, waiting some seconds for a frame. EOFError once the supervisor has ended."""
+        frames = self._channel.receive(seconds)
+        if frames:
+            self.heard = time.monotonic()
+        return [(header["call"], header["reply"]) for header, _ in frames if "call" in header]
+
+
+class Channel:
+    """One end of a socket pair, in a process that waits for it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._inbox = bytearray()
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        self.end.settimeout(SEND_SECONDS)
+        self.end.sendall(_frame(header, body))
+
+    def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
+        """The complete frames, waiting some seconds for data (None: without end). EOFError once the other end is closed
+        and everything is read."""
+        ended = False
+        self.end.settimeout(seconds)
+        try:
+            while data := self.end.recv(1 << 20):
+                self._inbox += data
+                self.end.settimeout(0.0)
+            ended = True
+        except (BlockingIOError, TimeoutError):
+            pass
+        except ConnectionError:
+            ended = True
+        frames = []
+        while len(self._inbox) >= _SIZES.size:
+            header, body = _SIZES.unpack_from(self._inbox)
+            start, stop = _SIZES.size + header, _SIZES.size + header + body
+            if len(self._inbox) < stop:
+                break
+            frames.append((json.loads(self._inbox[_SIZES.size:start]), bytes(self._inbox[start:stop])))
+            del self._inbox[:stop]
+        if ended and not frames:
+            raise EOFError
+        return frames
+
+
+def _frame(header: Header, body: bytes = b"") -> bytes:
+    line = json.dumps(header).encode()
+    return _SIZES.pack(len(line), len(body)) + line + body
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
+    """ValueError or EOFError for what is no frame."""
+    header, body = _SIZES.unpack(await reader.readexactly(_SIZES.size))
+    return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
+
+
+def _end(pid: int, end: socket.socket, owner: int) -> None:
+    """Shuts the socket down, upon which the supervisor ends by itself, and waits for that. Another process, such as the
+    supervisor of a younger pool, may hold a copy of the socket: closing it alone would not be seen."""
+    if os.getpid() != owner:  # a copy in a process that someone else forked
+        end.close()
+        return
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)  # should it be stopped
+        if not _ends(pid, END_SECONDS):
+            os.kill(pid, signal.SIGKILL)
+            _ends(pid, EXIT_SECONDS)  # one that waits for a device cannot end before that answers
+
+
+def _ends(pid: int, seconds: float) -> bool:
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(0.05, 2 * pause)
+    return True
+
+
+# ---- forked processes
+
+
+def _fork() -> int:
+    """Forks with signals held back until the child has its own handlers, and without warnings of other threads: the
+    child uses none, and touches no device."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    pid = -1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+    finally:
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _live(body: Callable[[], Any]) -> NoReturn:
+    """The life of a forked process: outside its parent's session, without terminal and Ctrl-C, with standard streams of
+    its own."""
+    code = 1
+    try:
+        gc.freeze()  # nothing that the parent made is ever freed here
+        warnings.filterwarnings("ignore", message=".*fork")
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: None)  # unlike SIG_IGN, programs that are started do not inherit it
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.close(null)
+        sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+        _prctl(_ADOPT_ORPHANS, 1)  # processes whose parent ends under this one become its children: it can end them
+        body()
+        code = 0
+    except (ConnectionError, TimeoutError, EOFError):  # the other end is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _stream(number: int, mode: str) -> Any:
+    try:
+        return open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    except OSError:
+        return open(os.devnull, mode, encoding="utf-8")
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # where memory ends, a worker is to go before the trainer
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if memory_bytes and sys.platform == "linux":  # other systems do not enforce such a limit
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = used + memory_bytes if hard == resource.RLIM_INFINITY else min(used + memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+# ---- the supervisor
+
+
+@dataclass(eq=False)
+class _Call:
+    id: int
+    together: bool
+    frame: bytes
+
+
+@dataclass(eq=False)
+class _Worker:
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    waiting: dict[int, asyncio.Future[Header | None]] = field(default_factory=dict)  # by call, on an event loop
+    heard: float = 0.0  # when it last sent something, or was asked while it had nothing to do
+    status: int | None = None  # from waitpid, once it has ended
+    killed: bool = False  # by the supervisor
+
+    def describe_end(self) -> str:
+        status = self.status or 0
+        if self.killed:
+            return "it closed or spoilt its socket to the supervisor"
+        if os.WIFEXITED(status):
+            return f"exit code {os.WEXITSTATUS(status)}"
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"{name}, out of memory?" if number == signal.SIGKILL else name
+
+
+class _Supervisor:
+    """Gives calls to workers, at most `num_workers` at a time, and ends workers at their limits."""
+
+    def __init__(self, trainer_end: socket.socket, handle: Handler, handle_async: AsyncHandler | None, limits: Limits,
+                 trainer: int) -> None:
+        self.trainer_end, self.handle, self.handle_async = trainer_end, handle, handle_async
+        self.limits, self.trainer = limits, trainer
+        self.queue: deque[_Call] = deque()
+        self.num_open = 0  # calls that are not replied to
+        self.busy = 0  # workers with a call, or about to start for one
+        self.ending = False
+        self.workers: list[_Worker] = []
+        self.free: list[_Worker] = []  # the last one to become free is used first: it may have things in its memory
+        self.shared: asyncio.Task[_Worker] | None = None  # the worker of the event loop
+        self.pids: set[int] = set()  # of workers that are not reaped, ended ones too
+        self.unreaped: set[int] = set()  # killed, but not gone: such as those that wait for a device
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def run(self, prepare: Callable[[], Any]) -> None:
+        prepare()
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        """Until the trainer closes its end or is gone."""
+        reader, self.writer = await asyncio.open_connection(sock=self.trainer_end, limit=1 << 24)
+        pulse = self._start(self._pulse(reader))
+        try:
+            while True:
+                header, body = await _read_frame(reader)
+                if "cancel" in header:
+                    self._cancel(set(header["cancel"]))
+                    continue
+                call = _Call(header["call"], header["together"], _frame(header, body))
+                self.num_open += 1
+                if call.together:
+                    self._start(self._serve_together(call))
+                else:
+                    self.queue.append(call)
+                    self._dispatch()
+        finally:
+            self.ending = True
+            pulse.cancel()
+            for worker in self.workers:
+                _kill_group(worker.pid)
+            await asyncio.gather(*(self._end_worker(worker) for worker in list(self.workers)))
+            if self.tasks:
+                await asyncio.wait(self.tasks, timeout=EXIT_SECONDS)
+            await self._end_orphans()
+
+    def _start(self, coroutine: Any) -> asyncio.Task[Any]:
+        self.tasks.add(task := asyncio.get_running_loop().create_task(coroutine))
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def _pulse(self, reader: asyncio.StreamReader) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            if os.getppid() != self.trainer:  # another process may hold the trainer's end of the socket open
+                reader.feed_eof()
+            if self.num_open:
+                self.writer.write(_frame({"alive": True}))
+            for worker in self.workers:  # a process that it forked may hold its socket open
+                if worker.status is None and _reap(worker):
+                    loop.call_later(0.1, worker.reader.feed_eof)
+            for pid in list(self.unreaped):
+                if _reaped(pid) is not None:
+                    self.unreaped.discard(pid)
+
+    def _cancel(self, calls: set[int]) -> None:
+        for call in [call for call in self.queue if call.id in calls]:
+            self.queue.remove(call)
+            self._reply(call, {"kind": "cancelled"})
+
+    def _reply(self, call: _Call, reply: Header) -> None:
+        self.num_open -= 1
+        self.writer.write(_frame({"call": call.id, "reply": reply}))
+
+    def _dispatch(self) -> None:
+        while self.queue and self.busy < self.limits.num_workers and not self.ending:
+            self.busy += 1
+            self._start(self._serve(self.queue.popleft()))
+
+    async def _serve(self, call: _Call) -> None:
+        """One call on a worker of its own for that time."""
+        worker = self.free.pop() if self.free else None
+        try:
+            worker = worker or await self._spawn(together=False)
+            worker.writer.write(call.frame)
+            async with asyncio.timeout(self.limits.seconds):
+                header, _ = await _read_frame(worker.reader)
+            reply = header["reply"]
+            if reply.pop("spent", False):  # what it holds may leave too little memory for the next call
+                await self._end_worker(worker)
+            else:
+                self.free.append(worker)
+        except TimeoutError:
+            reply = {"kind": "timed out"}
+            if worker:
+                await self._end_worker(worker)
+        except (EOFError, ConnectionError, ValueError, KeyError):  # it is going, or wrote into its socket
+            assert worker is not None
+            await self._end_worker(worker, wait=True)
+            reply = {"kind": "died", "text": worker.describe_end()}
+        self._reply(call, reply if call.together is False else {**reply, "alone": True})
+        self.busy -= 1
+        self._dispatch()
+
+    async def _serve_together(self, call: _Call) -> None:
+        """One call on the event loop that calls share. The worker ends a call at its limit by itself; where it sends
+        nothing for longer, a call blocks its loop, and each call is made again alone."""
+        self.shared = self.shared or self._start(self._spawn(together=True))
+        try:
+            worker = await asyncio.shield(self.shared)
+        except TimeoutError:
+            worker = None
+        reply = None
+        if worker in self.workers:
+            if not worker.waiting:
+                worker.heard = time.monotonic()
+            future = worker.waiting[call.id] = asyncio.get_running_loop().create_future()
+            worker.writer.write(call.frame)
+            limit = self.limits.seconds + GRACE_SECONDS
+            while not future.done() and (left := worker.heard + limit - time.monotonic()) > 0:
+                await asyncio.wait([future], timeout=left)
+            reply = future.result() if future.done() else None
+            if not future.done():
+                await self._end_worker(worker)
+        if reply is None:
+            self.queue.append(call)
+            self._dispatch()
+        else:
+            self._reply(call, reply)
+
+    async def _read_together(self, worker: _Worker) -> None:
+        try:
+            while True:
+                header, _ = await _read_frame(worker.reader)
+                worker.heard = time.monotonic()
+                worker.waiting.pop(header["call"]).set_result(header["reply"])
+                if header["reply"].pop("spent", False):
+                    break
+        except (EOFError, ConnectionError, ValueError, KeyError):
+            pass
+        await self._end_worker(worker)
+
+    # -- workers
+
+    async def _spawn(self, together: bool) -> _Worker:
+        """A worker that has started; TimeoutError where it takes too long."""
+        here, there = socket.socketpair()
+        supervisor = os.getpid()
+        pid = _fork()
+        if pid == 0:
+            for end in (here, self.trainer_end, *(w.writer.get_extra_info("socket") for w in self.workers)):
+                with contextlib.suppress(OSError):
+                    os.close(end.fileno())
+            _live(lambda: self._work(there, supervisor, together))
+        self.pids.add(pid)
+        there.close()
+        reader, writer = await asyncio.open_connection(sock=here, limit=1 << 24)
+        worker = _Worker(pid, reader, writer)
+        self.workers.append(worker)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await _read_frame(reader)
+        except TimeoutError:
+            await self._end_worker(worker)
+            raise
+        if together:
+            self._start(self._read_together(worker))
+        return worker
+
+    def _work(self, end: socket.socket, supervisor: int, together: bool) -> None:
+        _prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+        _limit_memory(self.limits.memory_bytes)
+        if os.getppid() != supervisor:
+            return
+        channel = Channel(end)
+        channel.send({"ready": True})
+        if together:
+            assert self.handle_async is not None
+            asyncio.run(_work_together(channel, self.handle_async))
+            return
+        while True:
+            for header, body in channel.receive():
+                reply = self.handle(header["asked"], body)
+                sys.stdout.flush()
+                channel.send({"reply": reply})
+
+    async def _end_worker(self, worker: _Worker, wait: bool = False) -> None:
+        """Ends a worker and everything that it started; with `wait` it may end by itself first, so that its status says
+        how it did."""
+        if worker not in self.workers:
+            return
+        self.workers.remove(worker)
+        if worker in self.free:
+            self.free.remove(worker)
+        if self.shared and self.shared.done() and not self.shared.exception() and self.shared.result() is worker:
+            self.shared = None
+        for future in worker.waiting.values():
+            if not future.done():
+                future.set_result(None)
+        worker.writer.transport.abort()
+        if wait:
+            await _gone(lambda: _reap(worker))
+        _kill_group(worker.pid)
+        if not _reap(worker):
+            worker.killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+            if not await _gone(lambda: _reap(worker)):
+                self.unreaped.add(worker.pid)
+        self.pids.discard(worker.pid)
+        await self._end_orphans()
+
+    async def _end_orphans(self) -> None:
+        """On Linux, processes that a worker started in sessions of their own are now children of this one."""
+        while pids := _children() - self.pids - self.unreaped:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                if not await _gone(lambda pid=pid: _reaped(pid) is not None):
+                    self.unreaped.add(pid)
+
+
+async def _work_together(channel: Channel, handle: AsyncHandler) -> None:
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    running: set[asyncio.Task[None]] = set()
+
+    async def work(header: Header, body: bytes) -> None:
+        reply = await handle(header["asked"], body)
+        sys.stdout.flush()
+        channel.send({"call": header["call"], "reply": reply})
+
+    def read() -> None:
+        try:
+            for header, body in channel.receive(0.0):
+                running.add(task := loop.create_task(work(header, body)))
+                task.add_done_callback(running.discard)
+        except EOFError:
+            loop.remove_reader(channel.end)
+            ended.set_result(None)
+
+    loop.add_reader(channel.end, read)
+    await ended
+
+
+def _children() -> set[int]:
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    return {int(pid) for pid in listed.read_text().split()} if listed.exists() else set()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _gone(is_gone: Callable[[], bool]) -> bool:
+    """True if a process is gone within `EXIT_SECONDS`; never waits longer, whatever holds it."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    while not is_gone():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(0.001)
+    return True
+
+
+def _reap(worker: _Worker) -> bool:
+    if worker.status is None:
+        worker.status = _reaped(worker.pid)
+    return worker.status is not None
+
+
+def _reaped(pid: int) -> int | None:
+    """The status of a child that has ended; 0 where another call got it."""
+    try:
+        found, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return status if found else None

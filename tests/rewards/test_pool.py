@@ -26,14 +26,14 @@ import pytest
 
 from shoal.commands import export_rollouts
 from shoal.config.schema import RewardSection, TaskSection
-from shoal import workers as workers_module
 from shoal.rewards import pool as pool_module
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores, score
 from shoal.run.probe import gold_of
 from shoal.run.task import load_task
-from shoal.types import Example, RewardFunction, ShoalError, ground_truth
+from shoal.types import Example, RewardFunction, ShoalError, StopRequested, ground_truth
+from shoal.workers import process, supervisor
 
 EXAMPLES = [Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"}),
             Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8"})]
@@ -144,7 +144,8 @@ def test_one_completion_fails_and_the_others_keep_their_rewards(
 
 @pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
 def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], kind: str, message: str) -> None:
-    with pytest.raises(ShoalError, match=f"'checker' after 3 steps {message.replace('BAD', BAD)}.*reward.on_error=zero"):
+    happened = message.replace("BAD", BAD)
+    with pytest.raises(ShoalError, match=f"'checker' after 3 steps {happened}.*reward.on_error=zero"):
         scored(at_bad(act), timeout_seconds=0.6 if kind == "timed out" else 20.0, memory_gib=0.1)
 
 
@@ -522,7 +523,7 @@ def lone(text: str) -> tuple[Any, ...]:
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(workers_module, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(process, "SEND_SECONDS", 1.0)
     monkeypatch.setattr(pool_module, "REPORT_SECONDS", 0.3)
     with RewardPool(name_functions([at_bad(hang)]), section(timeout_seconds=1.0)) as pool:
         pid = supervisor_of(pool)
@@ -547,7 +548,7 @@ def test_a_pool_that_takes_nothing_is_an_error(stopped: RewardPool) -> None:
 
 
 def test_a_long_call_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers_module, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "PULSE_SECONDS", 0.05)
     monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.5)
     scores = scored(lambda completions, **kwargs: [float(time.sleep(2.5) is None)] * len(completions))
     assert (scores.rewards == 1).all()
@@ -559,7 +560,7 @@ def test_a_pool_that_takes_longer_than_it_can_is_an_error(monkeypatch: pytest.Mo
         pool.submit(0, *lone("bad"))
         with pytest.raises(ShoalError, match="is stopped or stuck"):
             pool.collect(wait=True)
-    assert 7.0 < workers_module.Limits(1, 7.0).most_seconds < 7.0 + 60
+    assert 7.0 < supervisor.Limits(1, 7.0).most_seconds < 7.0 + 60
 
 
 def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +591,7 @@ def test_a_call_that_never_begins_behind_another_is_made_elsewhere(monkeypatch: 
             asyncio.get_running_loop().call_soon(time.sleep, 1000)
         return [3.0] * len(completions)
 
-    monkeypatch.setattr(workers_module, "START_SECONDS", 1.0)
+    monkeypatch.setattr(supervisor, "START_SECONDS", 1.0)
     with RewardPool(name_functions([checker]), section(timeout_seconds=1.0)) as pool:
         pool.submit(0, *lone("bad"))
         time.sleep(0.2)
@@ -769,12 +770,12 @@ def test_an_interrupt_reaches_the_trainer_alone() -> None:
 def test_a_pool_that_was_killed_is_an_error() -> None:
     before = children()
     with RewardPool(name_functions([at_bad(hang)]), section()) as pool:
-        [supervisor] = children() - before
+        [watched] = children() - before
         pool.submit(0, EXAMPLES, TEXTS, IDS, step=1)
         deadline = time.monotonic() + 20
-        while not (workers := descendants(supervisor)) and time.monotonic() < deadline:
+        while not (workers := descendants(watched)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(supervisor, signal.SIGKILL)
+        os.kill(watched, signal.SIGKILL)
         with pytest.raises(ShoalError, match="the process that starts reward workers has ended"):
             pool.collect(wait=True)
         assert workers
@@ -816,3 +817,72 @@ def test_input_is_empty_and_prints_are_seen(capfd: pytest.CaptureFixture[str]) -
 
     scored(checker)
     assert capfd.readouterr().out == "read ''\n"
+
+
+# ---- functions that fail for everything, and runs that are to stop
+
+
+@pytest.mark.parametrize("policy", ["zero", "skip"])
+@pytest.mark.parametrize(("act", "happened", "keys"), [
+    (hang, r"took longer than reward.timeout_seconds=0.1", {"timeout_seconds": 0.1, "workers": 8}),
+    (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 2}),
+    (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 0}),
+    (lambda: math.nan, "returned nan", {"workers": 2}),
+])
+def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any], happened: str, keys: dict[str, Any],
+                                                           policy: str) -> None:
+    started = time.monotonic()
+    with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
+        expected = (rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
+                    rf"64; the first: reward function 'checker' after 3 steps {happened} for example row 4, completion 0 ")
+        with pytest.raises(ShoalError, match=expected):
+            for ticket in range(500):
+                pool.submit(ticket, *lone("bad"))
+            for _ in range(500):
+                pool.collect(wait=True)
+    assert time.monotonic() - started < 15  # all of them would take 500 * 0.1 / 8 s and as many forks
+
+
+def test_failures_within_the_share_do_not_end_the_run() -> None:
+    for share, texts in ((0.5, ["5", "bad"]), (1.0, ["bad"])):
+        with RewardPool(name_functions([at_bad(complain)]),
+                        section(on_error="zero", workers=0, max_failed_share=share)) as pool:
+            for ticket in range(200):
+                pool.submit(ticket, *lone(texts[ticket % len(texts)]))
+            assert len(pool.collect()) == 200
+    with pytest.raises(ShoalError, match=r"reward\.max_failed_share=1\.5"):
+        section(max_failed_share=1.5)
+
+
+def test_a_wait_is_given_up_once_the_run_is_to_stop() -> None:
+    pool = RewardPool(name_functions([at_bad(hang_with_a_family)]), section(timeout_seconds=60.0))
+    pool.submit(0, *lone("bad"))
+    started = time.monotonic()
+    with pytest.raises(StopRequested):
+        pool.collect(wait=True, stopping=lambda: time.monotonic() > started + 0.5)
+    assert time.monotonic() - started < 1.5
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 2
+
+
+def test_pools_start_while_threads_of_jax_are_busy() -> None:
+    """As in a second run of a notebook: a process is forked while other threads hold whatever locks they hold."""
+    import jax
+    import jax.numpy as jnp
+
+    multiply = jax.jit(lambda x: x @ x / 100)
+    ended = threading.Event()
+
+    def compute() -> None:
+        while not ended.is_set():
+            multiply(jnp.ones((200, 200))).block_until_ready()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(15):
+            np.testing.assert_array_equal(scored(at_bad(lambda: 8.0)).rewards, [[1, 1], [8, 1]])
+    finally:
+        ended.set()
+        thread.join()

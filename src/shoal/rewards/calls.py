@@ -115,7 +115,8 @@ class Batch:
         row, index = self.rows[i]
         prompt = self.prompts[i]
         asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
-        return f"example row {row}, completion {index} (prompt {shorten(asked)!r}, completion {shorten(self.texts[i])!r})"
+        answer = shorten(self.texts[i])
+        return f"example row {row}, completion {index} (prompt {shorten(asked)!r}, completion {answer!r})"
 
 
 # ---- calling

@@ -23,7 +23,9 @@ from shoal.config.schema import RewardSection
 from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, TrainerState, call, call_async
 from shoal.rewards.scores import FunctionCalls, Policy, ScoreColumn, Scores, call_here, sum_scores
 from shoal.types import Example, RewardFunction, ShoalError, StopRequested
-from shoal.workers import Header, Limits, WorkerPool
+from shoal.workers.pool import WorkerPool
+from shoal.workers.process import Header
+from shoal.workers.supervisor import Limits
 
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
@@ -237,8 +239,8 @@ class RewardPool:
         if sum(recent) > self.section.max_failed_share * NUM_RECENT:
             self._drop(job)
             error = ShoalError(
-                f"reward function {one.name!r} failed for {sum(recent)} of the last {len(recent)} completions, which is "
-                f"more than reward.max_failed_share={self.section.max_failed_share:g} of {NUM_RECENT}; the first: "
+                f"reward function {one.name!r} failed for {sum(recent)} of the last {len(recent)} completions, more "
+                f"than reward.max_failed_share={self.section.max_failed_share:g} of {NUM_RECENT}; the first: "
                 f"{first}. Repair the function, or raise reward.max_failed_share (1: no limit)")
             self._done.append((job.ticket, error))
 

@@ -1,37 +1,26 @@
-"""Worker processes that are ended at their limits of time and memory, and the process that supervises them.
+"""The process that gives calls to workers, at most `num_workers` at a time, and ends workers at their limits.
 
-    trainer --(call)--> supervisor --(call)--> worker --(reply)--> supervisor --(reply)--> trainer
-
-The supervisor is forked once from the process that trains, and runs one event loop without further threads. It never
-runs what it is asked to call. So a worker that was killed is replaced by a fork of a clean process, and limits hold
-while the trainer is busy. Where the trainer ends, however it ends, the supervisor ends its workers and itself.
-
-A frame is a header in JSON and a body of bytes. Replies are JSON alone: nothing that a worker sends is unpickled.
+It never runs what it is asked to call, and has one event loop and no further threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import json
 import os
 import signal
 import socket
-import struct
 import sys
 import time
-import traceback
-import warnings
-import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-Header = dict[str, Any]
+from shoal.workers.process import KILL_WITH_PARENT, SIZES, Channel, Header, fork, frame, limit_memory, live, prctl
+
 Handler = Callable[[Header, bytes], Header]
 """(the call's header, its body) -> the reply; with `spent` in the reply the worker is replaced."""
 AsyncHandler = Callable[[Header, bytes], Awaitable[Header]]
@@ -48,9 +37,28 @@ PULSE_SECONDS = 1.0
 """How often the supervisor says that it lives, and sees whether the trainer does."""
 SEND_SECONDS = 120.0
 """How long to wait for the other end to read."""
-
-_SIZES = struct.Struct(">II")
-_KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
+GRACE_SECONDS = 1.0
+"""What an event loop may take, beyond the limit, to end a call by itself."""
+EXIT_SECONDS = 0.5
+"""How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
+END_SECONDS = 1.5
+"""What the supervisor may take to end its workers and itself, before it is killed."""
+PULSE_SECONDS = 1.0
+"""How often the supervisor says that it lives, and sees whether the trainer does."""
+SEND_SECONDS = 120.0
+"""How long to wait for the other end to read."""
+EXIT_SECONDS = 0.5
+"""How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
+END_SECONDS = 1.5
+"""What the supervisor may take to end its workers and itself, before it is killed."""
+PULSE_SECONDS = 1.0
+"""How often the supervisor says that it lives, and sees whether the trainer does."""
+SEND_SECONDS = 120.0
+"""How long to wait for the other end to read."""
+PULSE_SECONDS = 1.0
+"""How often the supervisor says that it lives, and sees whether the trainer does."""
+SEND_SECONDS = 120.0
+"""How long to wait for the other end to read."""
 
 
 @dataclass(frozen=True)
@@ -65,201 +73,6 @@ class Limits:
     def most_seconds(self) -> float:
         """What one call may take at most, with the start and the end of its worker."""
         return self.seconds + START_SECONDS + GRACE_SECONDS + 2 * EXIT_SECONDS
-
-
-class WorkerPool:
-    """Calls a handler in worker processes; any function can be one, since processes are forked.
-
-    >>> pool.submit(7, {"question": "..."}, b"...")
-    >>> pool.receive(seconds=1.0)
-    [(7, {"answer": ...})]
-
-    A reply is what the handler returned, or `{"kind": "timed out"}`, `{"kind": "died", "text": "SIGSEGV"}` or
-    `{"kind": "cancelled"}`. With `together`, calls share the event loop of one more worker, which `handle_async` serves
-    on it; where a call blocks that loop, the worker is ended and each of its calls is made again in a worker of its
-    own, and the reply says `alone`.
-    """
-
-    def __init__(self, handle: Handler, limits: Limits, handle_async: AsyncHandler | None = None,
-                 prepare: Callable[[], Any] = lambda: None) -> None:
-        """`prepare` is called in the supervisor, before it forks the first worker."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        here, there = socket.socketpair()
-        trainer = os.getpid()
-        self.pid = _fork()
-        if self.pid == 0:
-            here.close()
-            _live(lambda: _Supervisor(there, handle, handle_async, limits, trainer).run(prepare))
-        there.close()
-        self._channel = Channel(here)
-        self.heard = time.monotonic()
-        """When the supervisor last said something."""
-        self.close = weakref.finalize(self, _end, self.pid, here, trainer)
-        """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
-
-    def submit(self, call: int, header: Header, body: bytes = b"", together: bool = False) -> None:
-        """Sends a call. ConnectionError where the supervisor has ended, TimeoutError where it does not read."""
-        self._channel.send({"call": call, "together": together, "asked": header}, body)
-
-    def cancel(self, calls: Iterable[int]) -> None:
-        """Cancels those of the calls that no worker has begun; the others are replied to as usual."""
-        self._channel.send({"cancel": list(calls)})
-
-    def receive(self, seconds: float = 0.0) -> list[tuple[int, Header]]:
-        """The replies that have arrived, waiting some seconds for a frame. EOFError once the supervisor has ended."""
-        frames = self._channel.receive(seconds)
-        if frames:
-            self.heard = time.monotonic()
-        return [(header["call"], header["reply"]) for header, _ in frames if "call" in header]
-
-
-class Channel:
-    """One end of a socket pair, in a process that waits for it."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self._inbox = bytearray()
-
-    def send(self, header: Header, body: bytes = b"") -> None:
-        self.end.settimeout(SEND_SECONDS)
-        self.end.sendall(_frame(header, body))
-
-    def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
-        """The complete frames, waiting some seconds for data (None: without end). EOFError once the other end is closed
-        and everything is read."""
-        ended = False
-        self.end.settimeout(seconds)
-        try:
-            while data := self.end.recv(1 << 20):
-                self._inbox += data
-                self.end.settimeout(0.0)
-            ended = True
-        except (BlockingIOError, TimeoutError):
-            pass
-        except ConnectionError:
-            ended = True
-        frames = []
-        while len(self._inbox) >= _SIZES.size:
-            header, body = _SIZES.unpack_from(self._inbox)
-            start, stop = _SIZES.size + header, _SIZES.size + header + body
-            if len(self._inbox) < stop:
-                break
-            frames.append((json.loads(self._inbox[_SIZES.size:start]), bytes(self._inbox[start:stop])))
-            del self._inbox[:stop]
-        if ended and not frames:
-            raise EOFError
-        return frames
-
-
-def _frame(header: Header, body: bytes = b"") -> bytes:
-    line = json.dumps(header).encode()
-    return _SIZES.pack(len(line), len(body)) + line + body
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
-    """ValueError or EOFError for what is no frame."""
-    header, body = _SIZES.unpack(await reader.readexactly(_SIZES.size))
-    return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
-
-
-def _end(pid: int, end: socket.socket, owner: int) -> None:
-    """Shuts the socket down, upon which the supervisor ends by itself, and waits for that. Another process, such as the
-    supervisor of a younger pool, may hold a copy of the socket: closing it alone would not be seen."""
-    if os.getpid() != owner:  # a copy in a process that someone else forked
-        end.close()
-        return
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)  # should it be stopped
-        if not _ends(pid, END_SECONDS):
-            os.kill(pid, signal.SIGKILL)
-            _ends(pid, EXIT_SECONDS)  # one that waits for a device cannot end before that answers
-
-
-def _ends(pid: int, seconds: float) -> bool:
-    deadline, pause = time.monotonic() + seconds, 0.0005
-    while not os.waitpid(pid, os.WNOHANG)[0]:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(0.05, 2 * pause)
-    return True
-
-
-# ---- forked processes
-
-
-def _fork() -> int:
-    """Forks with signals held back until the child has its own handlers, and without warnings of other threads: the
-    child uses none, and touches no device."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    pid = -1
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-    finally:
-        if pid != 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
-
-
-def _live(body: Callable[[], Any]) -> NoReturn:
-    """The life of a forked process: outside its parent's session, without terminal and Ctrl-C, with standard streams of
-    its own."""
-    code = 1
-    try:
-        gc.freeze()  # nothing that the parent made is ever freed here
-        warnings.filterwarnings("ignore", message=".*fork")
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, lambda *_: None)  # unlike SIG_IGN, programs that are started do not inherit it
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.close(null)
-        sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
-        _prctl(_ADOPT_ORPHANS, 1)  # processes whose parent ends under this one become its children: it can end them
-        body()
-        code = 0
-    except (ConnectionError, TimeoutError, EOFError):  # the other end is gone
-        pass
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _stream(number: int, mode: str) -> Any:
-    try:
-        return open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    except OSError:
-        return open(os.devnull, mode, encoding="utf-8")
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # where memory ends, a worker is to go before the trainer
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    if memory_bytes and sys.platform == "linux":  # other systems do not enforce such a limit
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = used + memory_bytes if hard == resource.RLIM_INFINITY else min(used + memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-# ---- the supervisor
 
 
 @dataclass(eq=False)
@@ -290,7 +103,7 @@ class _Worker:
         return f"{name}, out of memory?" if number == signal.SIGKILL else name
 
 
-class _Supervisor:
+class Supervisor:
     """Gives calls to workers, at most `num_workers` at a time, and ends workers at their limits."""
 
     def __init__(self, trainer_end: socket.socket, handle: Handler, handle_async: AsyncHandler | None, limits: Limits,
@@ -322,7 +135,7 @@ class _Supervisor:
                 if "cancel" in header:
                     self._cancel(set(header["cancel"]))
                     continue
-                call = _Call(header["call"], header["together"], _frame(header, body))
+                call = _Call(header["call"], header["together"], frame(header, body))
                 self.num_open += 1
                 if call.together:
                     self._start(self._serve_together(call))
@@ -351,7 +164,7 @@ class _Supervisor:
             if os.getppid() != self.trainer:  # another process may hold the trainer's end of the socket open
                 reader.feed_eof()
             if self.num_open:
-                self.writer.write(_frame({"alive": True}))
+                self.writer.write(frame({"alive": True}))
             for worker in self.workers:  # a process that it forked may hold its socket open
                 if worker.status is None and _reap(worker):
                     loop.call_later(0.1, worker.reader.feed_eof)
@@ -366,7 +179,7 @@ class _Supervisor:
 
     def _reply(self, call: _Call, reply: Header) -> None:
         self.num_open -= 1
-        self.writer.write(_frame({"call": call.id, "reply": reply}))
+        self.writer.write(frame({"call": call.id, "reply": reply}))
 
     def _dispatch(self) -> None:
         while self.queue and self.busy < self.limits.num_workers and not self.ending:
@@ -375,7 +188,11 @@ class _Supervisor:
 
     async def _serve(self, call: _Call) -> None:
         """One call on a worker of its own for that time."""
-        worker = self.free.pop() if self.free else None
+        worker = None
+        while self.free and worker is None:
+            if _reap(worker := self.free.pop()):  # killed from outside while it had nothing to do
+                await self._end_worker(worker)
+                worker = None
         try:
             worker = worker or await self._spawn(together=False)
             worker.writer.write(call.frame)
@@ -442,12 +259,12 @@ class _Supervisor:
         """A worker that has started; TimeoutError where it takes too long."""
         here, there = socket.socketpair()
         supervisor = os.getpid()
-        pid = _fork()
+        pid = fork()
         if pid == 0:
             for end in (here, self.trainer_end, *(w.writer.get_extra_info("socket") for w in self.workers)):
                 with contextlib.suppress(OSError):
                     os.close(end.fileno())
-            _live(lambda: self._work(there, supervisor, together))
+            live(lambda: self._work(there, supervisor, together))
         self.pids.add(pid)
         there.close()
         reader, writer = await asyncio.open_connection(sock=here, limit=1 << 24)
@@ -464,8 +281,8 @@ class _Supervisor:
         return worker
 
     def _work(self, end: socket.socket, supervisor: int, together: bool) -> None:
-        _prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-        _limit_memory(self.limits.memory_bytes)
+        prctl(KILL_WITH_PARENT, signal.SIGKILL)
+        limit_memory(self.limits.memory_bytes)
         if os.getppid() != supervisor:
             return
         channel = Channel(end)
@@ -514,6 +331,12 @@ class _Supervisor:
                     os.kill(pid, signal.SIGKILL)
                 if not await _gone(lambda pid=pid: _reaped(pid) is not None):
                     self.unreaped.add(pid)
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
+    """ValueError or EOFError for what is no frame."""
+    header, body = SIZES.unpack(await reader.readexactly(SIZES.size))
+    return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
 
 
 async def _work_together(channel: Channel, handle: AsyncHandler) -> None:

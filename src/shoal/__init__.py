@@ -17,8 +17,8 @@ from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
     from shoal.report.result import Result
-    from shoal.types import RewardFunction
     from shoal.tasks.task import Task
+    from shoal.types import RewardFunction
 
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
 

@@ -33,10 +33,10 @@ from shoal.report.reading import (
     read_stored,
     require_groups,
 )
-from shoal.rewards.functions import load_functions, name_functions
+from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, Scores
-from shoal.run.task import load_task, with_overlong
+from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.tasks.task import Task
 from shoal.types import Group, RewardFunction
 
@@ -195,7 +195,7 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 def reward_functions(config: RescoreConfig, run: Config) -> tuple[RewardFunction, ...]:
     """Those that were named; else the task's own, for which its data is opened."""
     if config.reward.functions:
-        found = name_functions(load_functions(config.reward.functions), config.reward.weights)
+        found = name_functions(find_functions(config.reward.functions), config.reward.weights)
     else:
         found = load_task(run.task, config.reward).rewards
     asked = config.reward if config.reward.overlong_buffer_tokens else run.reward

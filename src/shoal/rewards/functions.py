@@ -35,9 +35,10 @@ def load_function(spec: str) -> Callable[..., Any]:
     return load_functions([spec])[0]
 
 
-def name_functions(functions: Iterable[Callable[..., Any]],
+def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
                    weights: Sequence[float] = ()) -> tuple[RewardFunction, ...]:
-    """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless given.
+    """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless given. A
+    `RewardFunction` keeps its name.
 
     Raises `ShoalError` for what cannot be called, for models and for a wrong number of weights.
     """
@@ -47,11 +48,13 @@ def name_functions(functions: Iterable[Callable[..., Any]],
                          f"got {len(weights)}")
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
+        builtin = isinstance(function, RewardFunction)
+        wanted, function = (function.name, function.function) if builtin else (_name(function), function)
         _check_callable(function)
-        if _name(function) in RESERVED_FUNCTIONS:
-            raise ShoalError(f"reward function {_name(function)!r}: metrics have this name already; give it another")
-        name = unused(_name(function), named)
-        named[name] = RewardFunction(name, function, float(weights[i]) if weights else 1.0)
+        if wanted in RESERVED_FUNCTIONS:
+            raise ShoalError(f"reward function {wanted!r}: metrics have this name already; give it another")
+        name = unused(wanted, named)
+        named[name] = RewardFunction(name, function, float(weights[i]) if weights else 1.0, builtin)
     return tuple(named.values())
 
 

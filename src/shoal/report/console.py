@@ -70,7 +70,9 @@ class Console:
         now = self._clock()
         self._pace.mark(now, step)
         figures, left = step_figures(metrics), self._pace.left(steps - step)
-        times = f"{duration(self._pace.elapsed(now))} elapsed" + (f", {duration(left)} left" if left is not None else "")
+        times = f"{duration(self._pace.elapsed(now))} elapsed"
+        if left is not None:
+            times += f", {duration(left)} left"
         last, last_tenth = self._last_line
         tenth = 10 * step // max(steps, 1)
         if self._notebook:

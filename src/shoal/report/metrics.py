@@ -70,7 +70,7 @@ clip/fraction | share | mean | trained tokens for which the clipped term is acti
 clip/low | share | mean | of these, at the lower bound (grpo: ratio below 1 - clip_low, negative advantage)
 clip/high | share | mean | of these, at the upper bound (grpo: ratio above 1 + clip_high, positive advantage)
 ratio/mean | 1 | mean | probability ratio exp(lp - old_logprobs), over trained tokens
-sampler_gap/logprob_mean | nats | mean | absolute difference of the trainer's and the sampler's log-probs, over all tokens
+sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens
 sampler_gap/logprob_max | nats | max | the largest such difference
 sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N sum w^2); 1 on-policy
 correction/weight | 1 | mean | importance weight that corrects the gap of sampler and trainer, over trained tokens
@@ -139,9 +139,12 @@ def metric(name: str) -> Metric:
 
 
 def _row_of(name: str) -> str:
-    """The name under which the table has it: for one of a family's, the family's."""
-    matches = (family for family in FAMILIES if name.startswith(prefix := family[: family.index("{")]) and name != prefix)
-    return name if name in METRICS else next(matches, name)
+    """The name under which the table has it: that of its family for one of many."""
+    if name not in METRICS:
+        for family in FAMILIES:
+            if name.startswith(prefix := family[: family.index("{")]) and name != prefix:
+                return family
+    return name
 
 
 class MetricSet:

@@ -271,6 +271,12 @@ def _export(config: Any, resolved: Resolved, console: Console) -> Any:
     return export(config, console=console)
 
 
+def _groups(config: Any, resolved: Resolved, console: Console) -> Any:
+    from shoal.commands.groups import groups
+
+    return groups(config, console)
+
+
 def _replay(config: Any, resolved: Resolved, console: Console) -> Any:
     from shoal.commands.replay import replay
 
@@ -310,7 +316,7 @@ def _convert(config: Any, resolved: Resolved, console: Console) -> Any:
 _HANDLERS: Mapping[str, Callable[[Any, Resolved, Console], Any]] = {
     "train": _train, "doctor": _doctor, "eval": _evaluate, "generate": _generate, "export": _export,
     "convert": _convert,
-    "replay": _replay, "rescore": _rescore, "diff": _diff, "export-rollouts": _export_rollouts,
+    "groups": _groups, "replay": _replay, "rescore": _rescore, "diff": _diff, "export-rollouts": _export_rollouts,
     "pretrain": _pretrain,
 }
 

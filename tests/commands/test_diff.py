@@ -51,7 +51,7 @@ def test_the_same_run_twice_is_identical(workshop, first, capsys):
 
 
 def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, capsys):
-    other = trained(workshop, "rate", "optimizer.lr=2e-2", "report.groups_format=parquet")
+    other = trained(workshop, "rate", "optimizer.lr=2e-2")
     result = compared(first, other)
     assert result["identical"] is False and result["parted"]["stage"] == "update" and result["parted"]["step"] == 1
     assert result["first_metrics"]["step"] == 1

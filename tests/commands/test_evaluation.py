@@ -106,7 +106,7 @@ def test_greedy_by_hand():
     assert (figures["accuracy"], figures["num_questions"], figures["protocol"]) == (3 / 4, 4, "greedy")
     assert figures["accuracy_interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
     assert figures["prompt_strict"] == 3 / 4 and figures["mean_reward"] == figures["rewards/own"] == 9.5 / 4
-    assert (figures["mean_length"], figures["cut"]) == (2, 1)
+    assert (figures["mean_length"], figures["truncated"]) == (2, 1)
     assert "well_formed" not in figures
 
 
@@ -171,7 +171,7 @@ def test_samples_are_left_out(temperature, pass_k, sampled):
     assert len(source.asked) == len(groups) == 1 and "sampled_protocol" not in figures["main"]
 
 
-def test_progress_is_told_every_ten_seconds():
+def test_progress_is_printed_early_and_then_every_ten_seconds():
     now, stream = [0.0], io.StringIO()
     console = Console(stream, terminal=False, clock=lambda: now[0])
     for part in ("held_out, greedy", "held_out, sampled"):
@@ -180,7 +180,7 @@ def test_progress_is_told_every_ten_seconds():
             console.answered(part, done, 30)
     assert stream.getvalue().splitlines() == [
         f"{part}: {done} of 30, 0:{left} left" for part in ("held_out, greedy", "held_out, sampled")
-        for done, left in ((11, 19), (21, "09"))]
+        for done, left in ((3, 27), (13, 17), (23, "07"))]
 
 
 # ---- shoal eval
@@ -247,7 +247,7 @@ def test_words(workshop):
     figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
                              task__num_questions=3, sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4})
     assert list(figures) == ["held_out", "unseen_templates"]
-    assert all(own["num_questions"] == 3 and own["cut"] == 1 for own in figures.values())
+    assert all(own["num_questions"] == 3 and own["truncated"] == 1 for own in figures.values())
     assert {"pass@2", "maj@2"} & set(figures["held_out"]) and "pass@2" not in figures["unseen_templates"]
     assert figures["held_out"]["data"] == "words, model.template"
 

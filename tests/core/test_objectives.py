@@ -107,8 +107,7 @@ def test_a_run_with_truncation_agrees_with_its_sampler(workshop):
 
 
 def test_a_truncated_step_is_learnt_again_from_its_stored_groups(workshop, capsys):
-    run = workshop.train("cut-replay", "sampling.top_p=0.7", "checkpoint.every=0", "steps=3",
-                         "report.groups_format=parquet")
+    run = workshop.train("cut-replay", "sampling.top_p=0.7", "checkpoint.every=0", "steps=3")
     capsys.readouterr()
     assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -18,6 +18,7 @@ from shoal import cli
 from shoal.config.schema import MeshSection
 from shoal.mesh import Role, make_roles
 from shoal.model import hf
+from shoal.report.groups import group_record, read_file
 from shoal.sampler import engine
 from shoal.trainer import step
 from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
@@ -152,7 +153,12 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def groups(run: Path, step: int) -> list[dict[str, Any]]:
-    return read_lines(run / "groups" / f"step_{step:06d}.jsonl")
+    return read_records(run / "groups" / f"step_{step:06d}.parquet")
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """A file of groups as JSON's own types."""
+    return [group_record(stored) for stored in read_file(file)]
 
 
 def checkpoints(run: Path) -> list[int]:

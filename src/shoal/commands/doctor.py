@@ -230,7 +230,7 @@ def make_engines(look: Look, model: Model) -> dict[str, Engine]:
     config, sampler = look.config, look.roles.sampler
     make = training_engines(config, model.on(sampler), look.opened.tokenizer)
     engines = {"training": make(config.batch.group_size), "evaluation": make(1)}
-    return engines | ({"pass@k": make(config.train.pass_k)} if config.train.pass_k else {})
+    return engines | ({"pass@k": make(config.pass_k)} if config.pass_k else {})
 
 
 def check_weights(look: Look, parameters: Params, count: int) -> bool:

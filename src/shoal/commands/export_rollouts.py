@@ -18,8 +18,7 @@ from shoal.config.schema import ExportRolloutsConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
-from shoal.report.groups import StoredGroup
-from shoal.report.groups_table import encodable
+from shoal.report.groups import StoredGroup, encodable
 from shoal.report.lines import appearing, json_line, json_ready, write_atomically
 from shoal.report.reading import is_finished, read_stored, require_groups
 from shoal.run.output import check_new_folder

@@ -21,6 +21,7 @@ from shoal.config.schema import (
     ExportConfig,
     ExportRolloutsConfig,
     GenerateConfig,
+    GroupsConfig,
     PretrainConfig,
     ReplayConfig,
     RescoreConfig,
@@ -31,7 +32,8 @@ from shoal.types import ShoalError
 COMMANDS: Mapping[str, type] = {
     "train": Config, "doctor": DoctorConfig, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig,
     "convert": ConvertConfig,
-    "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig, "export-rollouts": ExportRolloutsConfig,
+    "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
+    "export-rollouts": ExportRolloutsConfig,
     "pretrain": PretrainConfig,
 }
 """Command -> the dataclass that holds its settings."""

@@ -304,8 +304,9 @@ class BatchSection:
 class TrainSection:
     evaluate_every: int = 0
     """Steps between evaluations; 0 for only before and after."""
-    pass_k: int = 8
-    """Completions a question for pass@k in the first and the last evaluation; 0 leaves it out."""
+    pass_k: int = -1
+    """Completions a question for pass@k in the first and the last evaluation; 0 for off; -1 for 8 with task=words, else
+    off."""
     weight_sync_interval: int = 1
     """Steps between two publications of weights to the sampler; n above 1 means samples up to n-1 versions old."""
     max_staleness: int = -1
@@ -318,7 +319,7 @@ class TrainSection:
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
         require(self.evaluate_every >= 0, "train.evaluate_every", self.evaluate_every, "0 (only at the ends) or more")
-        require(self.pass_k >= 0, "train.pass_k", self.pass_k, "0 (off) or more")
+        require(self.pass_k >= -1, "train.pass_k", self.pass_k, "-1 (auto), 0 (off) or more")
         require(self.weight_sync_interval >= 1, "train.weight_sync_interval", self.weight_sync_interval, "1 or more")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
                 self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")
@@ -378,9 +379,7 @@ class WandbSection:
 @dataclass(frozen=True)
 class ReportSection:
     groups: bool = True
-    """Write every sampled group to `groups/`."""
-    groups_format: Literal["jsonl", "parquet"] = "jsonl"
-    """Format of those files."""
+    """Write every sampled group to `groups/`, a parquet file a step."""
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)

@@ -10,10 +10,10 @@ from shoal.report.metrics import wilson_interval
 
 STEP_FIGURES = (
     ("reward/mean", "reward", "number"),
-    ("groups/nonzero_std", "nonzero_std", "share"),
+    ("groups/nonzero_std", "nonzero std", "share"),
     ("kl", "kl", "number"),
     ("completions/length_mean", "length", "tokens"),
-    ("completions/truncated", "cut", "share"),
+    ("completions/truncated", "truncated", "share"),
     ("throughput/sample_tokens_per_second", "sampling", "speed"),
     ("throughput/train_tokens_per_second", "training", "speed"),
 )
@@ -60,7 +60,7 @@ _FORMS: dict[str, Callable[[float], str]] = {
 
 def _is_share(name: str) -> bool:
     return not name.startswith("rewards/") and (name.startswith(("accuracy", "pass", "maj")) or name.endswith(
-        ("accuracy", "share", "fraction", "well_formed", "cut", "_strict", "_loose")))
+        ("accuracy", "share", "fraction", "well_formed", "truncated", "_strict", "_loose")))
 
 
 def _is_number(value: Any) -> bool:
@@ -133,7 +133,7 @@ def _interval_text(names: list[str], figures: Mapping[str, Any], answers: Any) -
     return f"95% interval {100 * low:.1f}-{100 * high:.1f}"
 
 
-_TOLD_WITH_EVALUATIONS = ("mean_length", "cut", "sampled_mean_reward")
+_TOLD_WITH_EVALUATIONS = ("mean_length", "truncated", "sampled_mean_reward")
 
 
 def summary_rows(before: Mapping[str, Mapping[str, Any]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,11 +10,9 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.report.folder import CONFIG, SUMMARY, parts_of
-from shoal.report.groups import StoredGroup, read_record
+from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
 from shoal.types import Group, ShoalError
-
-FORMATS = ("jsonl", "parquet")
 
 
 def read_config(run: Path) -> Config:
@@ -80,13 +77,6 @@ def _num_lines(path: Path) -> int:
     return sum(map(bool, path.read_bytes().split(b"\n"))) if path.is_file() else 0
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
 # ---- groups
 
 
@@ -95,7 +85,7 @@ def group_files(run: Path, name: str = "step") -> dict[int, Path]:
     found = {}
     for path in sorted((run / "groups").glob(f"{name}_*")):
         matched = re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem)
-        if matched and path.suffix[1:] in FORMATS:
+        if matched and path.suffix == ".parquet":
             found[int(matched[1])] = path
     return dict(sorted(found.items()))
 
@@ -127,45 +117,6 @@ def read_stored(run: Path, step: int, name: str = "step") -> list[StoredGroup]:
         raise ShoalError(f"step={step}: there are no groups of it in {run}{going}; there are those of steps "
                          f"{ranges(files)}")
     return read_file(files[step])
-
-
-def read_file(path: Path) -> list[StoredGroup]:
-    """The groups of one file, jsonl or parquet; ShoalError, naming it, where it is damaged."""
-    records = _parquet_records(path) if path.suffix == ".parquet" else _jsonl_records(path)
-    found = []
-    for number, record in enumerate(records):
-        try:
-            found.append(read_record(record, number))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise _damaged(path, f"group {number}: {type(error).__name__}: {error}") from error
-    return found
-
-
-def _jsonl_records(path: Path) -> list[Any]:
-    records = []
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        try:
-            if line:
-                records.append(json.loads(line))
-        except ValueError as error:
-            raise _damaged(path, f"line {number}: {error}") from error
-    return records
-
-
-def _parquet_records(path: Path) -> list[dict[str, Any]]:
-    from pyarrow import ArrowException
-
-    from shoal.report.groups_table import from_parquet
-
-    try:
-        return from_parquet(path.read_bytes())
-    except (ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
-
-
-def _damaged(path: Path, reason: str) -> ShoalError:
-    return ShoalError(f"{path} is damaged ({' '.join(reason.split())[:200]}): take it from a backup, or leave out this "
-                      "step")
 
 
 def ranges(numbers: Iterable[int]) -> str:

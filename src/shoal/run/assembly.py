@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,13 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, is_run, read_summary
-from shoal.report.sink import Sink, check_sinks, make_sinks
+from shoal.report.recorder import Recorder
+from shoal.report.sink import Background, check_sinks, make_sinks
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.source import LocalSource, drive, publish_to
 from shoal.run.brief import brief
 from shoal.run.compilation import CompilationCounter
-from shoal.run.interrupt import StopRequest
+from shoal.run.interrupt import stop_on_signals
 from shoal.run.learning import (
     algorithm_warnings,
     check_trainable,
@@ -54,7 +56,7 @@ from shoal.run.prompt_file import completion_rows, read_prompts
 from shoal.run.resume import ResumePlan, compare, fingerprint, resolve_run
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine
-from shoal.tasks.task import Task
+from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import (
     MODEL_FOLDER,
     Checkpoints,
@@ -65,7 +67,6 @@ from shoal.trainer.checkpoint import (
 from shoal.trainer.curriculum import PassRates, Prepared, PromptStream, prepare
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
-from shoal.trainer.recorder import Recorder
 from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
@@ -248,32 +249,41 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     resumed_at = (restored.version if restored else 0) if plan.run else None
     write_head(folder, opened, config, resumed_at or 0)
     sinks = open_sinks(folder, config, resumed_at, console, stack)
-    recorder = Recorder(
-        folder, console, prompts, config.steps, config.report.groups, source.read_clock, compilations.read, peak_bytes,
-        sinks=sinks, started=started,
-        utilisation=Utilisation.on(roles.trainer.mesh.devices.flat, opened.architecture, model.dtype,
-                                   config.algorithm.num_epochs,
-                                   num_scorings(config.algorithm, teacher is not None)))
+    utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, opened.architecture, model.dtype,
+                                 config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
+    recorder = stack.enter_context(closing(Recorder(
+        folder, console, config.steps, config.report.groups, source.read_clock, compilations.read, peak_bytes, sinks,
+        utilisation and utilisation.share, started)))
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:
         weights = opened.load()
     recorder.spent("start", time.perf_counter() - started)
+    source.stop = stop = stack.enter_context(stop_on_signals())
     return Run(
         config=config,
         parameters=None if restored else weights,
-        updater=updater,
+        updater=replace(updater, stop=stop),
         source=source,
         prompts=prompts,
-        evaluator=Evaluator(sets, sampling_params(config.sampling), config.train.pass_k, task),
+        evaluator=Evaluator(sets, sampling_params(config.sampling), config.pass_k, task),
         checkpoints=checkpoints,
         recorder=recorder,
         schedule=schedule_of(config.train),
         restored=restored,
         fingerprint=now,
-        stopping=stack.enter_context(StopRequest()),
+        stop=stop,
+        resume_command=resume_command(folder.path, config),
         around_step=Profiler(config.report.profile, folder.path / "profile", console.warning).step,
     )
+
+
+def resume_command(folder: Path, config: Config) -> str:
+    """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
+    from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
+    if from_python:
+        return f'shoal.train(resume="{folder}", ...), with its task and reward'
+    return f"shoal train {shlex.quote(f'resume={folder}')}"
 
 
 def open_planned(plan: ResumePlan, role: Role, console: Console) -> LoadedModel:
@@ -298,7 +308,6 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFold
     if folder.no_locks:
         console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
                         "process out of this run")
-    folder.groups_format = config.report.groups_format
     return folder
 
 
@@ -313,7 +322,7 @@ def write_head(folder: RunFolder, opened: LoadedModel, config: Config, version: 
 
 
 def open_sinks(folder: RunFolder, config: Config, resumed_at: int | None, console: Console,
-               stack: ExitStack) -> list[Sink]:
+               stack: ExitStack) -> list[Background]:
     sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
                        console.note, console.warning)
     for sink in sinks:

@@ -47,7 +47,7 @@ def evaluation_completions(config: Config, sets: dict[str, int]) -> int:
     main = next(iter(sets.values()), 0)
     every = config.train.evaluate_every
     between = max(0, -(-config.steps // every) - 1) if every else 0
-    return 2 * (questions + main * config.train.pass_k) + between * questions
+    return 2 * (questions + main * config.pass_k) + between * questions
 
 
 # ---- configuration
@@ -262,7 +262,7 @@ def _check_evaluations(config: Config, task: Task, tokenizer: Tokenizer, finding
     trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
     if config.steps and asked > 2 * trained:
         findings.add("data", "warning", f"evaluation draws {asked} completions, training {trained}: lower "
-                     f"task.num_questions={config.task.num_questions} (0 is all) or train.pass_k={config.train.pass_k}",
+                     f"task.num_questions={config.task.num_questions} (0 is all) or train.pass_k={config.pass_k}",
                      "task.num_questions")
 
 

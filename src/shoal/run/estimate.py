@@ -125,7 +125,7 @@ def relieve(config: Config, need: Need, roles: Roles, there: int) -> tuple[str, 
         return "fewer sampling.max_completion_tokens would take less", "sampling.max_completion_tokens"
     if part.startswith("KV caches") or part == "sampler's temporaries":
         slots = config.sampling.slots_per_device or completions // mesh
-        least = max(config.batch.group_size, config.train.pass_k)
+        least = max(config.batch.group_size, config.pass_k)
         if slots > least:
             half = max(least, slots // 2)
             return f"sampling.slots_per_device={half} (now {slots}) would take about " \

@@ -59,8 +59,11 @@ def product_seconds(matrix: np.ndarray) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("tokens", 1_000_000), ("prompts", 64), ("siblings", 16), ("prompt-tokens", 500), ("steps", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--siblings", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--step-seconds", type=float, default=10.0)
     options = parser.parse_args()
     matrix = np.random.default_rng(0).random((1500, 1500), np.float32)

@@ -17,12 +17,12 @@ from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
     from shoal.report.result import Result
-    from shoal.rewards.scores import RewardFunction
     from shoal.tasks.task import Task
+    from shoal.types import RewardFunction
 
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
 
-_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.rewards.scores", "Task": "shoal.tasks.task"}
+_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
@@ -112,7 +112,7 @@ def _own_task(task: Any, held_out: Any, correct: Any, config: Any, functions: Se
 def _with_functions_named(config: Any, resolved: Any, functions: Sequence[Callable]) -> tuple[Any, Any]:
     """The configuration with the names of functions that came from Python: a run's folder does not hide them."""
     from shoal.config.compose import texts_of
-    from shoal.rewards.scores import name_functions
+    from shoal.rewards.functions import name_functions
     from shoal.tasks.task import FROM_PYTHON
 
     if not functions:

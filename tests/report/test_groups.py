@@ -190,7 +190,8 @@ def test_lists_of_other_lengths_are_refused_both_ways(tmp_path):
         write_file(tmp_path / "short.parquet", [group], [[0.0]])
     assert list(tmp_path.iterdir()) == []
     table = to_table([group])
-    other = table.set_column(table.schema.get_field_index("logprobs"), "logprobs", to_table([short_logprobs()])["logprobs"])
+    index, short_table = table.schema.get_field_index("logprobs"), to_table([short_logprobs()])
+    other = table.set_column(index, "logprobs", short_table["logprobs"])
     with pytest.raises(ValueError, match="2 tokens, but logprobs has 1 entries"):
         from_table(other.replace_schema_metadata(table.schema.metadata))
 

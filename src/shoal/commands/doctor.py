@@ -23,7 +23,7 @@ from shoal.model.hf import dotted
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings, gib
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.run import checks
 from shoal.run.assembly import LoadedModel, find_teacher, make_model, open_model, training_engines, with_prompts
 from shoal.run.estimate import Advice, add_measured, advise, agreement_of, estimate, relieve
@@ -62,7 +62,7 @@ class Look:
     reward_functions: Sequence[Callable]
     stack: ExitStack
     task: Task | None = None
-    judge: Judge | None = None
+    judge: RewardPool | None = None
     roles: Roles | None = None
     opened: LoadedModel | None = None
     teacher: LoadedModel | None = None
@@ -113,7 +113,7 @@ def look_at_task(look: Look) -> None:
     if loaded is not None:
         if look.task is not None:
             look.task = Task(**{**vars(look.task), "rewards": loaded.rewards})
-        look.judge = look.stack.enter_context(closing(Judge(loaded.rewards, config.reward, config.steps)))
+        look.judge = look.stack.enter_context(closing(RewardPool(loaded.rewards, config.reward, config.steps)))
 
 
 def look_at_devices(look: Look) -> bool:

@@ -12,7 +12,7 @@ from shoal.config.schema import EvalConfig, TaskSection
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, failed_figures
 from shoal.rollout.source import LocalSource
 from shoal.run.assembly import compute_dtype, engine_maker, make_model, open_model, prepare_sets
@@ -39,7 +39,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
             raise ShoalError(f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "
                              "file; rename the set")
-        pool = stack.enter_context(closing(Judge(task.rewards, config.reward)))
+        pool = stack.enter_context(closing(RewardPool(task.rewards, config.reward)))
         roles = make_roles(config.mesh)
         opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
         tokenizer = opened.tokenizer

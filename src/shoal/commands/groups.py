@@ -20,8 +20,8 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
         run = find_run(config.run)
         stored = read_stored(run, config.step)
         if config.group >= len(stored):
-            raise ShoalError(f"group={config.group}: step {config.step} of {run} has {len(stored)} groups, numbered from "
-                             "0; choose one of them")
+            raise ShoalError(f"group={config.group}: step {config.step} of {run} has {len(stored)} groups; choose "
+                             f"one of 0 to {len(stored) - 1}")
         places = [config.group] if config.group >= 0 else list(range(len(stored)))
         for place in places:
             _show(place, stored[place], console)
@@ -30,8 +30,8 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 def _show(place: int, stored: StoredGroup, console: Console) -> None:
     group = stored.group
-    console.heading(f"group {place}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by version "
-                    f"{group.version}")
+    console.heading(f"group {place}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by "
+                    f"version {group.version}")
     console.passage("prompt", prompt_text(group.example.prompt))
     for i, completion in enumerate(group.completions):
         facts = [f"reward {figure(float(group.rewards[i]))}"]

@@ -33,9 +33,10 @@ from shoal.report.reading import (
     read_stored,
     require_groups,
 )
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import Scores, load_functions, name_functions
-from shoal.run.task import load_task, with_overlong
+from shoal.rewards.functions import name_functions
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Scores
+from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.tasks.task import Task
 from shoal.types import RewardFunction
 
@@ -60,7 +61,7 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
             console.note("the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): stored "
                          "advantages contain it, new ones do not")
         comparison, groups = RewardComparison(skips_failures=config.reward.on_error == "skip"), []
-        with closing(Judge(functions, config.reward, settings.steps)) as pool:
+        with closing(RewardPool(functions, config.reward, settings.steps)) as pool:
             for step in steps:
                 algorithm = at_version(segments, step - 1).algorithm
                 rescored = rescore_step(read_file(files[step]), step, pool, algorithm, comparison)
@@ -82,14 +83,14 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 def reward_functions(config: RescoreConfig, run: Config) -> tuple[RewardFunction, ...]:
     """The functions given, else the task's own; with the run's overlong penalty, unless another is given."""
     if config.reward.functions:
-        found = name_functions(load_functions(config.reward.functions), config.reward.weights)
+        found = name_functions(find_functions(config.reward.functions), config.reward.weights)
     else:
         found = load_task(run.task, config.reward).rewards
     penalty = config.reward if config.reward.overlong_buffer_tokens else run.reward
     return with_overlong(Task(run.task.name, (), {}, found), penalty, run.sampling.max_completion_tokens).rewards
 
 
-def rescore_step(stored: Sequence[StoredGroup], step: int, pool: Judge, algorithm: AlgorithmSection,
+def rescore_step(stored: Sequence[StoredGroup], step: int, pool: RewardPool, algorithm: AlgorithmSection,
                  comparison: RewardComparison) -> list[Rescored]:
     """A step's groups in order; functions are called a group or a step at a time, as in a run."""
     groups = [entry.group for entry in stored]

@@ -17,7 +17,7 @@ from shoal.commands.answers import Question, find_examples, report_evaluation, w
 from shoal.config.schema import EvalConfig, RewardSection, TaskSection
 from shoal.report.console import Console
 from shoal.report.metrics import known_mean, wilson_interval
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, Scores, failed_figures
 from shoal.run.output import check_local, check_writable
 from shoal.run.task import load_task, with_rewards
@@ -263,7 +263,7 @@ def _add_rewards(responses: Sequence[Response], examples: Sequence[Example | str
             scores[ticket] = found
             console.answered("rewards", len(scores), len(batches))
 
-    with Judge(task.rewards, section) as pool:
+    with RewardPool(task.rewards, section) as pool:
         batches = [scorable] if pool.by_step else [[one] for one in scorable]
         for ticket, batch in enumerate(batches):  # all before the first wait: a remote judge gets many at once
             pool.submit(ticket, [example for _, example, _ in batch], [[text] for text, _, _ in batch],

@@ -95,6 +95,9 @@ class RewardSection:
     on_error: Literal["error", "zero", "skip"] = "error"
     """When a function raises, hangs, dies or returns NaN for a completion: end the run, score it 0, or take that
     completion out of its group (mean, deviation and loss). Each is counted and shown with its example."""
+    max_failed_share: float = 0.5
+    """With on_error=zero or skip: the run ends with an error where a function failed for more than this share of 64
+    completions, the last that it was called for; 1 for no limit."""
     workers: int = 2
     """Processes that call reward functions; 0 calls them in this one, without limits of time and memory."""
     call: Literal["group", "step"] = "group"
@@ -102,6 +105,7 @@ class RewardSection:
 
     def __post_init__(self) -> None:
         require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
+        require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
         require(self.memory_gib >= 0, "reward.memory_gib", self.memory_gib, "0 (no limit) or more")
         require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
                 "-1 (a fifth), 0 (off) or more")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 TokenLogprobs: TypeAlias = "Mapping[tuple[int, int], np.ndarray]"
 """(group, completion) -> float32[T], the trainer's log-probs; a completion that was not trained on is absent."""
+
+Advantages: TypeAlias = "Sequence[Any] | None"
+"""By group, an array [G]; None for a group that no update used."""
 
 _NOTES = b"shoal"
 """The key of the file's own metadata: which columns hold JSON text."""
@@ -62,100 +65,91 @@ def groups_name(groups: Sequence[Group]) -> str:
 # ---- writing
 
 
-def write_file(path: Path, groups: Sequence[Group], advantages: Any = None,
+def write_file(path: Path, groups: Sequence[Group], advantages: Advantages = None,
                logprobs: TokenLogprobs | None = None) -> None:
-    """Writes groups to a parquet file that appears whole or not at all. `advantages[group][completion]`.
+    """Writes groups to a parquet file that appears whole or not at all.
 
-    ShoalError where the place cannot be written, ValueError where lengths differ."""
+    ShoalError if it cannot be written, ValueError where lengths differ."""
     import pyarrow.parquet as pq
 
-    table = to_table(groups, advantages, logprobs)
-    floats = [f"{name}.list.element" for name in ("logprobs", "trainer_logprobs")]
-    dictionaries = [name for name in table.column_names if name not in ("logprobs", "trainer_logprobs", "text")]
+    table, floats = to_table(groups, advantages, logprobs), ("logprobs", "trainer_logprobs")
+    dictionaries = [name for name in table.column_names if name not in (*floats, "text")]
     dictionaries += [f"{name}.list.element" for name in ("token_ids", "prompt_ids")]
     with appearing(path) as temporary, writing(path), temporary.open("wb") as file:
-        # log-probs hardly repeat: a dictionary of them takes twice the time; bytes apart they are 7% of the file smaller
+        # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte the file is 7% smaller.
         pq.write_table(table, file, compression="zstd", write_page_checksum=True, use_dictionary=dictionaries,
-                       use_byte_stream_split=floats)
+                       use_byte_stream_split=[f"{name}.list.element" for name in floats])
         file.flush()
         os.fsync(file.fileno())
 
 
-def to_table(groups: Sequence[Group], advantages: Any = None, logprobs: TokenLogprobs | None = None) -> pa.Table:
+def to_table(groups: Sequence[Group], advantages: Advantages = None, logprobs: TokenLogprobs | None = None) -> pa.Table:
     """The groups as an Arrow table. Arrays by token are concatenated; no token becomes a Python object."""
     import pyarrow as pa
 
+    advantages = [None] * len(groups) if advantages is None else advantages
+    _check_lengths(groups, advantages, logprobs or {})
+    group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])
+    place_of = np.array([place for group in groups for place in range(group.size)], np.int64)
     completions = [completion for group in groups for completion in group.completions]
-    sizes = np.array([group.size for group in groups], np.int64)
-    group_of = np.repeat(np.arange(len(groups)), sizes)
-    place_of = np.concatenate([np.arange(size) for size in sizes]) if groups else np.empty(0, np.int64)
-    _check_lengths(groups, completions, advantages, logprobs)
-    as_json: list[str] = []
-
-    def shared(column: pa.Array) -> pa.Array:
-        return column.take(pa.array(group_of))
-
-    def free(name: str, values: list[Any]) -> pa.Array:
-        column, is_json = _free_column(values)
-        as_json.extend([name] * is_json)
-        return column
-
-    def flat(values: Callable[[Group], Any], kind: Any) -> pa.Array:
-        found = np.concatenate([np.asarray(values(group), kind) for group in groups]) if groups else np.empty(0, kind)
-        return pa.array(found, mask=np.isnan(found)) if kind is float else pa.array(found)
-
-    table: dict[str, pa.Array] = {}
-    for name in ("step", "version"):
-        table[name] = shared(pa.array([getattr(group, name) for group in groups], pa.int64()))
-    table["row"] = shared(pa.array([group.example.row for group in groups], pa.int64()))
+    table = {name: column.take(pa.array(group_of)) for name, column in _group_columns(groups).items()}
     table |= {"group": pa.array(group_of), "completion": pa.array(place_of)}
-    table["purpose"] = shared(pa.array([group.purpose.value for group in groups], pa.string()))
-    table["subset"] = shared(pa.array([encodable(group.subset) for group in groups], pa.string()))
-    table["prompt"] = shared(free("prompt", [group.example.prompt for group in groups]))
-    table["prompt_ids"] = shared(_lists([group.prompt_ids for group in groups], np.int32))
-    for name in _names(group.example.columns for group in groups):
-        values = [group.example.columns.get(name) for group in groups]
-        table[f"column/{name}"] = shared(free(f"column/{name}", values))
-    for name in _names(group.reward_weights for group in groups):
-        table[f"weight/{name}"] = shared(pa.array([group.reward_weights.get(name) for group in groups], pa.float64()))
     table["text"] = pa.array([encodable(text) for group in groups for text in group.texts], pa.string())
     table["token_ids"] = _lists([c.token_ids for c in completions], np.int32)
     table["logprobs"] = _lists([c.logprobs for c in completions], np.float32)
     table["stop_reason"] = pa.array([c.stop_reason.value for c in completions], pa.string())
-    table["reward"] = flat(lambda group: group.rewards, float)
+    table["reward"] = _numbers([group.rewards for group in groups], groups)
     for name in _names(group.reward_components for group in groups):
-        table[f"component/{name}"] = flat(
-            lambda group, name=name: group.reward_components.get(name, np.full(group.size, np.nan)), float)
-    table["valid"] = flat(lambda group: group.valid, bool)
-    table["correct"] = pa.array([None if group.correct is None else bool(value) for group in groups for value in (
-        [None] * group.size if group.correct is None else group.correct)], pa.bool_())
-    table["advantage"] = pa.nulls(len(completions), pa.float64()) if advantages is None else pa.array(
-        np.concatenate([np.asarray(values, float) for values in advantages]) if groups else [], pa.float64())
+        table[f"component/{name}"] = _numbers([group.reward_components.get(name) for group in groups], groups)
+    table["valid"] = pa.array([bool(value) for group in groups for value in group.valid], pa.bool_())
+    table["correct"] = pa.array([None if group.correct is None else bool(group.correct[i])
+                                 for group in groups for i in range(group.size)], pa.bool_())
+    table["advantage"] = _numbers(advantages, groups)
     table["loss_mask"] = _lists([None if np.all(c.loss_mask) else c.loss_mask for c in completions], bool)
     table["versions"] = _lists([c.versions if np.any(c.versions != group.version) else None
                                 for group in groups for c in group.completions], np.int32)
-    table["trainer_logprobs"] = _lists([(logprobs or {}).get(key) for key in zip(
-        group_of.tolist(), place_of.tolist(), strict=True)], np.float32)
+    keys = zip(group_of.tolist(), place_of.tolist(), strict=True)
+    table["trainer_logprobs"] = _lists([(logprobs or {}).get(key) for key in keys], np.float32)
     table["support_ids"] = _nested_lists([c.extra.get("support_ids") for c in completions])
-    for name in _names(group.extra for group in groups):
-        values = [value for group in groups for value in group.extra.get(name, [None] * group.size)]
-        table[f"extra/{name}"] = free(f"extra/{name}", values)
+    as_json = _add_free_columns(table, {
+        f"extra/{name}": [value for group in groups for value in group.extra.get(name, [None] * group.size)]
+        for name in _names(group.extra for group in groups)})
+    shared = {"prompt": [group.example.prompt for group in groups]} | {
+        f"column/{name}": [group.example.columns.get(name) for group in groups]
+        for name in _names(group.example.columns for group in groups)}
+    as_json += _add_free_columns(table, shared, pa.array(group_of))
     return pa.table(table, metadata={_NOTES: json.dumps({"json": as_json})})
 
 
-def _check_lengths(groups: Sequence[Group], completions: Sequence[Completion], advantages: Any,
-                   logprobs: TokenLogprobs | None) -> None:
-    if advantages is not None and [len(values) for values in advantages] != [group.size for group in groups]:
-        raise ValueError(f"advantages: expected one for each completion of {len(groups)} groups")
-    for (group, completion), values in (logprobs or {}).items():
-        if len(values) != (size := len(groups[group].completions[completion])):
-            raise ValueError(f"trainer_logprobs of completion {completion} of group {group}: expected {size} values, "
-                             f"one a token, got {len(values)}")
-    if any(len(c.logprobs) != len(c) for c in completions):
-        raise ValueError("logprobs: expected one a token")
+def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
+    """What the completions of a group share and has one type in every file, a value a group."""
+    import pyarrow as pa
+
+    numbers = {"step": [group.step for group in groups], "version": [group.version for group in groups],
+               "row": [group.example.row for group in groups]}
+    texts = {"purpose": [group.purpose.value for group in groups],
+             "subset": [encodable(group.subset) for group in groups]}
+    weights = {f"weight/{name}": [group.reward_weights.get(name) for group in groups]
+               for name in _names(group.reward_weights for group in groups)}
+    return ({name: pa.array(values, pa.int64()) for name, values in numbers.items()}
+            | {name: pa.array(values, pa.string()) for name, values in texts.items()}
+            | {name: pa.array(values, pa.float64()) for name, values in weights.items()}
+            | {"prompt_ids": _lists([group.prompt_ids for group in groups], np.int32)})
 
 
-def _names(mappings: Any) -> list[str]:
+def _check_lengths(groups: Sequence[Group], advantages: Sequence[Any], logprobs: TokenLogprobs) -> None:
+    sizes = [group.size if values is None else len(values) for group, values in zip(groups, advantages, strict=True)]
+    if sizes != [group.size for group in groups]:
+        raise ValueError("advantages: expected one for each completion of each group")
+    tokens = {(p, g): completion for p, group in enumerate(groups) for g, completion in enumerate(group.completions)}
+    for name, arrays in (("trainer_logprobs", logprobs), ("logprobs", {key: c.logprobs for key, c in tokens.items()})):
+        for key, values in arrays.items():
+            if len(values) != len(tokens[key]):
+                raise ValueError(f"{name} of (group, completion) {key}: expected one a token, {len(tokens[key])}, "
+                                 f"got {len(values)}")
+
+
+def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
@@ -163,12 +157,9 @@ def _lists(arrays: Sequence[np.ndarray | None], kind: Any) -> pa.ListArray:
     """A list a row, null for None, from one concatenated array and its offsets."""
     import pyarrow as pa
 
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
     present = [array for array in arrays if array is not None]
     values = np.concatenate(present).astype(kind, copy=False) if present else np.empty(0, kind)
-    missing = np.array([array is None for array in arrays], bool)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=pa.array(missing))
+    return _with_offsets(arrays, pa.array(values))
 
 
 def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
@@ -180,25 +171,44 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
     values = np.concatenate([array[array >= 0] for array in present]) if present else np.empty(0)
     inner = np.concatenate([[0], np.cumsum(np.concatenate(counts))]) if present else np.zeros(1)
     tokens = pa.ListArray.from_arrays(pa.array(inner.astype(np.int32)), pa.array(values.astype(np.int32)))
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
-    missing = np.array([array is None for array in arrays], bool)
-    return pa.ListArray.from_arrays(pa.array(offsets), tokens, mask=pa.array(missing))
+    return _with_offsets(arrays, tokens)
 
 
-def _free_column(values: list[Any]) -> tuple[pa.Array, bool]:
-    """A column of whatever values the data has, and whether it holds them as JSON text."""
+def _with_offsets(arrays: Sequence[np.ndarray | None], values: pa.Array) -> pa.ListArray:
     import pyarrow as pa
 
-    types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
-    ready = [json_ready(value) for value in values]
-    kinds = {type(value) for value in ready if value is not None} or {str}
-    fits = len(kinds) == 1 and kinds <= types.keys() and not (
-        kinds == {int} and any(not -(2**63) <= value < 2**63 for value in ready if value is not None))
-    if fits:
-        return pa.array([encodable(value) for value in ready], types[kinds.pop()]), False
-    texts = [value if value is None else json.dumps(value, ensure_ascii=False) for value in ready]
-    return pa.array([encodable(text) for text in texts], pa.string()), True
+    offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=np.int32)
+    missing = np.array([array is None for array in arrays], bool)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(missing))
+
+
+def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
+    """A number a completion from an array a group; NaN, and every completion of a group without an array, is null."""
+    import pyarrow as pa
+
+    parts = [np.full(group.size, np.nan) if of_group is None else np.asarray(of_group, np.float64)
+             for of_group, group in zip(values, groups, strict=True)]
+    flat = np.concatenate(parts) if parts else np.empty(0)
+    return pa.array(flat, mask=np.isnan(flat))
+
+
+def _add_free_columns(table: dict[str, pa.Array], columns: Mapping[str, list[Any]],
+                      rows: pa.Array | None = None) -> list[str]:
+    """Adds columns with whatever values the data has; returns the names of those that hold JSON text."""
+    import pyarrow as pa
+
+    types, as_json = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}, []
+    for name, values in columns.items():
+        ready = [json_ready(value) for value in values]
+        kinds = {type(value) for value in ready if value is not None} or {str}
+        is_huge = kinds == {int} and any(not -(2**63) <= value < 2**63 for value in ready if value is not None)
+        if len(kinds) > 1 or is_huge or not kinds <= types.keys():
+            ready = [value if value is None else json.dumps(value, ensure_ascii=False) for value in ready]
+            kinds = {str}
+            as_json.append(name)
+        column = pa.array([encodable(value) for value in ready], types[kinds.pop()])
+        table[name] = column if rows is None else column.take(rows)
+    return as_json
 
 
 def encodable(value: Any) -> Any:
@@ -256,7 +266,8 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
 def _completion(number: int, row: Mapping[str, Any]) -> Completion:
     size = len(row["token_ids"])
     if wrong := [name for name in _BY_TOKEN if row[name] is not None and len(row[name]) != size]:
-        raise ValueError(f"completion {row['completion']}: {size} tokens, but {wrong[0]} has {len(row[wrong[0]])} entries")
+        raise ValueError(f"completion {row['completion']}: {size} tokens, but {wrong[0]} has {len(row[wrong[0]])} "
+                         "entries")
     mask, versions, kept = row["loss_mask"], row["versions"], row["support_ids"]
     return Completion(
         request_id=number, index=row["completion"], token_ids=row["token_ids"], logprobs=row["logprobs"],

@@ -1,7 +1,4 @@
-"""Strict JSON and whole files: how everything in a run folder is written.
-
-NaN and infinities are `null`.
-"""
+"""Strict JSON, where NaN and infinities are `null`, and files that are written atomically."""
 
 from __future__ import annotations
 
@@ -46,17 +43,13 @@ def _array_ready(array: np.ndarray) -> Any:
     if array.dtype.kind in "biu":
         return array.tolist()
     if array.ndim:
-        return [_array_ready(row) if array.ndim > 1 else _scalar_ready(row) for row in array]
-    return _scalar_ready(array[()])
-
-
-def _scalar_ready(value: Any) -> Any:
-    if isinstance(value, np.generic) and value.dtype.kind in "SUO":
-        return json_ready(value.item())
-    if isinstance(value, np.generic) and value.dtype.kind in "fV":  # V: bfloat16 and its like
+        return [_array_ready(np.asarray(row)) for row in array]
+    if array.dtype.kind in "SUO":
+        return json_ready(array.item())
+    if array.dtype.kind in "fV":  # V: bfloat16 and its like
         with contextlib.suppress(ValueError):
-            return json_ready(float(str(value)))
-    return json_ready(value) if not isinstance(value, np.generic) else str(value)
+            return json_ready(float(str(array[()])))
+    return str(array[()])
 
 
 def json_line(record: Any) -> str:
@@ -66,7 +59,7 @@ def json_line(record: Any) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the system's refusal to write `path` into ShoalError."""
+    """Turns an OSError while writing `path` into ShoalError."""
     try:
         yield
     except OSError as error:
@@ -80,7 +73,7 @@ def open_text(path: Path, mode: str) -> Any:
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a file that appears whole or not at all; ShoalError where the place cannot be written."""
+    """Writes lines to a file that appears whole or not at all; ShoalError if it cannot be written."""
     with appearing(path) as temporary, writing(path), open_text(temporary, "w") as file:
         file.writelines(line + "\n" for line in lines)
         file.flush()
@@ -89,7 +82,7 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A place beside `path` to write a file to, which then appears there whole, or not at all after an exception."""
+    """A temporary file next to `path`, which then replaces it; after an exception it is removed."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,8 +97,8 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; a last line that a killed process left torn is passed over. Empty where
-    there is no file; ShoalError for any other line that is no JSON."""
+    """The objects of a file of JSON lines, without a last line that a killed process left torn. Empty without the file;
+    ShoalError for any other line that is no JSON."""
     if not path.is_file():
         return []
     found, lines = [], path.read_bytes().split(b"\n")
@@ -120,6 +113,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, last: int) -> None:
-    """Leaves the lines of a file whose `step` is at most `last`."""
+    """Removes the lines of a file whose `step` is above `last`."""
     if path.is_file():
         write_atomically(path, [json_line(line) for line in read_lines(path) if line["step"] <= last])

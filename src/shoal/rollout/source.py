@@ -1,6 +1,6 @@
 """Sampling in the trainer's own process: a `RolloutSource` over engines on the same devices.
 
-    request -> pending (by version) -> load -> Engine of the group's size -> completions -> Judge -> take
+    request -> pending (by version) -> load -> Engine of the group's size -> completions -> RewardPool -> take
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 
 from shoal.mesh import Role
 from shoal.model.transformer import Model, checksum, is_param_spec, param_specs, shardings
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, Scores
 from shoal.rollout.group import make_group, sample_request
 from shoal.sampler.engine import Engine
@@ -47,7 +47,7 @@ class LocalSource:
     model: Model
     make_engine: Callable[[int], Engine]
     task: Task
-    judge: Judge
+    judge: RewardPool
     decode: Callable[[Sequence[int]], str]
     seed: int
     clock: SamplingClock = field(default_factory=SamplingClock)

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.run.prompt_file import completion_rows, read_prompts
 from shoal.config.compose import Resolved, texts_of, to_dict
 from shoal.config.schema import (
     Config,
@@ -37,7 +36,7 @@ from shoal.report.console import Console
 from shoal.report.folder import RunFolder, is_run, read_summary
 from shoal.report.recorder import Recorder
 from shoal.report.sink import Background, check_sinks, make_sinks
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rollout.source import LocalSource, drive, publish_to
 from shoal.run.brief import brief
 from shoal.run.compilation import CompilationCounter
@@ -53,6 +52,7 @@ from shoal.run.learning import (
 from shoal.run.loading import resolve_model
 from shoal.run.output import check_local, check_new_folder, check_writable, write_text, writing
 from shoal.run.profile import Profiler
+from shoal.run.prompt_file import completion_rows, read_prompts
 from shoal.run.resume import ResumePlan, compare, fingerprint, resolve_run
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine
@@ -212,7 +212,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         console.warning(text)
     task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
-    judge = stack.enter_context(closing(Judge(task.rewards, config.reward, config.steps)))  # before JAX has threads
+    judge = stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))  # before JAX has threads
     roles = make_roles(config.mesh)
     config = with_prompts(config, roles)
     if plan.run and (before := plan.config.batch.prompts_per_step) != (now := config.batch.prompts_per_step):
@@ -346,7 +346,7 @@ def restore_latest(folder: RunFolder, learner: Learner, source: LocalSource, now
     return restored
 
 
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: Judge) -> LocalSource:
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: RewardPool) -> LocalSource:
     return LocalSource(model, training_engines(config, model, tokenizer), task, judge, tokenizer.decode, config.seed)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Finding
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.run.probe import findings_of, probe, totals_text
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import Prepared
@@ -30,7 +30,7 @@ def step_line(config: Config) -> str:
     return f"this step = {b.prompts_per_step} x {b.group_size} completions, {updates} update{'s' * (updates > 1)}"
 
 
-def brief(config: Config, task: Task, tokenizer: Tokenizer, first: Prepared, judge: Judge) -> list[Finding]:
+def brief(config: Config, task: Task, tokenizer: Tokenizer, first: Prepared, judge: RewardPool) -> list[Finding]:
     """A line on the step, one on the reward of known answers to the first prompt, and warnings. Nothing is compiled;
     the judge is called once, before anything else is submitted to it.
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from shoal.report.findings import Finding
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import Policy, Scores, made_steps
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Policy, Scores, describe_step
 from shoal.tasks.graders.answer import extract_answer, parse_number
 from shoal.types import Example, ground_truth
 
@@ -134,7 +134,7 @@ def right_answer(example: Example, form: str = "") -> str | None:
     return known[form or next(iter(known))].whole(gold)
 
 
-def probe(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
+def probe(judge: RewardPool, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
           on_error: Policy | None = None) -> Probe:
     """Has the answers of the first examples judged, no more once a function has taken too long. ShoalError where a
     function breaks the convention, or fails and `reward.on_error`, or what stands in for it, is `error`."""
@@ -157,7 +157,7 @@ def probe(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Ite
                  *_failed(scores, [kind for _, kind in keys]))
 
 
-def _probe_blindly(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
+def _probe_blindly(judge: RewardPool, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
                    on_error: Policy | None) -> Probe:
     """Without a gold answer: an empty one and some text."""
     texts = {"empty": "", "some text": "The answer is 42."}
@@ -166,7 +166,7 @@ def _probe_blindly(judge: Judge, examples: Sequence[Example], encode: Callable[[
     return Probe("", rows, texts, *_failed(scores, list(texts)))
 
 
-def _try(judge: Judge, examples: Sequence[Example], texts: Sequence[Sequence[str]],
+def _try(judge: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
          encode: Callable[[str], Iterable[Any]], on_error: Policy | None) -> Scores:
     ids = [[[int(id) for id in encode(text)] for text in row] for row in texts]
     return judged(judge, examples, texts, ids, on_error, trial=True)
@@ -178,7 +178,7 @@ def _failed(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tupl
     stopped = {failure.function for failure in scores.failures if failure.kind == "timed out"}
     for failure in scores.failures:
         place = failure.completion or 0
-        text = failure.text.replace(f" {made_steps(0)} ", " ", 1)
+        text = failure.text.replace(f" {describe_step(0)} ", " ", 1)
         texts.append(text.replace(f", completion {place} (", f", {kinds[place]} answer (", 1))
         values = scores.components[failure.function]
         mine = [one for one in scores.failures if one.function == failure.function and one.completion is not None]
@@ -187,7 +187,7 @@ def _failed(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tupl
     return tuple(texts), tuple(useless.values()), bool(stopped)
 
 
-def judged(judge: Judge, examples: Sequence[Example], texts: Sequence[Sequence[str]],
+def judged(judge: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
            completion_ids: Sequence[Sequence[Sequence[int]]], on_error: Policy | None = None,
            trial: bool = False) -> Scores:
     """Scores of texts[P][G], waited for; the judge must have nothing else to do."""

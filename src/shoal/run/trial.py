@@ -19,7 +19,7 @@ from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.source import publish_to
 from shoal.run.learning import max_support
@@ -118,7 +118,7 @@ def prepare_apply(learner: Learner, programs: dict[str, Program], pool: Executor
                               moments=state.optimizer)
 
 
-def sample(config: Config, task: Task, tokenizer: Tokenizer, judge: Judge, engine: Engine, parameters: Params,
+def sample(config: Config, task: Task, tokenizer: Tokenizer, judge: RewardPool, engine: Engine, parameters: Params,
            prompts: Sequence[Prepared], pool: Executor) -> Trial:
     """The groups of the run's first step, as many as the slots hold at once, with their rewards."""
     programs: dict[str, Program] = {}

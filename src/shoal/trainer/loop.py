@@ -20,8 +20,8 @@ from shoal.algorithm.advantage import nonzero_std
 from shoal.config.compose import to_dict
 from shoal.config.schema import AlgorithmSection, Config, SamplingSection
 from shoal.report.recorder import Recorder, StepRecord
-from shoal.rewards.overlong import PENALTY
 from shoal.rewards.scores import weighted_sum
+from shoal.tasks.library import PENALTY
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.curriculum import DataExhausted, Prepared, PromptStream
 from shoal.trainer.evaluation import Evaluator

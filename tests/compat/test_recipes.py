@@ -20,8 +20,8 @@ from shoal.config.convert import leaves_of
 from shoal.config.keys import keys_of
 from shoal.config.schema import AlgorithmSection, Config
 from shoal.run.learning import algorithm_warnings
-from shoal.trainer.step import Objective
-from shoal.trainer.update import step_advantages
+from shoal.trainer.loss import Objective
+from shoal.trainer.step_table import step_advantages
 from shoal.types import ShoalError
 
 RECIPES = sorted(file.stem for file in (PRESETS / "recipe").glob("*.yaml"))

@@ -15,8 +15,8 @@ from small import QWEN3, batches, learner, random_groups, relative, roles
 from shoal.config.schema import MeshSection
 from shoal.mesh import Roles, make_mesh
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
-from shoal.rollout.source import drive, publish_to
-from shoal.sampler.engine import Engine
+from shoal.rollout.publication import publish_to
+from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
@@ -164,7 +164,7 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
     prompts = [rng.integers(0, SMALL.vocab_size, n).astype(np.int32) for n in (16, 1, 5, 9, 3, 7, 12, 2, 4)]
     engine.submit([SampleRequest(row, ids, 2, Address(0, "train", 0, row), SamplingParams(max_tokens=16))
                    for row, ids in enumerate(prompts)])
-    played = drive(engine)
+    played = drain(engine)
     assert len(played) == 18
     cache = engine._slots.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
@@ -173,7 +173,7 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
                     np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]
     one = alone.learner
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), SHAPE, 1.0):
-        for (g, i), lp in batch.take(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
+        for (g, i), lp in batch.unpack(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
 
 

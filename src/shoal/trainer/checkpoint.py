@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import Role
-from shoal.model.transformer import Architecture, checksum_of, is_param_spec, param_specs, shardings
+from shoal.model.transformer import Architecture, checksum, is_param_spec, param_specs, shardings
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
 
@@ -75,7 +75,7 @@ class Checkpoints:
         items = {"state": _tree(state)}
         if published:
             items["published"] = {str(number): params for number, params in sorted(published.items())}
-        sums = {name: checksum_of(tree) for name, tree in items.items()}
+        sums = {name: int(checksum(tree)) for name, tree in items.items()}
         saves = {name: self._args.StandardSave(tree) for name, tree in items.items()}
         layouts = {name: layout(tree) for name, tree in items.items()}
         whole = {**extra, "checksums": sums, "layouts": layouts, "published": sorted(published or {})}
@@ -202,7 +202,7 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
 def _read(path: Path, name: str, wanted: Any, extra: Mapping[str, Any]) -> Any:
     with _orbax().StandardCheckpointer() as reader:
         tree = reader.restore(path / name, wanted)
-    found, saved = checksum_of(tree), extra["checksums"][name]
+    found, saved = int(checksum(tree)), extra["checksums"][name]
     if found != saved:
         raise ValueError(f"{name} has checksum {found:#010x}, saved was {saved:#010x}")
     return tree

@@ -21,7 +21,7 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.mesh import Role
 from shoal.model.transformer import Architecture, Model, initialise, is_param_spec, param_specs
 from shoal.trainer.batch import LearnerBatch, bucket
-from shoal.trainer.step import batch_logprobs
+from shoal.trainer.loss import batch_logprobs
 from shoal.types import Params
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"

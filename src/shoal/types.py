@@ -279,8 +279,11 @@ class RolloutSource(Protocol):
         ...
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        """Makes weights available under a number. Versions from `keep_from` on (None: this one) stay available; an older
-        one is released once no pending request names it."""
+        """Makes weights available under a number.
+
+        Versions from `keep_from` on (None: this one) stay available; an older one is released once no pending request
+        names it.
+        """
         ...
 
     def state(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_two_completions_in_one_slot_come_back_apart():
     segment = np.array([[[1, 1, 1, 2, 2, 0, 0, 0]]])
     merged = type(batch)(type(batch.arrays)(**{**vars(batch.arrays), "segment": segment}),
                          {(0, 0): (0, 0, 1), (0, 1): (0, 0, 2)})
-    taken = merged.take(np.arange(8.0).reshape(1, 1, 8))
+    taken = merged.unpack(np.arange(8.0).reshape(1, 1, 8))
     assert taken[0, 0].tolist() == [0, 1, 2] and taken[0, 1].tolist() == [3, 4]
 
 

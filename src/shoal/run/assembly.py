@@ -57,13 +57,8 @@ from shoal.run.resume import ResumePlan, compare, fingerprint, resolve_run
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine, drain
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import (
-    MODEL_FOLDER,
-    Checkpoints,
-    Restored,
-    find_tree,
-    restore_newest,
-)
+from shoal.trainer.array_tree import find_tree
+from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, Restored, restore_newest
 from shoal.trainer.curriculum import PassRates, Prepared, PromptStream, prepare
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params

@@ -41,8 +41,8 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
                   max_support: int = 0) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support ids int32[N, K]).
 
-    The log-prob is under the distribution that was sampled from, temperature and truncation included; of a greedy token
-    it is the one at temperature 1, untruncated. `truncated` is static: without it nothing is sorted. `max_support` is K:
+    The log-prob is under the distribution that was sampled from, temperature and truncation included; that of a greedy
+    token is at temperature 1, untruncated. `truncated` is static: without it nothing is sorted. `max_support` is K:
     truncation then keeps at most K tokens and returns which (-1 fills up; all -1 means that every token was kept).
     """
     greedy = params.temperature == 0.0
@@ -92,8 +92,11 @@ def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.A
 
 
 def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
-    """The tokens that truncation keeps, bool[N, V]: the top_k most likely; of those the smallest set with top_p of their
-    mass; of those the ones at least min_p times as likely as the most likely. Ties at a bound are all kept."""
+    """The tokens that truncation keeps, bool[N, V].
+
+    First the top_k most likely; of those the smallest set with top_p of their mass; of those the ones at least min_p
+    times as likely as the most likely. Ties at a bound are all kept.
+    """
     size = masses.shape[-1]
     ordered = -jnp.sort(-masses, axis=-1)
     count = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, size), size)

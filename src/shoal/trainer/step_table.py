@@ -65,7 +65,7 @@ def is_useful(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
         return has_variance(group.valid, group.correct[None].astype(float))
     left_out = penalty if a.dynamic_sampling_by == "correct" else ""
     weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
-    values = np.array([group.reward_components[name] for name in weights]).reshape(len(weights), group.size)
+    values = np.array([group.reward_components[name] for name in weights]).reshape(len(weights), len(group.rewards))
     reward = weighted_sum(list(weights.values()), values) if left_out else group.rewards
     counted = [values[n] for n, weight in enumerate(weights.values()) if weight] if a.advantage == "gdpo" else []
     return has_variance(group.valid, np.stack([reward, *counted]))

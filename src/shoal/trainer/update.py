@@ -201,7 +201,7 @@ class Updater:
 
     def _update_once(self, state: TrainState, batches: Sequence[MicroBatch], result: UpdateResult,
                      keep: bool) -> TrainState:
-        """One update from its micro-batches. `keep` records their log-probs, which are those before the first update."""
+        """One update from its micro-batches. `keep` records their log-probs, those from before the first update."""
         total, logprobs = None, []
         for batch in batches:
             total, lp = self.learner.accumulate(total, state, batch.arrays)

@@ -63,7 +63,8 @@ def test_every_valid_completion_lands_once_with_its_numbers(seed, prompts, sibli
             assert (b.prefix[row, p:] == 0).all() and (b.segment[row, slot, n:] == 0).all()
             assert (b.slots[at] == completion.token_ids).all() and (b.loss_mask[at] == completion.loss_mask).all()
             assert (b.weight[at] == np.where(completion.loss_mask, np.float32(weights[g, i]), 0)).all()
-            assert (b.advantage[at] == np.float32(advantages[g, i])).all() and (b.sampler_logprobs[at] == completion.logprobs).all()
+            assert (b.advantage[at] == np.float32(advantages[g, i])).all()
+            assert (b.sampler_logprobs[at] == completion.logprobs).all()
         outside = b.segment == 0
         for name in ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
             assert not getattr(b, name)[outside].any(), name

@@ -292,7 +292,8 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
 
 @pytest.mark.parametrize(("mesh", "changes", "message"), [
     ((1, 1, 8), {}, "mesh.tensor=8 does not divide the model's num_attention_heads=4; use 1, 2 or 4"),
-    ((1, 1, 4), {"intermediate_size": 90}, "mesh.tensor=4 does not divide the model's intermediate_size=90; use 1 or 2"),
+    ((1, 1, 4), {"intermediate_size": 90},
+     "mesh.tensor=4 does not divide the model's intermediate_size=90; use 1 or 2"),
     ((1, 8, 1), {"hidden_size": 36}, "mesh.fsdp=8 does not divide the model's hidden_size=36; use 1, 2 or 4"),
     ((1, 1, 4), {"num_heads": 12, "num_kv_heads": 6},
      "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of it; use 1 or 2")])

@@ -145,18 +145,18 @@ def test_float32_against_the_oracle(name: str):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_metrics_against_the_oracle(name: str):
-    """What the loss does to tokens is told of those in it, what sampler and trainer disagree on of all that were drawn;
-    completions that were cut are in the batch and not in the loss."""
+    """Metrics of the loss cover the tokens in it, those of sampler and trainer's difference all that were sampled;
+    truncated completions are in the batch and not in the loss."""
     everything = [update().completions[p][g] for p, g in update().keys]
     trained = [(update().completions[p][g], update().entropies[p][g]) for p, g in update().keys
                if not update().cut[p, g]]
     cut = [update().completions[p][g] for p, g in update().keys if update().cut[p, g]]
-    loss_mask, tokens = (sum(int(c.loss_mask.sum()) for c in those) for those in (everything, [c for c, _ in trained]))
+    sampled, tokens = (sum(int(c.loss_mask.sum()) for c in those) for those in (everything, [c for c, _ in trained]))
     reached, left_out = np.zeros(2, int), np.zeros(2, int)
     for clip, kl in itertools.product(CLIPS, ["k1", "k3, clamped", "k3, weighted"]):
         s = replace(with_kl(LOSSES[name], kl), low=clip[0], high=clip[1], correction="mis", cap=1.2)
         got = by_shoal(layout(update(), per_slot=3, garbage=np.inf), objective(s))
-        unweighted = replace(s, weighted=False)  # the estimate is what is told, not its product with the ratio
+        unweighted = replace(s, weighted=False)  # the metric is the estimate, not its product with the ratio
         low, high = np.sum([oracle.clipped_tokens(s, c) for c, _ in trained], axis=0)
         reached += low, high
         left_out += np.sum([oracle.clipped_tokens(s, c) for c in cut], axis=0)
@@ -164,22 +164,23 @@ def test_metrics_against_the_oracle(name: str):
         log_ratio = np.concatenate([(c.old_logprobs - c.sampler_logprobs)[c.loss_mask] for c in everything])
         want = {
             "clip/low": (low, tokens), "clip/high": (high, tokens), "clip/fraction": (low + high, tokens),
-            "ratio/mean": (sum(oracle.told_ratios(s, c).sum() for c, _ in trained), tokens),
+            "ratio/mean": (sum(oracle.reported_ratios(s, c).sum() for c, _ in trained), tokens),
             "entropy": (sum(entropy[c.loss_mask].sum() for c, entropy in trained), tokens),
             "kl": (sum(oracle.token_kls(unweighted, c, c.lp).sum() for c, _ in trained), tokens),
             "correction/weight": (weights.sum(), tokens), "correction/zero": ((weights == 0).sum(), tokens),
-            "sampler_gap/logprob_mean": (np.abs(log_ratio).sum(), loss_mask),
-            "sampler_gap/w": (np.exp(log_ratio).sum(), loss_mask), "sampler_gap/w2": (np.exp(2 * log_ratio).sum(), loss_mask),
+            "sampler_gap/logprob_mean": (np.abs(log_ratio).sum(), sampled),
+            "sampler_gap/w": (np.exp(log_ratio).sum(), sampled),
+            "sampler_gap/w2": (np.exp(2 * log_ratio).sum(), sampled),
         }
         assert got.sums.keys() == want.keys()
         for metric, pair in want.items():
             assert got.sums[metric] == (pytest.approx(pair[0], rel=1e-11), pair[1]), metric
         assert got.maxima == {"sampler_gap/logprob_max": pytest.approx(np.abs(log_ratio).max(), rel=1e-11)}
-        ess = got.sums["sampler_gap/w"][0] ** 2 / (loss_mask * got.sums["sampler_gap/w2"][0])
+        ess = got.sums["sampler_gap/w"][0] ** 2 / (sampled * got.sums["sampler_gap/w2"][0])
         assert ess == pytest.approx(oracle.effective_sample_size(everything), rel=1e-11)
         assert 0 < (weights == 0).sum() < tokens
         assert (np.concatenate([oracle.corrections(s, c)[c.loss_mask] for c in cut]) == 0).any()
-    assert tokens < loss_mask
+    assert tokens < sampled
     assert name == "sapo" or (reached[1] > 0 and left_out.sum() > 0)
     assert name in ("sapo", "cispo", "cispo, absolute") or reached[0] > 0
 
@@ -238,7 +239,8 @@ def test_micro_batches_add_up_to_the_whole(name: str, aggregation: str):
 def test_before_the_first_step_every_loss_is_the_policy_gradient(name: str):
     """old = lp: nothing is clipped and the gradient is -A at each token, of each completion's mean for the sequence
     losses."""
-    same = replace(update(), completions=[[replace(c, old_logprobs=c.lp) for c in group] for group in update().completions])
+    same = replace(update(), completions=[[replace(c, old_logprobs=c.lp) for c in group]
+                                          for group in update().completions])
     weights = same.weights("seq-mean-token-mean")
     s = replace(LOSSES[name], low=0.3, high=2.0 if "absolute" in name else 0.3)
     got = by_shoal(layout(same), objective(s, use_old=False))

@@ -39,8 +39,9 @@ RICH = AlgorithmSection(
 CASES = {
     "in the loss": RICH,
     "in the reward": AlgorithmSection(
-        advantage="reinforce++", loss="gspo", clip_low=0.01, clip_high=0.01, kl="k1", kl_coef=0.1, kl_placement="reward",
-        aggregation="token-mean", correction="mis", correction_level="geometric", correction_cap=1.05, num_epochs=2),
+        advantage="reinforce++", loss="gspo", clip_low=0.01, clip_high=0.01, kl="k1", kl_coef=0.1,
+        kl_placement="reward", aggregation="token-mean", correction="mis", correction_level="geometric",
+        correction_cap=1.05, num_epochs=2),
     "renormalised": AlgorithmSection(
         advantage="rloo", loss="cispo", clip_low=0.0, clip_high=0.02, cispo_bound="both", aggregation="prompt-mean",
         zero_std_groups="exclude", num_minibatches=2),
@@ -62,13 +63,13 @@ def parameters(seed: int) -> Any:
 
 @cache
 def groups() -> tuple[Group, ...]:
-    """Drawn tokens with gaps, a completion that is not valid, one that was cut, a group without variance; the sampler's
-    log-probs are near the trainer's."""
-    loss_mask = random_groups(ARCHITECTURE, P, G, 7, MAX_TOKENS, seed=3)
-    lps = scores(loss_mask, 0)
+    """Sampled tokens with gaps, a completion that is not valid, a truncated one, a group without variance; the
+    sampler's log-probs are near the trainer's."""
+    sampled = random_groups(ARCHITECTURE, P, G, 7, MAX_TOKENS, seed=3)
+    lps = scores(sampled, 0)
     rng = np.random.default_rng(11)
     made = []
-    for p, group in enumerate(loss_mask):
+    for p, group in enumerate(sampled):
         completions = []
         for g, c in enumerate(group.completions):
             gaps = rng.random(len(c)) < 0.8
@@ -168,9 +169,9 @@ def run(a: AlgorithmSection, micro_tokens: int = 10**9, teacher: bool = False, *
 def settings(a: AlgorithmSection) -> oracle.Settings:
     return oracle.Settings(
         a.loss, a.clip_low, a.clip_high, a.clip_dual, a.cispo_bound, a.sapo_positive, a.sapo_negative, a.kl,
-        a.kl_coef if a.kl_placement == "loss" else 0.0, a.kl_clamp_input, a.kl_clamp_value, a.kl_weighted, a.entropy_coef,
-        a.aggregation, a.aggregation_tokens or MAX_TOKENS, a.correction, a.correction_level, a.correction_cap,
-        a.correction_floor)
+        a.kl_coef if a.kl_placement == "loss" else 0.0, a.kl_clamp_input, a.kl_clamp_value, a.kl_weighted,
+        a.entropy_coef, a.aggregation, a.aggregation_tokens or MAX_TOKENS, a.correction, a.correction_level,
+        a.correction_cap, a.correction_floor)
 
 
 def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> list[list[float]]:
@@ -198,14 +199,14 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
     batch = everything(groups())
     lp, entropy = (batch.unpack(np.asarray(x, np.float64)) for x in LOGPROBS(at, batch.arrays))
     several = a.num_epochs * a.num_minibatches > 1
-    old_logprobs, ref_logprobs, has_teacher = (scores(groups(), seed) for seed in (0, 1, 2))
+    old_logprobs, ref_logprobs, by_teacher = (scores(groups(), seed) for seed in (0, 1, 2))
     advantage = advantages(a, old_logprobs, ref_logprobs)
     keys, completions = [], []
     for p, g in [(p, g) for p in members for g in range(G) if groups()[p].valid[g]]:
         c, rewards = groups()[p].completions[g], groups()[p].rewards[groups()[p].valid]
         if a.zero_std_groups == "exclude" and len(set(rewards)) == 1:
             continue
-        teacher_bonus = TEACHER_COEF * (has_teacher[p, g] - old_logprobs[p, g]).astype(np.float64) if teacher else 0.0
+        teacher_bonus = TEACHER_COEF * (by_teacher[p, g] - old_logprobs[p, g]).astype(np.float64) if teacher else 0.0
         loss_mask = c.loss_mask & (not (a.mask_truncated and c.stop_reason == StopReason.LENGTH))
         before = old_logprobs[p, g].astype(np.float64) if several else lp[p, g]
         keys.append((p, g))
@@ -230,14 +231,14 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
     """Each update's loss and gradient; the step's means over the tokens that are learnt from."""
     members = [m for epoch in range(a.num_epochs) for m in updater._minibatches(P, 0, epoch)]
     assert len(done) == len(members) == a.num_epochs * a.num_minibatches
-    completions, told = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
+    completions, totals = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
     for update, chosen in zip(done, members, strict=True):
         loss, gradient, completions, entropies = expected(a, update.parameters, [int(m) for m in chosen], teacher)
         for c, entropy in zip(completions, entropies, strict=True):
-            told["tokens"].append(c.loss_mask.sum())
-            told["entropy"].append(entropy[c.loss_mask].sum())
-            told["kl"].append(oracle.token_kls(replace(settings(a), weighted=False), c, c.lp).sum())
-            told["clip/fraction"].append(sum(oracle.clipped_tokens(settings(a), c)))
+            totals["tokens"].append(c.loss_mask.sum())
+            totals["entropy"].append(entropy[c.loss_mask].sum())
+            totals["kl"].append(oracle.token_kls(replace(settings(a), weighted=False), c, c.lp).sum())
+            totals["clip/fraction"].append(sum(oracle.clipped_tokens(settings(a), c)))
         assert update.loss == pytest.approx(loss, rel=1e-4, abs=2e-6)
         assert max(float(np.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-4
         for ours, theirs in zip(jax.tree.leaves(update.gradient), jax.tree.leaves(gradient), strict=True):
@@ -245,9 +246,9 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
     clipped = sum(np.sum(oracle.clipped_tokens(settings(a), c)) for c in completions)
     assert clipped > 0 or len(done) == 1  # the last update is off-policy enough to reach the bounds
     if needs_all_groups(a, teacher):
-        tokens, metrics = sum(told.pop("tokens")), outcome.metrics.result()
-        for name in told if a.kl_coef and a.kl_placement == "loss" else ("entropy", "clip/fraction"):
-            assert metrics[name] == pytest.approx(sum(told[name]) / tokens, rel=1e-3), name
+        tokens, metrics = sum(totals.pop("tokens")), outcome.metrics.result()
+        for name in totals if a.kl_coef and a.kl_placement == "loss" else ("entropy", "clip/fraction"):
+            assert metrics[name] == pytest.approx(sum(totals[name]) / tokens, rel=1e-3), name
 
 
 @pytest.mark.usefixtures("table")
@@ -263,8 +264,9 @@ def test_a_teacher_alone_and_beside_a_reward_against_the_oracle():
         a = replace(a, aggregation="token-mean", clip_low=0.02, clip_high=0.02, num_epochs=2)
         done, outcome, updater = run(a, teacher=True)
         assert_equals_oracle(a, done, outcome, updater, teacher=True)
-        old_logprobs, has_teacher = scores(groups(), 0), scores(groups(), 2)
-        log_ratio = np.concatenate([(old_logprobs[p, g] - has_teacher[p, g])[groups()[p].completions[g].loss_mask] for p, g in old_logprobs])
+        old_logprobs, by_teacher = scores(groups(), 0), scores(groups(), 2)
+        log_ratio = np.concatenate([(old_logprobs[p, g] - by_teacher[p, g])[groups()[p].completions[g].loss_mask]
+                                    for p, g in old_logprobs])
         assert outcome.metrics.result()["teacher/kl"] == pytest.approx(log_ratio.mean(), rel=1e-4)
 
 
@@ -276,7 +278,8 @@ def test_devices_and_micro_batches_change_no_update():
             assert mine.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
             for x, y in zip(jax.tree.leaves(mine.gradient), jax.tree.leaves(theirs.gradient), strict=True):
                 assert relative(x, y) < 2e-3 or np.abs(x - y).max() < 1e-6
-        for name in ("kl", "entropy", "clip/fraction", "clip/low", "sampler_gap/ess", "ratio/mean", "correction/weight"):
+        for name in ("kl", "entropy", "clip/fraction", "clip/low", "sampler_gap/ess", "ratio/mean",
+                     "correction/weight"):
             assert other[1].metrics.result()[name] == pytest.approx(outcome.metrics.result()[name], rel=1e-3), name
 
 

@@ -132,8 +132,8 @@ def clipped_tokens(s: Settings, c: Completion) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def told_ratios(s: Settings, c: Completion) -> np.ndarray:
-    """The ratio that is told of each drawn token: before it is bounded."""
+def reported_ratios(s: Settings, c: Completion) -> np.ndarray:
+    """The ratio of each sampled token as the metrics have it: before it is bounded."""
     return (ratios(s, c, c.lp) if s.loss.startswith("gspo") else np.exp(c.lp) / np.exp(c.old_logprobs))[c.loss_mask]
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.run.prompt_file import completion_rows, read_prompts
 from shoal.config.compose import Resolved, texts_of, to_dict
 from shoal.config.schema import (
     Config,
@@ -53,6 +52,7 @@ from shoal.run.learning import (
 from shoal.run.loading import resolve_model
 from shoal.run.output import check_local, check_new_folder, check_writable, write_text, writing
 from shoal.run.profile import Profiler
+from shoal.run.prompt_file import completion_rows, read_prompts
 from shoal.run.resume import ResumePlan, compare, fingerprint, resolve_run
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine, drain

@@ -103,7 +103,7 @@ def test_solved_prompts_are_retired_and_hard_ones_drawn_more_from_the_next_epoch
     often = np.zeros(12, int)
     for seed in range(60):
         one = stream(bound=0.8, seed=seed)
-        one.rates.settled = {row: 1.0 if row < 3 else 0.0 if row < 6 else 0.75 for row in range(12)}
+        one.rates.at_epoch = {row: 1.0 if row < 3 else 0.0 if row < 6 else 0.75 for row in range(12)}
         often += np.bincount(one._order_of(0), minlength=12)
     assert (often[:3] == 0).all() and (often[3:6] == 120).all()  # rate 0: twice an epoch
     assert np.abs(often[6:] / 60 - 1.25).max() < 0.25  # rate 3/4: 1.25 times in the mean
@@ -132,7 +132,8 @@ def test_what_is_learnt_stays_so_at_the_same_bound():
     for prepared in s.next(12):
         s.rates.add([judged(prepared.example, [prepared.example.row > 1] * 2)])
     before = s.state()
-    assert s.is_exhausted(4) and not s.is_exhausted(2) and s.state() == before and not stream(bound=0.5).is_exhausted(12)
+    assert s.is_exhausted(4) and not s.is_exhausted(2) and s.state() == before
+    assert not stream(bound=0.5).is_exhausted(12)
     with pytest.raises(DataExhausted, match="fewer than 4 are left"):
         s.next(4)
     s.rates.add([judged(Example(row, str(row)), [False] * 9) for row in range(12)])  # nothing is solved any more

@@ -15,14 +15,15 @@ from small import QWEN3, batches, learner, random_groups, relative, roles
 from shoal.config.schema import MeshSection
 from shoal.mesh import Roles, make_mesh
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
-from shoal.rollout.source import drive, publish_to
-from shoal.sampler.engine import Engine
+from shoal.rollout.publication import publish_to
+from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
 SMALL = replace(QWEN3, num_layers=2, tie_embeddings=False, qkv_bias=True)  # every kind of parameter
 MESHES = {"fsdp8": (1, 8, 1), "fsdp4-tensor2": (1, 4, 2), "data2-fsdp2-tensor2": (2, 2, 2)}
+FEW_HEADS = (1, 2, 4)  # the model has 2 key/value heads
 SHAPE = Shape(rows=16, prefix=16, slots=3, length=16)  # 12 prompts and 4 empty rows
 
 
@@ -93,6 +94,14 @@ def share(array: jax.Array) -> float:
 # The update
 
 
+def test_with_fewer_key_value_heads_than_tensor_an_update_is_that_of_one_device(alone):
+    """The products that make keys and values stay split, inside a head; each device gathers the heads it needs."""
+    assert SMALL.num_kv_heads < FEW_HEADS[2]
+    spread = update(roles(*FEW_HEADS))
+    assert share(spread.state.trainable.blocks.k.kernel) == 1 / 8
+    test_one_update_is_that_of_one_device(alone, spread)
+
+
 def test_one_update_is_that_of_one_device(alone, spread):
     assert abs(spread.loss - alone.loss) < 1e-5 and abs(alone.loss) > 1e-3
     assert abs(spread.norm - alone.norm) < 1e-5 * alone.norm
@@ -151,9 +160,9 @@ def test_the_compiled_update_holds_its_part_alone():
 # Sampling
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "data2-fsdp2-tensor2"])
+@pytest.mark.parametrize("name", ["fsdp8", "data2-fsdp2-tensor2", "fewer key/value heads than tensor"])
 def test_sampled_log_probs_are_those_of_one_device(name, alone):
-    where = roles(*MESHES[name])
+    where = roles(*MESHES.get(name, FEW_HEADS))
     split = jax.device_put(weights(), shardings(SMALL, where.trainer))
     model = Model(SMALL, where.sampler)
     parameters = publish_to(model, split)
@@ -164,16 +173,16 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
     prompts = [rng.integers(0, SMALL.vocab_size, n).astype(np.int32) for n in (16, 1, 5, 9, 3, 7, 12, 2, 4)]
     engine.submit([SampleRequest(row, ids, 2, Address(0, "train", 0, row), SamplingParams(max_tokens=16))
                    for row, ids in enumerate(prompts)])
-    played = drive(engine)
+    played = drain(engine)
     assert len(played) == 18
     cache = engine._slots.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
-    assert share(cache.own_k) == 1 / where.sampler.row_shards / tensor
+    assert share(cache.own_k) == 1 / where.sampler.row_shards / (tensor if SMALL.num_kv_heads % tensor == 0 else 1)
     groups = [Group(Purpose.TRAIN, 0, 0, Example(row, ""), ids, tuple(played[row, i] for i in range(2)), ("", ""),
                     np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]
     one = alone.learner
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), SHAPE, 1.0):
-        for (g, i), lp in batch.take(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
+        for (g, i), lp in batch.unpack(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
 
 
@@ -194,6 +203,23 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
     monkeypatch.setattr(jax, "device_put", loses_a_tensor)
     with pytest.raises(RuntimeError, match="sampler's weights differ from the trainer's: checksums 0x"):
         publish_to(model, split)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)])
+def test_what_is_published_after_an_update_has_another_checksum(mesh):
+    """The old weights, published again, would go unnoticed by everything else."""
+    where = roles(*mesh)
+    model, one = Model(SMALL, where.sampler), learner(SMALL, where=where)
+    state = one.init(jax.device_put(weights(), shardings(SMALL, where.trainer)))
+    (batch,) = batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)
+    sums = [int(checksum(publish_to(model, state.trainable)))]
+    for scale in (1.0, 0.0):
+        total, _ = one.accumulate(None, state, replace(batch, weight=batch.weight * np.float32(scale)))
+        state, applied = one.apply(state, total)
+        assert (float(applied.grad_norm) > 0) == (scale > 0)
+        sums.append(int(checksum(publish_to(model, state.trainable))))
+        assert sums[-1] == int(checksum(state.trainable))
+    assert sums[1] != sums[0]
 
 
 def test_on_one_device_publishing_copies_nothing():
@@ -247,19 +273,38 @@ def test_axes_and_all_that_remain():
     def shape(*section: int) -> dict[str, int]:
         return dict(make_mesh(MeshSection(*section), jax.devices()).shape)
 
-    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
-    assert shape(1, -1, 2) == {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}
-    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
-    assert shape(3, -1, 1) == {"data": 3, "fsdp": 2, "tensor": 1, "context": 1}  # six of the eight
-    assert shape(1, 2, 1)["fsdp"] == 2
+    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert shape(1, -1, 2) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert shape(1, 2, 1)["fsdp"] == 2  # the first two of the eight
 
 
-@pytest.mark.parametrize(("section", "counts"), [
-    ((1, 16, 1), "mesh.fsdp=16 x mesh.tensor=1 needs 16 devices, but 8 cpu"),
-    ((2, 4, 2), "needs 16 devices"), ((3, -1, 4), "mesh.fsdp=1 x mesh.tensor=4 needs 12 devices, but 8")])
-def test_too_few_devices_are_counted(section, counts):
-    with pytest.raises(ShoalError, match=counts):
+@pytest.mark.parametrize(("section", "message"), [
+    ((1, 3, 1), "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
+    ((1, 16, 1), "mesh.fsdp=16 does not divide 8 devices; use 1, 2, 4 or 8"),
+    ((2, 4, 2), "mesh.fsdp=4 does not divide the 2 of 8 devices that the other axes leave; use 1 or 2"),
+    ((3, -1, 4), "mesh.data=3 does not divide 8 devices; use 1, 2, 4 or 8"),
+    ((8, 1, 2), "mesh.tensor=2 does not divide the 1 of 8 devices that the other axes leave; use 1")])
+def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
+    with pytest.raises(ShoalError, match=message):
         make_mesh(MeshSection(*section), jax.devices())
+
+
+@pytest.mark.parametrize(("mesh", "changes", "message"), [
+    ((1, 1, 8), {}, "mesh.tensor=8 does not divide the model's num_attention_heads=4; use 1, 2 or 4"),
+    ((1, 1, 4), {"intermediate_size": 90},
+     "mesh.tensor=4 does not divide the model's intermediate_size=90; use 1 or 2"),
+    ((1, 8, 1), {"hidden_size": 36}, "mesh.fsdp=8 does not divide the model's hidden_size=36; use 1, 2 or 4"),
+    ((1, 1, 4), {"num_heads": 12, "num_kv_heads": 6},
+     "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of it; use 1 or 2")])
+def test_sizes_that_do_not_divide_the_model_are_refused(mesh, changes, message):
+    with pytest.raises(ShoalError, match=message):
+        Model(replace(SMALL, **changes), roles(*mesh).trainer)
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    role = Model(replace(SMALL, vocab_size=97), roles(tensor=2).trainer).role
+    assert role.spec(("vocab", "embed"), (97, 32)) == PartitionSpec(None, "fsdp")
 
 
 def test_roles_name_dimensions():

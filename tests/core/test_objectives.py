@@ -30,8 +30,9 @@ from shoal.tasks.task import Task
 from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
-from shoal.trainer.step import batch_logprobs
-from shoal.trainer.update import PrecomputedLogprobs, StepTable, Updater
+from shoal.trainer.loss import batch_logprobs
+from shoal.trainer.step_table import StepTable
+from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
 
 
@@ -56,8 +57,8 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
     drawn = play(engine, [request(row, params=params) for row in (0, 1)])
     made = [as_group(row, drawn) for row in (0, 1)]
     nothing = np.zeros((2, 4))
-    replayed, ignored = (
-        pack(made, (0, 1), nothing, nothing, choose_shape(made, 2, 4, 10**6, 1), 0.9, max_support=k)[0] for k in (96, 0))
+    shape = choose_shape(made, 2, 4, 10**6, 1)
+    replayed, ignored = (pack(made, (0, 1), nothing, nothing, shape, 0.9, max_support=k)[0] for k in (96, 0))
     parameters = weights(SMALL)
     lp, full = (one.take(np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0]))
                 for one in (replayed, ignored))
@@ -294,16 +295,17 @@ def updater(algorithm=None, **changes):
 def test_a_teachers_part_of_the_advantage_by_hand():
     made = random_groups(SMALL, 1, 2, 4, 3)
     made = [replace(made[0], completions=(made[0].completions[0],), rewards=np.ones(1), valid=np.ones(1, bool))]
-    old_logprobs, teacher = {(0, 0): np.array([-1.0, -2, -3], np.float32)}, {(0, 0): np.array([-0.5, -4, -3], np.float32)}
-    told = MetricSet()
-    teacher_bonus = updater(teacher_coef=0.5)._teacher_bonus(made, PrecomputedLogprobs(old_logprobs=old_logprobs, teacher=teacher), told)
+    given = PrecomputedLogprobs(old_logprobs={(0, 0): np.array([-1.0, -2, -3], np.float32)},
+                                teacher={(0, 0): np.array([-0.5, -4, -3], np.float32)})
+    recorded = MetricSet()
+    teacher_bonus = updater(teacher_coef=0.5)._teacher_bonus(made, given, recorded)
     assert teacher_bonus is not None
     np.testing.assert_array_equal(teacher_bonus[0, 0], [0.25, -1.0, 0.0])  # half of teacher - old
-    assert told.result()["teacher/kl"] == pytest.approx((-0.5 + 2 + 0) / 3)
+    assert recorded.result()["teacher/kl"] == pytest.approx((-0.5 + 2 + 0) / 3)
     shape = choose_shape(made, 1, 1, 1000, 1)
     ones = np.ones((1, 1))
     batch = pack(made, [0], 2 * ones, ones, shape, 1.0, teacher_bonus=teacher_bonus)[0]
-    np.testing.assert_array_equal(batch.take(batch.arrays.advantage)[0, 0], [2.25, 1.0, 2.0])
+    np.testing.assert_array_equal(batch.unpack(batch.arrays.advantage)[0, 0], [2.25, 1.0, 2.0])
 
 
 # ---- divergence in the reward, cut completions, penalties
@@ -315,24 +317,23 @@ def test_a_divergence_in_the_reward_by_hand():
     made[0] = replace(made[0], completions=tuple(
         replace(c, token_ids=c.token_ids[:2], loss_mask=np.array([True, i == 0])) for i, c in enumerate(
             [made[0].completions[0]] * 2)))
-    old_logprobs = {(0, 0): np.array([-1.0, -1], np.float32), (0, 1): np.array([-1.0, -9], np.float32)}
-    ref_logprobs = {(0, 0): np.array([-2.0, -3], np.float32), (0, 1): np.array([-2.0, -3], np.float32)}
-    told = MetricSet()
-    taken = updater(a)._penalty(
-        made, StepTable.of(made, a), PrecomputedLogprobs(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs), choose_shape(made, 1, 2, 100, 1), told)
-    assert taken is not None
-    np.testing.assert_allclose(taken, [[0.3, 0.1]], rtol=1e-6)  # 0.1 x (1 + 2) and, of its one drawn token, 0.1 x 1
-    assert told.result()["kl"] == pytest.approx(4 / 3)
-    np.testing.assert_allclose(StepTable.of(made, a, taken).advantages, [[0.4, -0.4]], rtol=1e-6)  # (0.7, -0.1) - 0.3
+    given = PrecomputedLogprobs(
+        old_logprobs={(0, 0): np.array([-1.0, -1], np.float32), (0, 1): np.array([-1.0, -9], np.float32)},
+        ref_logprobs={(0, 0): np.array([-2.0, -3], np.float32), (0, 1): np.array([-2.0, -3], np.float32)})
+    shape, recorded = choose_shape(made, 1, 2, 100, 1), MetricSet()
+    penalty = updater(a)._kl_penalty(made, StepTable.of(made, a), given, shape, recorded)
+    assert penalty is not None
+    np.testing.assert_allclose(penalty, [[0.3, 0.1]], rtol=1e-6)  # 0.1 x (1 + 2), and for its one sampled token 0.1 x 1
+    assert recorded.result()["kl"] == pytest.approx(4 / 3)
+    np.testing.assert_allclose(StepTable.of(made, a, penalty).advantages, [[0.4, -0.4]], rtol=1e-6)  # (0.7, -0.1) - 0.3
     np.testing.assert_allclose(StepTable.of(made, a).rewards, [[1.0, 0.0]])
     # A completion that was cut and is masked loses its reward's part all the same; the metric is of those trained on.
     first, second = made[0].completions
     made[0] = replace(made[0], completions=(replace(first, stop_reason=StopReason.LENGTH), second))
-    told, masked = MetricSet(), replace(a, mask_truncated=True)
-    again = updater(masked)._penalty(
-        made, StepTable.of(made, masked), PrecomputedLogprobs(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs), choose_shape(made, 1, 2, 100, 1), told)
-    np.testing.assert_array_equal(again, taken)
-    assert told.result()["kl"] == pytest.approx(1.0)
+    recorded, masked = MetricSet(), replace(a, mask_truncated=True)
+    again = updater(masked)._kl_penalty(made, StepTable.of(made, masked), given, shape, recorded)
+    np.testing.assert_array_equal(again, penalty)
+    assert recorded.result()["kl"] == pytest.approx(1.0)
 
 
 def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
@@ -346,7 +347,7 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
         table = StepTable.of(made, a)
         np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
         batch = updater(a)._pack(made, table, np.arange(1), shape, None, None, None)[0]
-        weight = {index: float(values[0]) for (_, index), values in batch.take(batch.arrays.weight).items()}
+        weight = {index: float(values[0]) for (_, index), values in batch.unpack(batch.arrays.weight).items()}
         assert weight == {0: pytest.approx(1 / 3), 1: 0 if masked else pytest.approx(1 / 3), 2: pytest.approx(1 / 3)}
 
 
@@ -432,9 +433,11 @@ def test_what_is_meant_is_not_spoken_of(words):
 @pytest.mark.parametrize(("words", "text"), [
     (["sampling.temperature=0"], "sampling.temperature=0"),
     (["algorithm.advantage=none"], "nothing teaches"),
-    (["algorithm.advantage=none", "teacher.path=x", "algorithm.kl_coef=1", "algorithm.kl_placement=reward"], "has no part"),
+    (["algorithm.advantage=none", "teacher.path=x", "algorithm.kl_coef=1", "algorithm.kl_placement=reward"],
+     "has no part"),
     (["algorithm.advantage=none", "teacher.path=x", "algorithm.dynamic_sampling=true"], "groups are chosen by their"),
-    (["algorithm.advantage=gdpo", "algorithm.kl_coef=1", "algorithm.kl_placement=reward", "algorithm.kl=k1"], "would cancel"),
+    (["algorithm.advantage=gdpo", "algorithm.kl_coef=1", "algorithm.kl_placement=reward", "algorithm.kl=k1"],
+     "would cancel"),
 ])
 def test_what_nothing_can_be_learnt_from(words, text):
     with pytest.raises(ShoalError, match=text):

@@ -22,6 +22,8 @@ from shoal.algorithm.correction import CORRECTIONS, correction_weights
 from shoal.algorithm.kl import KL_ESTIMATORS, token_kl
 from shoal.algorithm.logprobs import token_logprobs
 from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds
+from shoal.config.schema import AlgorithmSection
+from shoal.trainer.loss import Objective
 
 LOSSES = {
     "grpo": Settings("grpo"), "grpo, dual": Settings("grpo", dual=1.25), "gspo": Settings("gspo"),
@@ -143,18 +145,18 @@ def test_float32_against_the_oracle(name: str):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_metrics_against_the_oracle(name: str):
-    """What the loss does to tokens is told of those in it, what sampler and trainer disagree on of all that were drawn;
-    completions that were cut are in the batch and not in the loss."""
+    """Metrics of the loss cover the tokens in it, those of sampler and trainer's difference all that were sampled;
+    truncated completions are in the batch and not in the loss."""
     everything = [update().completions[p][g] for p, g in update().keys]
     trained = [(update().completions[p][g], update().entropies[p][g]) for p, g in update().keys
                if not update().cut[p, g]]
     cut = [update().completions[p][g] for p, g in update().keys if update().cut[p, g]]
-    loss_mask, tokens = (sum(int(c.loss_mask.sum()) for c in those) for those in (everything, [c for c, _ in trained]))
+    sampled, tokens = (sum(int(c.loss_mask.sum()) for c in those) for those in (everything, [c for c, _ in trained]))
     reached, left_out = np.zeros(2, int), np.zeros(2, int)
     for clip, kl in itertools.product(CLIPS, ["k1", "k3, clamped", "k3, weighted"]):
         s = replace(with_kl(LOSSES[name], kl), low=clip[0], high=clip[1], correction="mis", cap=1.2)
         got = by_shoal(layout(update(), per_slot=3, garbage=np.inf), objective(s))
-        unweighted = replace(s, weighted=False)  # the estimate is what is told, not its product with the ratio
+        unweighted = replace(s, weighted=False)  # the metric is the estimate, not its product with the ratio
         low, high = np.sum([oracle.clipped_tokens(s, c) for c, _ in trained], axis=0)
         reached += low, high
         left_out += np.sum([oracle.clipped_tokens(s, c) for c in cut], axis=0)
@@ -162,22 +164,23 @@ def test_metrics_against_the_oracle(name: str):
         log_ratio = np.concatenate([(c.old_logprobs - c.sampler_logprobs)[c.loss_mask] for c in everything])
         want = {
             "clip/low": (low, tokens), "clip/high": (high, tokens), "clip/fraction": (low + high, tokens),
-            "ratio/mean": (sum(oracle.told_ratios(s, c).sum() for c, _ in trained), tokens),
+            "ratio/mean": (sum(oracle.reported_ratios(s, c).sum() for c, _ in trained), tokens),
             "entropy": (sum(entropy[c.loss_mask].sum() for c, entropy in trained), tokens),
             "kl": (sum(oracle.token_kls(unweighted, c, c.lp).sum() for c, _ in trained), tokens),
             "correction/weight": (weights.sum(), tokens), "correction/zero": ((weights == 0).sum(), tokens),
-            "sampler_gap/logprob_mean": (np.abs(log_ratio).sum(), loss_mask),
-            "sampler_gap/w": (np.exp(log_ratio).sum(), loss_mask), "sampler_gap/w2": (np.exp(2 * log_ratio).sum(), loss_mask),
+            "sampler_gap/logprob_mean": (np.abs(log_ratio).sum(), sampled),
+            "sampler_gap/w": (np.exp(log_ratio).sum(), sampled),
+            "sampler_gap/w2": (np.exp(2 * log_ratio).sum(), sampled),
         }
         assert got.sums.keys() == want.keys()
         for metric, pair in want.items():
             assert got.sums[metric] == (pytest.approx(pair[0], rel=1e-11), pair[1]), metric
         assert got.maxima == {"sampler_gap/logprob_max": pytest.approx(np.abs(log_ratio).max(), rel=1e-11)}
-        ess = got.sums["sampler_gap/w"][0] ** 2 / (loss_mask * got.sums["sampler_gap/w2"][0])
+        ess = got.sums["sampler_gap/w"][0] ** 2 / (sampled * got.sums["sampler_gap/w2"][0])
         assert ess == pytest.approx(oracle.effective_sample_size(everything), rel=1e-11)
         assert 0 < (weights == 0).sum() < tokens
         assert (np.concatenate([oracle.corrections(s, c)[c.loss_mask] for c in cut]) == 0).any()
-    assert tokens < loss_mask
+    assert tokens < sampled
     assert name == "sapo" or (reached[1] > 0 and left_out.sum() > 0)
     assert name in ("sapo", "cispo", "cispo, absolute") or reached[0] > 0
 
@@ -236,7 +239,8 @@ def test_micro_batches_add_up_to_the_whole(name: str, aggregation: str):
 def test_before_the_first_step_every_loss_is_the_policy_gradient(name: str):
     """old = lp: nothing is clipped and the gradient is -A at each token, of each completion's mean for the sequence
     losses."""
-    same = replace(update(), completions=[[replace(c, old_logprobs=c.lp) for c in group] for group in update().completions])
+    same = replace(update(), completions=[[replace(c, old_logprobs=c.lp) for c in group]
+                                          for group in update().completions])
     weights = same.weights("seq-mean-token-mean")
     s = replace(LOSSES[name], low=0.3, high=2.0 if "absolute" in name else 0.3)
     got = by_shoal(layout(same), objective(s, use_old=False))
@@ -284,6 +288,15 @@ def test_dual_clip_worked_by_hand():
     # A < 0: at most 3 |A|; ratio 2 is free. A > 0 is clipped at 1.2 as ever.
     close(in_slot("grpo", [5, 2, 5, 0.5], [-1, -1, 1, -1], Bounds(0.2, 0.2, dual=3.0)),
           [3, 2, -1.2, 0.8], [0, 2, 0, 0])
+
+
+def test_luspo_worked_by_hand():
+    """GSPO's completion loss times its length, the mean over completions (TRL's loss_type=luspo)."""
+    # s = 4 and 1/2 as below, A = 1 and -2, lengths 2 and 3: (2 x -4 + 3 x 1) / 2.
+    ratio, advantage, segment = [2.0, 8, 0.25, 0.5, 1], [1.0, 1, -2, -2, -2], [1, 1, 2, 2, 2]
+    weights = token_weights("seq-mean-token-sum", np.array([[2, 3]]), np.ones((1, 2), bool), np.ones((1, 2), bool))
+    tokens, _ = in_slot("gspo", ratio, advantage, Bounds(0.6, 5.0), segment)
+    assert (np.repeat(weights[0], [2, 3]) * tokens).sum() == pytest.approx((2 * -4 + 3 * 1) / 2)
 
 
 def test_gspo_worked_by_hand():
@@ -355,22 +368,39 @@ def test_aggregation_worked_by_hand(mode: str, want: list[list[float]]):
         np.testing.assert_allclose(got, [*want, [0, 0]], rtol=1e-15)
 
 
-@pytest.mark.parametrize(("kind", "level", "want"), [
+@pytest.mark.parametrize(("kind", "level", "bounds", "want"), [
     # Completion 1: weights 1/4, 1, 4, product and geometric mean 1. Completion 2: 2 and 2, product 4, mean 2.
-    ("tis", "token", [0.25, 1, 2, 2, 2]), ("mis", "token", [0.25, 1, 0, 2, 2]), ("icepop", "token", [0, 1, 0, 2, 2]),
-    ("tis", "sequence", [1, 1, 1, 2, 2]), ("mis", "sequence", [1, 1, 1, 0, 0]), ("icepop", "sequence", [1, 1, 1, 0, 0]),
-    ("tis", "geometric", [1, 1, 1, 2, 2]), ("mis", "geometric", [1, 1, 1, 2, 2]),
+    ("tis", "token", (2, 0), [0.25, 1, 2, 2, 2]), ("mis", "token", (2, 0), [0.25, 1, 0, 2, 2]),
+    ("icepop", "token", (2, 0.5), [0, 1, 0, 2, 2]), ("icepop", "sequence", (2, 0.5), [1, 1, 1, 0, 0]),
+    ("tis", "sequence", (2, 0), [1, 1, 1, 2, 2]), ("mis", "sequence", (2, 0), [1, 1, 1, 0, 0]),
+    ("tis", "geometric", (2, 0), [1, 1, 1, 2, 2]), ("mis", "geometric", (2, 0), [1, 1, 1, 2, 2]),
+    ("tis", "token", (2, 0.5), [0.5, 1, 2, 2, 2]), ("mis", "token", (2, 0.5), [0, 1, 0, 2, 2]),
+    ("tis", "token", (np.inf, 0), [0.25, 1, 4, 2, 2]), ("mis", "token", (np.inf, 0), [0.25, 1, 4, 2, 2]),
+    ("tis", "sequence", (np.inf, 1.5), [1.5, 1.5, 1.5, 4, 4]), ("mis", "sequence", (np.inf, 1.5), [0, 0, 0, 4, 4]),
 ])
-def test_corrections_worked_by_hand(kind: str, level: str, want: list[float]):
+def test_corrections_worked_by_hand(kind: str, level: str, bounds: tuple[float, float], want: list[float]):
     # A token in between was not drawn, the last place is padding: what stands there has no part.
     log_ratio = jnp.asarray([*np.log([0.25, 1]), np.inf, *np.log([4, 2, 2]), np.nan, 7.0])[None, None]
     segment = jnp.array([1, 1, 1, 1, 2, 2, 0, 0])[None, None]
     mask = jnp.array([True, True, False, True, True, True, False, False])[None, None]
     sampler_logprobs = jnp.full(log_ratio.shape, -2.0)
-    weights = np.asarray(correction_weights(kind, level, sampler_logprobs + log_ratio, sampler_logprobs, mask, segment, 2 + 1e-9, 0.5))[0, 0]
-    close([weights], [*want[:2], 0, *want[2:], 0, 0])
-    assert not np.asarray(jax.grad(lambda old_logprobs: correction_weights(
-        kind, level, old_logprobs, sampler_logprobs, mask, segment, 2.0, 0.5).sum())(sampler_logprobs + jnp.where(mask, log_ratio, 0))).any()
+
+    def of(old_logprobs: jax.Array) -> jax.Array:
+        cap, floor = bounds
+        return correction_weights(kind, level, old_logprobs, sampler_logprobs, mask, segment, cap + 1e-9, floor)
+
+    close([np.asarray(of(sampler_logprobs + log_ratio))[0, 0]], [*want[:2], 0, *want[2:], 0, 0])
+    gradient = jax.grad(lambda old_logprobs: of(old_logprobs).sum())(sampler_logprobs + jnp.where(mask, log_ratio, 0))
+    assert not np.asarray(gradient).any()
+
+
+def test_the_bounds_of_a_correction_by_kind():
+    """The floor is off unless it is set; IcePop's is then its paper's."""
+    got = {kind: Objective.of(AlgorithmSection(correction=kind)).correction_bounds for kind in CORRECTIONS}
+    assert got == {"tis": (2.0, 0.0), "mis": (2.0, 0.0), "icepop": (2.0, 0.5)}
+    for kind in CORRECTIONS:
+        a = AlgorithmSection(correction=kind, correction_cap=np.inf, correction_floor=0.3)
+        assert Objective.of(a).correction_bounds == (np.inf, 0.3)
 
 
 def test_the_bias_of_truncated_sampling_is_the_kept_mass():
@@ -379,14 +409,15 @@ def test_the_bias_of_truncated_sampling_is_the_kept_mass():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 9)) * 1.5)
     p = np.asarray(jax.nn.softmax(logits))[0, 0]
     order = np.argsort(-p)
-    support_ids = order[: int(np.searchsorted(np.cumsum(p[order]), 0.8)) + 1]
-    mass = p[support_ids].sum()
+    kept = order[: int(np.searchsorted(np.cumsum(p[order]), 0.8)) + 1]
+    mass = p[kept].sum()
     assert 0.8 <= mass < 0.95
-    targets = jnp.asarray(support_ids)[:, None]
-    hidden = jnp.broadcast_to(logits, (len(support_ids), 1, 9))
-    sets = np.broadcast_to(np.append(support_ids, -1).astype(np.int32), (len(support_ids), 1, len(support_ids) + 1))  # -1: a place left free
-    both = jax.jit(lambda sets: [token_logprobs(hidden, targets, jnp.float64(1.0), lambda x: x, 1, given)[0]
-                                 for given in (None, sets)])(sets)
-    loss_mask = p[support_ids] / mass
-    over_all, over_kept = (loss_mask @ (np.exp(np.asarray(lp)[:, 0]) / loss_mask) for lp in both)
+    targets = jnp.asarray(kept)[:, None]
+    hidden = jnp.broadcast_to(logits, (len(kept), 1, 9))
+    ids = np.append(kept, -1).astype(np.int32)  # -1 fills up
+    support_ids = np.broadcast_to(ids, (len(kept), 1, len(ids)))
+    both = jax.jit(lambda given: [token_logprobs(hidden, targets, jnp.float64(1.0), lambda x: x, 1, support)[0]
+                                  for support in (None, given)])(support_ids)
+    sampled = p[kept] / mass
+    over_all, over_kept = (sampled @ (np.exp(np.asarray(lp)[:, 0]) / sampled) for lp in both)
     assert over_all == pytest.approx(mass, rel=1e-12) and over_kept == pytest.approx(1.0, rel=1e-12)

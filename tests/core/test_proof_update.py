@@ -23,8 +23,9 @@ from shoal.config.schema import AlgorithmSection, BatchSection, OptimizerSection
 from shoal.model.attention import segment_index
 from shoal.model.transformer import Model
 from shoal.trainer.batch import choose_shape, pack
-from shoal.trainer.step import Learner, Objective, ParameterScorer
-from shoal.trainer.update import Updater, UpdateResult, needs_all_groups
+from shoal.trainer.loss import Objective
+from shoal.trainer.step import Learner, ParameterScorer
+from shoal.trainer.update import Updater, UpdateResult, needs_all_groups, num_scorings
 from shoal.types import Group, StopReason
 
 ARCHITECTURE = replace(QWEN3, num_layers=1, vocab_size=48)
@@ -38,11 +39,16 @@ RICH = AlgorithmSection(
 CASES = {
     "in the loss": RICH,
     "in the reward": AlgorithmSection(
-        advantage="reinforce++", loss="gspo", clip_low=0.01, clip_high=0.01, kl="k1", kl_coef=0.1, kl_placement="reward",
-        aggregation="token-mean", correction="mis", correction_level="geometric", correction_cap=1.05, num_epochs=2),
+        advantage="reinforce++", loss="gspo", clip_low=0.01, clip_high=0.01, kl="k1", kl_coef=0.1,
+        kl_placement="reward", aggregation="token-mean", correction="mis", correction_level="geometric",
+        correction_cap=1.05, num_epochs=2),
     "renormalised": AlgorithmSection(
         advantage="rloo", loss="cispo", clip_low=0.0, clip_high=0.02, cispo_bound="both", aggregation="prompt-mean",
         zero_std_groups="exclude", num_minibatches=2),
+    "whitened over tokens": AlgorithmSection(
+        advantage="reinforce++-baseline", whiten_over="tokens", loss="gspo", clip_low=0.01, clip_high=0.01,
+        aggregation="seq-mean-token-sum", correction="tis", correction_cap=float("inf"), correction_floor=0.9,
+        num_epochs=2),
     "several rewards": AlgorithmSection(
         advantage="gdpo", loss="gmpo", clip_low=0.02, clip_high=0.02, kl="k2", kl_coef=0.3, kl_clamp_value=0.01,
         aggregation="seq-mean-token-sum-norm", correction="icepop", correction_level="sequence", correction_floor=0.7,
@@ -57,13 +63,13 @@ def parameters(seed: int) -> Any:
 
 @cache
 def groups() -> tuple[Group, ...]:
-    """Drawn tokens with gaps, a completion that is not valid, one that was cut, a group without variance; the sampler's
-    log-probs are near the trainer's."""
-    loss_mask = random_groups(ARCHITECTURE, P, G, 7, MAX_TOKENS, seed=3)
-    lps = scores(loss_mask, 0)
+    """Sampled tokens with gaps, a completion that is not valid, a truncated one, a group without variance; the
+    sampler's log-probs are near the trainer's."""
+    sampled = random_groups(ARCHITECTURE, P, G, 7, MAX_TOKENS, seed=3)
+    lps = scores(sampled, 0)
     rng = np.random.default_rng(11)
     made = []
-    for p, group in enumerate(loss_mask):
+    for p, group in enumerate(sampled):
         completions = []
         for g, c in enumerate(group.completions):
             gaps = rng.random(len(c)) < 0.8
@@ -104,7 +110,8 @@ def table_logprobs(model: Model, parameters: Any, batch: Any, chunk: int, entrop
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("shoal.trainer.step.batch_logprobs", table_logprobs)
+    for module in ("loss", "step"):
+        monkeypatch.setattr(f"shoal.trainer.{module}.batch_logprobs", table_logprobs)
     forget_programs()
     yield
     forget_programs()
@@ -120,7 +127,7 @@ def pulled(parameters: Any, batch: Any, by_lp: Any, by_entropy: Any) -> Any:
 
 def scores(chosen: Sequence[Group], seed: int) -> dict[tuple[int, int], np.ndarray]:
     batch = everything(chosen)
-    return batch.take(np.asarray(LOGPROBS(parameters(seed), batch.arrays)[0]))
+    return batch.unpack(np.asarray(LOGPROBS(parameters(seed), batch.arrays)[0]))
 
 
 @dataclass
@@ -162,9 +169,9 @@ def run(a: AlgorithmSection, micro_tokens: int = 10**9, teacher: bool = False, *
 def settings(a: AlgorithmSection) -> oracle.Settings:
     return oracle.Settings(
         a.loss, a.clip_low, a.clip_high, a.clip_dual, a.cispo_bound, a.sapo_positive, a.sapo_negative, a.kl,
-        a.kl_coef if a.kl_placement == "loss" else 0.0, a.kl_clamp_input, a.kl_clamp_value, a.kl_weighted, a.entropy_coef,
-        a.aggregation, a.aggregation_tokens or MAX_TOKENS, a.correction, a.correction_level, a.correction_cap,
-        a.correction_floor)
+        a.kl_coef if a.kl_placement == "loss" else 0.0, a.kl_clamp_input, a.kl_clamp_value, a.kl_weighted,
+        a.entropy_coef, a.aggregation, a.aggregation_tokens or MAX_TOKENS, a.correction, a.correction_level,
+        a.correction_cap, a.correction_floor)
 
 
 def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> list[list[float]]:
@@ -180,7 +187,9 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
             taken[p, g] = a.kl_coef * (lp - ref_logprobs[p, g])[loss_mask].sum()  # k1
     parts = [listed([group.reward_components[name] for group in groups()]) for name in ("first", "second")]
     rewards = listed(np.stack([group.rewards for group in groups()]) - taken)
-    found = oracle_advantage.advantages(a.advantage, rewards, a.std_ddof, a.std_eps, a.std_eps_mode, parts, [1.0, 0.5])
+    lengths = [[int(c.loss_mask.sum()) for c in group.completions] for group in groups()]
+    found = oracle_advantage.advantages(a.advantage, rewards, a.std_ddof, a.std_eps, a.std_eps_mode, parts, [1.0, 0.5],
+                                        lengths if a.whiten_over == "tokens" else None)
     return [[0.0 if abs(x) < 1e-15 else x for x in row] for row in found]  # a bound goes by the sign: noise has none
 
 
@@ -188,16 +197,16 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
     """Loss, gradient by the parameters, and the oracle's completions and entropies of one update at these
     parameters."""
     batch = everything(groups())
-    lp, entropy = (batch.take(np.asarray(x, np.float64)) for x in LOGPROBS(at, batch.arrays))
+    lp, entropy = (batch.unpack(np.asarray(x, np.float64)) for x in LOGPROBS(at, batch.arrays))
     several = a.num_epochs * a.num_minibatches > 1
-    old_logprobs, ref_logprobs, has_teacher = (scores(groups(), seed) for seed in (0, 1, 2))
+    old_logprobs, ref_logprobs, by_teacher = (scores(groups(), seed) for seed in (0, 1, 2))
     advantage = advantages(a, old_logprobs, ref_logprobs)
     keys, completions = [], []
     for p, g in [(p, g) for p in members for g in range(G) if groups()[p].valid[g]]:
         c, rewards = groups()[p].completions[g], groups()[p].rewards[groups()[p].valid]
         if a.zero_std_groups == "exclude" and len(set(rewards)) == 1:
             continue
-        teacher_bonus = TEACHER_COEF * (has_teacher[p, g] - old_logprobs[p, g]).astype(np.float64) if teacher else 0.0
+        teacher_bonus = TEACHER_COEF * (by_teacher[p, g] - old_logprobs[p, g]).astype(np.float64) if teacher else 0.0
         loss_mask = c.loss_mask & (not (a.mask_truncated and c.stop_reason == StopReason.LENGTH))
         before = old_logprobs[p, g].astype(np.float64) if several else lp[p, g]
         keys.append((p, g))
@@ -207,7 +216,7 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
     s, entropies = settings(a), [entropy[key] for key in keys]
     by_lp, by_entropy = (np.zeros(batch.arrays.slots.shape, np.float32) for _ in range(2))
     for i, (key, slope) in enumerate(zip(keys, oracle.gradients(s, completions), strict=True)):
-        row, slot, _ = batch.places[key]
+        row, slot, _ = batch.positions[key]
         by_lp[row, slot, : len(slope)] = slope
         if a.entropy_coef:
             share = oracle.derivative(lambda e, i=i: oracle.loss(
@@ -222,14 +231,14 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
     """Each update's loss and gradient; the step's means over the tokens that are learnt from."""
     members = [m for epoch in range(a.num_epochs) for m in updater._minibatches(P, 0, epoch)]
     assert len(done) == len(members) == a.num_epochs * a.num_minibatches
-    completions, told = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
+    completions, totals = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
     for update, chosen in zip(done, members, strict=True):
         loss, gradient, completions, entropies = expected(a, update.parameters, [int(m) for m in chosen], teacher)
         for c, entropy in zip(completions, entropies, strict=True):
-            told["tokens"].append(c.loss_mask.sum())
-            told["entropy"].append(entropy[c.loss_mask].sum())
-            told["kl"].append(oracle.token_kls(replace(settings(a), weighted=False), c, c.lp).sum())
-            told["clip/fraction"].append(sum(oracle.clipped_tokens(settings(a), c)))
+            totals["tokens"].append(c.loss_mask.sum())
+            totals["entropy"].append(entropy[c.loss_mask].sum())
+            totals["kl"].append(oracle.token_kls(replace(settings(a), weighted=False), c, c.lp).sum())
+            totals["clip/fraction"].append(sum(oracle.clipped_tokens(settings(a), c)))
         assert update.loss == pytest.approx(loss, rel=1e-4, abs=2e-6)
         assert max(float(np.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-4
         for ours, theirs in zip(jax.tree.leaves(update.gradient), jax.tree.leaves(gradient), strict=True):
@@ -237,9 +246,9 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
     clipped = sum(np.sum(oracle.clipped_tokens(settings(a), c)) for c in completions)
     assert clipped > 0 or len(done) == 1  # the last update is off-policy enough to reach the bounds
     if needs_all_groups(a, teacher):
-        tokens, metrics = sum(told.pop("tokens")), outcome.metrics.result()
-        for name in told if a.kl_coef and a.kl_placement == "loss" else ("entropy", "clip/fraction"):
-            assert metrics[name] == pytest.approx(sum(told[name]) / tokens, rel=1e-3), name
+        tokens, metrics = sum(totals.pop("tokens")), outcome.metrics.result()
+        for name in totals if a.kl_coef and a.kl_placement == "loss" else ("entropy", "clip/fraction"):
+            assert metrics[name] == pytest.approx(sum(totals[name]) / tokens, rel=1e-3), name
 
 
 @pytest.mark.usefixtures("table")
@@ -255,8 +264,9 @@ def test_a_teacher_alone_and_beside_a_reward_against_the_oracle():
         a = replace(a, aggregation="token-mean", clip_low=0.02, clip_high=0.02, num_epochs=2)
         done, outcome, updater = run(a, teacher=True)
         assert_equals_oracle(a, done, outcome, updater, teacher=True)
-        old_logprobs, has_teacher = scores(groups(), 0), scores(groups(), 2)
-        log_ratio = np.concatenate([(old_logprobs[p, g] - has_teacher[p, g])[groups()[p].completions[g].loss_mask] for p, g in old_logprobs])
+        old_logprobs, by_teacher = scores(groups(), 0), scores(groups(), 2)
+        log_ratio = np.concatenate([(old_logprobs[p, g] - by_teacher[p, g])[groups()[p].completions[g].loss_mask]
+                                    for p, g in old_logprobs])
         assert outcome.metrics.result()["teacher/kl"] == pytest.approx(log_ratio.mean(), rel=1e-4)
 
 
@@ -268,8 +278,37 @@ def test_devices_and_micro_batches_change_no_update():
             assert mine.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
             for x, y in zip(jax.tree.leaves(mine.gradient), jax.tree.leaves(theirs.gradient), strict=True):
                 assert relative(x, y) < 2e-3 or np.abs(x - y).max() < 1e-6
-        for name in ("kl", "entropy", "clip/fraction", "clip/low", "sampler_gap/ess", "ratio/mean", "correction/weight"):
+        for name in ("kl", "entropy", "clip/fraction", "clip/low", "sampler_gap/ess", "ratio/mean",
+                     "correction/weight"):
             assert other[1].metrics.result()[name] == pytest.approx(outcome.metrics.result()[name], rel=1e-3), name
+
+
+@pytest.mark.usefixtures("table")
+def test_lengths_that_drift_over_200_steps_compile_few_updates():
+    """Completions grow from 3 tokens to 60 while prompts shrink from 30 to 5: five buckets of lengths, three of
+    prompts, and never all of their products."""
+    learner = Learner(MODEL, Objective.of(AlgorithmSection()), OptimizerSection(), 200)
+    updater = Updater(learner, AlgorithmSection(), BatchSection(4, group_size=2, micro_tokens=400), 1.0, 0)
+    state, rng = learner.init(parameters(0)), np.random.default_rng(0)
+    for step in range(200):
+        longest, prompt = int(3 * 20 ** (step / 199)), int(30 * 6 ** -(step / 199))
+        drawn = random_groups(ARCHITECTURE, 4, 2, prompt, max(1, longest - int(rng.integers(0, 3))), seed=step)
+        state, _ = updater.update(state, drawn, step)
+    assert 5 <= learner._accumulate._cache_size() <= 8
+    assert learner._apply._cache_size() == 1
+
+
+@pytest.mark.usefixtures("table")
+def test_without_a_divergence_nothing_is_scored(monkeypatch: pytest.MonkeyPatch):
+    """One update a step reads its own log-probs as old: no forward pass beside it, and no reference."""
+    calls: list[Any] = []
+    score = Learner.score
+    monkeypatch.setattr(Learner, "score", lambda self, *given: calls.append(given) or score(self, *given))
+    for a, passes in ((AlgorithmSection(kl_coef=0.0), 0), (AlgorithmSection(kl_coef=0.1), 1),
+                      (AlgorithmSection(kl_coef=0.1, num_epochs=2), 2)):
+        calls.clear()
+        run(a)
+        assert len(calls) == passes == num_scorings(a, has_teacher=False)
 
 
 @pytest.mark.usefixtures("table")

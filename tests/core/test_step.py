@@ -17,8 +17,9 @@ from tiny_runs import quick_compilation
 from shoal.algorithm.policy_loss import POLICY_LOSSES, grpo
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
-from shoal.trainer.step import batch_logprobs, batch_loss
+from shoal.trainer.loss import batch_logprobs, batch_loss
 
+BY_TOKEN = ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
 AS_IT_RUNS = ("test_no_buffer", "test_recomputing")
 """Tests that look at the compiled program itself."""
 
@@ -36,7 +37,7 @@ def flattened(batch: LearnerBatch) -> LearnerBatch:
     longest = batch.prefix.shape[1]
     total = rows * slots
     out = {name: np.zeros((total, 1, longest - 1 + size), getattr(batch, name).dtype)
-           for name in ("slots", "segment", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")}
+           for name in ("segment", *BY_TOKEN)}
     prefix, prefix_len = np.zeros((total, 1), np.int32), np.zeros(total, np.int32)
     for row in range(rows):
         length = int(batch.prefix_len[row])
@@ -47,7 +48,7 @@ def flattened(batch: LearnerBatch) -> LearnerBatch:
             prefix[at, 0], prefix_len[at] = batch.prefix[row, 0], 1
             out["slots"][at, 0, : length - 1] = batch.prefix[row, 1:length]
             out["segment"][at, 0, : length - 1 + n] = 1
-            for name in ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
+            for name in BY_TOKEN:
                 out[name][at, 0, length - 1 : length - 1 + n] = getattr(batch, name)[row, slot, :n]
     return LearnerBatch(prefix, prefix_len, temperature=batch.temperature, **out)
 
@@ -111,16 +112,16 @@ def test_any_split_into_micro_batches_gives_the_same_update():
 def test_several_completions_in_a_slot_equal_one_in_each():
     """The contract's packing: segments see their own tokens and the prompt, nothing of each other."""
     a = QWEN3
-    (log_ratio,) = batches(random_groups(a, 1, 2, 9, 8))
-    lengths = [int((log_ratio.segment[0, s] > 0).sum()) for s in range(2)]
+    (separate,) = batches(random_groups(a, 1, 2, 9, 8))
+    lengths = [int((separate.segment[0, s] > 0).sum()) for s in range(2)]
     merged = {}
-    for name in ("slots", "segment", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
-        value = np.asarray(getattr(log_ratio, name))
+    for name in ("segment", *BY_TOKEN):
+        value = np.asarray(getattr(separate, name))
         joined = np.concatenate([value[0, s, : lengths[s]] * (s + 1 if name == "segment" else 1) for s in range(2)])
         merged[name] = joined.astype(value.dtype)[None, None]
-    together = replace(log_ratio, **merged)
+    together = replace(separate, **merged)
     parameters = random_parameters(a)
-    (loss, ours), (same, theirs) = gradient(a, parameters, together), gradient(a, parameters, log_ratio)
+    (loss, ours), (same, theirs) = gradient(a, parameters, together), gradient(a, parameters, separate)
     assert abs(loss - same) < 1e-5
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert relative(x, y) < 1e-5
@@ -217,7 +218,7 @@ def test_recomputing_blocks_changes_no_gradient():
     def of(model: Model):
         return jax.jit(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(parameters)
 
-    support_ids, *others = (of(Model(a, roles().trainer, remat=remat)) for remat in ("none", "dots", "full"))
+    kept, *others = (of(Model(a, roles().trainer, remat=remat)) for remat in ("none", "dots", "full"))
     for recomputed in others:
-        for x, y in zip(jax.tree.leaves(support_ids), jax.tree.leaves(recomputed), strict=True):
+        for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
             assert relative(x, y) < 1e-6

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 from datetime import datetime
 from fractions import Fraction
@@ -25,8 +24,8 @@ from shoal.report.folder import RunFolder
 from shoal.report.groups import group_record, read_file
 from shoal.report.lines import json_line, json_ready
 from shoal.report.metrics import _TABLE, METRICS, MetricSet, Reduction, metric, pass_at_k, wilson_interval
-from shoal.report.summary import SolvedProblem
 from shoal.report.sink import JsonlSink
+from shoal.report.summary import SolvedProblem
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 # ---- metrics

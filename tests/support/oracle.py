@@ -20,7 +20,7 @@ STEP = 1e-40
 
 @dataclass(frozen=True)
 class Completion:
-    """T tokens of one completion; those not `drawn` are context, never loss."""
+    """T tokens of one completion; those outside `loss_mask` are context, never loss."""
 
     lp: np.ndarray  # float64[T]
     old_logprobs: np.ndarray  # float64[T]
@@ -132,8 +132,8 @@ def clipped_tokens(s: Settings, c: Completion) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def told_ratios(s: Settings, c: Completion) -> np.ndarray:
-    """The ratio that is told of each drawn token: before it is bounded."""
+def reported_ratios(s: Settings, c: Completion) -> np.ndarray:
+    """The ratio of each sampled token as the metrics have it: before it is bounded."""
     return (ratios(s, c, c.lp) if s.loss.startswith("gspo") else np.exp(c.lp) / np.exp(c.old_logprobs))[c.loss_mask]
 
 
@@ -165,8 +165,8 @@ def corrections(s: Settings, c: Completion) -> np.ndarray:
     elif s.level == "geometric":
         own = np.full(len(own), geometric_mean(own[c.loss_mask]))
     rule: Callable[[float], float] = {
-        "tis": lambda w: min(w, s.cap),
-        "mis": lambda w: w if w <= s.cap else 0.0,
+        "tis": lambda w: max(min(w, s.cap), s.floor),
+        "mis": lambda w: w if s.floor <= w <= s.cap else 0.0,
         "icepop": lambda w: w if s.floor <= w <= s.cap else 0.0,
     }[s.correction]
     return np.array([rule(float(w)) if d else 0.0 for w, d in zip(own, c.loss_mask, strict=True)])

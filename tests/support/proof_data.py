@@ -14,7 +14,7 @@ import oracle
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.policy_loss import Bounds
 from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.step import Objective, token_losses
+from shoal.trainer.loss import Objective, token_losses
 
 Key = tuple[int, int]
 """(prompt, sibling)"""
@@ -22,8 +22,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Update:
-    """P x G completions. One that is not `valid` is not there; one that does not count leaves the denominator too; one
-    that is `cut` has no part in the loss but is counted."""
+    """P x G completions. One that is not `valid` is missing; one that does not count leaves the denominator too; one
+    that is `cut`, truncated, has no part in the loss but is counted."""
 
     completions: list[list[oracle.Completion]]
     entropies: list[list[np.ndarray]]
@@ -61,7 +61,8 @@ def draw_update(seed: int, prompts: int = 3, siblings: int = 4, longest: int = 6
         old_logprobs = -0.2 - rng.exponential(1.0, size)
         loss_mask = rng.random(size) < 0.85
         loss_mask[int(rng.integers(size))] = True
-        lp, ref_logprobs, sampler_logprobs = (old_logprobs + spread * rng.standard_normal(size) for spread in (0.35, 0.6, 0.25))
+        lp, ref_logprobs, sampler_logprobs = (
+            old_logprobs + spread * rng.standard_normal(size) for spread in (0.35, 0.6, 0.25))
         advantage = 0.0 if (p, g) == (1, 1) else float(rng.standard_normal())
         return oracle.Completion(lp, old_logprobs, ref_logprobs, loss_mask, advantage, sampler_logprobs, p)
 
@@ -101,7 +102,8 @@ def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2
     all, the grid [R, S, C], so that nothing compiles anew. Tokens of a cut completion weigh nothing."""
     keys = update.keys if order is None else [update.keys[i] for i in order]
     rows, slots, _ = grid
-    values = {name: np.full(grid, garbage, dtype) for name in ("lp", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantage", "entropy")}
+    names = ("lp", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantage", "entropy")
+    values = {name: np.full(grid, garbage, dtype) for name in names}
     segment, loss_mask, weight, places = np.zeros(grid, np.int32), np.zeros(grid, bool), np.zeros(grid), {}
     for number, (p, g) in enumerate(keys):
         slot, at = divmod(number, per_slot)
@@ -111,9 +113,8 @@ def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2
         place = (row, slot, slice(start, start + len(c.lp)))
         segment[place], loss_mask[place], places[p, g] = at + 1, c.loss_mask, place
         weight[place] = c.loss_mask & ~update.cut[p, g]
-        own = {"lp": c.lp, "old_logprobs": c.old_logprobs, "ref_logprobs": c.ref_logprobs, "sampler_logprobs": c.sampler_logprobs, "advantage": c.advantages,
-               "entropy": update.entropies[p][g]}
-        for name, value in own.items():
+        own = (c.lp, c.old_logprobs, c.ref_logprobs, c.sampler_logprobs, c.advantages, update.entropies[p][g])
+        for name, value in zip(names, own, strict=True):
             values[name][place] = np.where(c.loss_mask, value, garbage)
     lp, entropy = values.pop("lp"), values.pop("entropy")
     empty = np.zeros((rows, 1), np.int32)

@@ -19,7 +19,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import Role, make_roles
 from shoal.model import hf
 from shoal.report.groups import StoredGroup, group_record, read_file, write_file
-from shoal.sampler import engine
+from shoal.sampler.programs import make_programs
 from shoal.trainer import step
 from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
 
@@ -104,7 +104,7 @@ def _set(settings: dict[str, Any]) -> None:
 
 def forget_programs() -> None:
     """The next engine and learner of this process are traced and compiled anew, or read from the cache of files."""
-    for programs in (engine._programs, step._optimizer_programs, step._gradient_programs):
+    for programs in (make_programs, step._optimizer_programs, step._gradient_programs):
         programs.cache_clear()
 
 

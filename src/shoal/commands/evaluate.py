@@ -14,6 +14,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, failed_figures
+from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.assembly import compute_dtype, engine_maker, make_model, open_model, prepare_sets
 from shoal.run.output import check_writable
@@ -50,8 +51,8 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
         model = make_model(config.model, opened, roles.sampler, 0)
         make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
-        source = LocalSource(model, make, task, pool, tokenizer.decode, config.seed)
-        source.answered = console.answered
+        source = LocalSource(model, Player(make, task, pool, tokenizer.decode, config.seed))
+        source.player.on_progress = console.answered
         source.publish(0, opened.load())
         evaluator = Evaluator(prepare_sets(task, tokenizer, config.sampling, console), params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)

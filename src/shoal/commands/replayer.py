@@ -15,7 +15,7 @@ from shoal.config.compose import to_dict
 from shoal.config.keys import is_under
 from shoal.config.schema import Config, MeshSection
 from shoal.mesh import Roles, make_roles
-from shoal.model import hf
+from shoal.model import hf_config
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -23,10 +23,11 @@ from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, group_files, ranges, read_file, read_segments, read_stored
 from shoal.rollout.group import sample_request
-from shoal.rollout.source import drive, publish_to
+from shoal.rollout.publication import publish_to
 from shoal.run.assembly import LoadedModel, make_model, open_model, open_teacher, training_engines
 from shoal.run.learning import make_learner, make_updater
 from shoal.run.resume import machine
+from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
 from shoal.trainer.loop import sampling_params
 from shoal.trainer.step import Learner, TrainState
@@ -67,7 +68,7 @@ class Replayer:
         config = at_version(segments, group.step if group.purpose is Purpose.TRAIN else group.step - 1)
         roles = make_roles(config.mesh if mesh == MeshSection() else mesh)
         folder = run / MODEL_FOLDER
-        files = LoadedModel(folder, hf.architecture_of(folder), Tokenizer.load(folder), dict)
+        files = LoadedModel(folder, hf_config.architecture_of(folder), Tokenizer.load(folder), dict)
         return cls(run, config, segments, roles, files, console, read_checkpoint_records(run))
 
     @property
@@ -177,7 +178,7 @@ class Replayer:
                                how, group.subset)
         engine.load(group.version, params)
         engine.submit([sample_request(request, 0, self.config.seed)])
-        sampled = drive(engine)
+        sampled = drain(engine)
         return [sampled[0, index] for index in range(group.size)]
 
 

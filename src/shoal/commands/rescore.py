@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from shoal.algorithm.advantage import step_advantages
 from shoal.commands.reward_comparison import Rescored, RewardComparison, rank_correlation
 from shoal.config.compose import require_given
 from shoal.config.schema import AlgorithmSection, Config, RescoreConfig
@@ -38,6 +37,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.tasks.task import Task
+from shoal.trainer.step_table import step_advantages
 from shoal.types import RewardFunction
 
 MANY_CONSTANT_GROUPS, STRONG_LENGTH_CORRELATION, SLOW_SECONDS = 0.5, 0.5, 1.0
@@ -109,9 +109,11 @@ def rescore_step(stored: Sequence[StoredGroup], step: int, pool: RewardPool, alg
     rewards = np.stack([found.rewards[place] for found, place in places])
     valid = np.stack([found.valid[place] for found, place in places])
     components = [{name: values[place] for name, values in found.components.items()} for found, place in places]
-    new = step_advantages(algorithm, rewards, valid, components, {one.name: one.weight for one in pool.functions})
+    weights = {one.name: one.weight for one in pool.functions}
+    lengths = np.array([[int(c.loss_mask.sum()) for c in group.completions] for group in groups])
+    new = step_advantages(algorithm, rewards, valid, lengths, components, weights)
     by_settings = step_advantages(
-        algorithm, np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups]),
+        algorithm, np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups]), lengths,
         [group.reward_components for group in groups], groups[0].reward_weights)
     return [Rescored(step, n, entry.group, rewards[n], components[n], valid[n], entry.advantages, by_settings[n],
                      new[n]) for n, entry in enumerate(stored)]

@@ -49,7 +49,7 @@ def resolve_model(section: ModelSection) -> ModelSpec:
     tokenizer, config = folder, None
     if section.tokenizer:
         tokenizer = hub.locate(section.tokenizer, weights=False)
-        config = hf_config.made_config(architecture, tokenizer, hf.read_config(folder))
+        config = hf_config.made_config(architecture, tokenizer, hf_config.read_config(folder))
     return ModelSpec(tokenizer, architecture, load, config, _name_notes(section, path, architecture))
 
 
@@ -78,7 +78,8 @@ def _maxtext_source(section: ModelSection, tree: Path) -> ModelSpec:
         raise unnamed(tree, "model.name", "model.tokenizer")
     tokenizer = hub.locate(section.tokenizer or hub_id, weights=False)
     found = find_maxtext(tree, section.name, tokenizer, section.scan_layers)
-    config = None if hf_config.own_config(found.architecture, tokenizer) else hf_config.made_config(found.architecture, tokenizer)
+    known = hf_config.own_config(found.architecture, tokenizer)
+    config = None if known else hf_config.made_config(found.architecture, tokenizer)
     return ModelSpec(tokenizer, found.architecture, found.load, config, (found.told(),))
 
 

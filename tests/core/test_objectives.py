@@ -60,7 +60,7 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
     shape = choose_shape(made, 2, 4, 10**6, 1)
     replayed, ignored = (pack(made, (0, 1), nothing, nothing, shape, 0.9, max_support=k)[0] for k in (96, 0))
     parameters = weights(SMALL)
-    lp, full = (one.take(np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0]))
+    lp, full = (one.unpack(np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0]))
                 for one in (replayed, ignored))
     ratios, masses = [], []
     for (number, index), values in full.items():

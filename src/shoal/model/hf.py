@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import Role
+from shoal.model.hf_config import architecture_of as architecture_of  # callers read and load through this module
 from shoal.model.hf_config import read_json, saved_config, typed_config
 from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
 from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs

@@ -78,7 +78,8 @@ def _maxtext_source(section: ModelSection, tree: Path) -> ModelSpec:
         raise unnamed(tree, "model.name", "model.tokenizer")
     tokenizer = hub.locate(section.tokenizer or hub_id, weights=False)
     found = find_maxtext(tree, section.name, tokenizer, section.scan_layers)
-    config = None if hf_config.own_config(found.architecture, tokenizer) else hf_config.made_config(found.architecture, tokenizer)
+    known = hf_config.own_config(found.architecture, tokenizer)
+    config = None if known else hf_config.made_config(found.architecture, tokenizer)
     return ModelSpec(tokenizer, found.architecture, found.load, config, (found.told(),))
 
 

@@ -340,6 +340,6 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     assert printed["step"] == 12 and [group["row"] for group in printed["groups"]] == [17, 18]
     assert printed["groups"][0]["completions"][0]["token_ids"] == [7, 9]
     assert cli.main(["groups", str(tmp_path), "step=12", "group=2"]) == 2
-    assert "has 2 groups; choose one of 0 to 1" in capsys.readouterr().err
+    assert "has 2 groups, 0 to 1" in capsys.readouterr().err
     assert cli.main(["groups", str(tmp_path), "step=5"]) == 2
     assert "there are those of steps 12" in capsys.readouterr().err

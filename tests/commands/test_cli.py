@@ -27,6 +27,7 @@ from shoal.config.schema import (
     ExportConfig,
     ExportRolloutsConfig,
     GenerateConfig,
+    GroupsConfig,
     PretrainConfig,
     ReplayConfig,
     RescoreConfig,
@@ -49,7 +50,7 @@ def own_environment(monkeypatch):
 JOBS = {
     "run.assembly": ("train", "generate", "export"), "commands.evaluate": ("evaluate",), "commands.convert": ("convert",),
     "commands.pretrain": ("pretrain",), "commands.doctor": ("doctor",),
-    "commands.replay": ("replay",), "commands.rescore": ("rescore",), "commands.diff": ("diff",), "commands.export_rollouts": ("export_rollouts",),
+    "commands.replay": ("replay",), "commands.rescore": ("rescore",), "commands.diff": ("diff",), "commands.export_rollouts": ("export_rollouts",), "commands.groups": ("groups",),
 }
 """Module -> the functions that commands call there."""
 
@@ -89,6 +90,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     ("export", ["from=a", "to=b"], "export", ExportConfig(source="a", to="b")),
     ("pretrain", ["output=a"], "pretrain", PretrainConfig(output="a")),
     ("doctor", ["steps=3"], "doctor", DoctorConfig(steps=3)),
+    ("groups", ["runs/a", "step=37"], "groups", GroupsConfig(run="runs/a", step=37)),
     ("replay", ["runs/a", "step=37", "group=5"], "replay", ReplayConfig(run="runs/a", step=37, group=5)),
     ("rescore", ["last", "reward=f.py:g"], "rescore",
      RescoreConfig(run="last", reward=RewardSection(functions=("f.py:g",)))),

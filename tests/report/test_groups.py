@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal import cli
 from shoal.report.folder import RunFolder
 from shoal.report.group_writer import MOST_PENDING, GroupWriter
 from shoal.report.groups import from_table, group_record, to_table, write_file
@@ -320,3 +321,25 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
             writer.flush()
         writer.close()
     assert list((tmp_path / "groups").iterdir()) == []
+
+
+# ---- shoal groups
+
+
+def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    write(tmp_path)
+    assert cli.main(["groups", str(tmp_path), "step=12", "group=1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "== group 1: row 18, 3 prompt tokens, sampled by version 3"
+    assert shown[1:3] == ["prompt:", "    user: 2 + 3 = ?"]
+    assert shown[3:5] == ["completion 0: reward 1.1, correct 1, advantage 0.1, 2 tokens, ended by eos:", "    5"]
+    assert "unscorable" in shown[5] and len(shown) == 7
+    assert cli.main(["groups", str(tmp_path), "step=12", "json=true"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["step"] == 12 and [group["row"] for group in printed["groups"]] == [17, 18]
+    assert printed["groups"][0]["completions"][0]["token_ids"] == [7, 9]
+    assert cli.main(["groups", str(tmp_path), "step=12", "group=2"]) == 2
+    assert "has 2 groups, 0 to 1" in capsys.readouterr().err
+    assert cli.main(["groups", str(tmp_path), "step=5"]) == 2
+    assert "there are those of steps 12" in capsys.readouterr().err

@@ -20,8 +20,8 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
         run = find_run(config.run)
         stored = read_stored(run, config.step)
         if config.group >= len(stored):
-            raise ShoalError(f"group={config.group}: step {config.step} of {run} has {len(stored)} groups; choose "
-                             f"one of 0 to {len(stored) - 1}")
+            raise ShoalError(f"group={config.group}: step {config.step} of {run} has {len(stored)} groups, 0 to "
+                             f"{len(stored) - 1}")
         places = [config.group] if config.group >= 0 else list(range(len(stored)))
         for place in places:
             _show(place, stored[place], console)

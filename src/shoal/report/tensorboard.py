@@ -17,8 +17,8 @@ _PREFIX = "events.out.tfevents."
 class TensorboardSink:
     """One event file for each start of the run; each row is flushed before the next is accepted.
 
-    After a resumption the file begins with TensorBoard's mark of a restart: it discards what the killed run wrote beyond
-    the version that is resumed."""
+    After a resumption the file begins with TensorBoard's mark of a restart: it discards what the killed run wrote
+    beyond the version that is resumed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         events, summaries, writer = load()

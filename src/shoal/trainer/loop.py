@@ -39,7 +39,7 @@ from shoal.types import (
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which version each step samples from: `weight_sync_interval * floor(max(0, step - lag) / weight_sync_interval)`."""
+    """Which version each step samples from: n * floor(max(0, step - lag) / n), with n = `weight_sync_interval`."""
 
     lag: int = 0
     weight_sync_interval: int = 1
@@ -75,7 +75,7 @@ class Run:
     resume_command: str = ""
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
-    asked: int = 0  # steps whose groups have been requested
+    requested: int = 0  # steps whose groups have been requested
     pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
     saved: int = -1  # the newest version that has a checkpoint
 
@@ -96,7 +96,7 @@ class Run:
             started = time.perf_counter()
             with self.saved_if_given_up(step, state):
                 self.stop.check()
-            self.ask(published=step)
+            self.request_published(step)
             if step not in self.pending:  # the data is exhausted
                 last = step
                 break
@@ -133,7 +133,7 @@ class Run:
         self.prompts.restore(extra["prompts"])
         for step, rows in extra["pending"]:
             self.request(step, [self.prompts.of_row(row) for row in rows])
-        self.asked, self.saved = version + len(self.pending), version
+        self.requested, self.saved = version + len(self.pending), version
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
         if extra["version_is_published"] or version == self.config.steps:
@@ -156,7 +156,7 @@ class Run:
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
                 self.prompts.restore(prompts)
-            self.ask_again()
+            self.request_again()
             stopped_before_first = isinstance(reason, StopRequested) and version in self.recorder.evaluations
             if (version > 0 or stopped_before_first) and is_intact(state):
                 self.save(version, state)
@@ -167,16 +167,17 @@ class Run:
             return f"stopped before the first checkpoint; start again: {self.resume_command}"
         return f"stopped after step {self.saved} of {self.config.steps}, which is saved; resume: {self.resume_command}"
 
-    def ask(self, published: int) -> None:
-        """Requests the groups of every step whose version is published; none once the data is exhausted."""
-        while self.asked < self.config.steps and self.schedule.version(self.asked) <= published:
+    def request_published(self, version: int) -> None:
+        """Requests the groups of every step that samples from `version` or an older one; none once the data is
+        exhausted."""
+        while self.requested < self.config.steps and self.schedule.version(self.requested) <= version:
             try:
                 prompts = self.prompts.next(self.config.batch.prompts_per_step)
             except DataExhausted as exhausted:
                 self.recorder.data_exhausted(str(exhausted))
                 return
-            self.request(self.asked, prompts)
-            self.asked += 1
+            self.request(self.requested, prompts)
+            self.requested += 1
 
     def ends_at(self, version: int) -> bool:
         """True if the data is exhausted and no step follows, so that the final evaluation is of this version."""
@@ -216,7 +217,7 @@ class Run:
     def is_useful(self, group: Group) -> bool:
         return is_useful(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
 
-    def ask_again(self) -> None:
+    def request_again(self) -> None:
         """Requests every pending step again, in order, as a run that resumes from a checkpoint does."""
         for step in self.pending:
             self.source.cancel(Purpose.TRAIN, step)

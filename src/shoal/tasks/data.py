@@ -365,10 +365,11 @@ def _wanted(declared: _Declared, task: TaskSection, published: Published, path: 
             for suffix in SUFFIXES]
 
 
-def _download(path: str, published: Published, patterns: list[str], **options: str) -> Path:
+def _download(path: str, published: Published, patterns: list[str], revision: str = "") -> Path:
     from huggingface_hub import snapshot_download
 
     name = path or published.hub_id
+    options: Any = {"revision": revision} if revision else {}
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, **options))
     except Exception as error:  # no network, no such data set, no permission: all are mended by a local copy

@@ -223,7 +223,7 @@ def test_a_preset_is_chosen_by_key(tmp_path: Path, preset: str, roles: list[str]
     text = " ".join(message["content"] for message in one.prompt)  # type: ignore[index]
     assert "q1?" in text and all(mark in text for mark in asked)
     assert [reward.name for reward in task.rewards] == [reward.name for reward in PRESETS[preset].rewards]
-    assert all(reward.own for reward in task.rewards)
+    assert all(reward.builtin for reward in task.rewards)
     assert task.correct and task.extract and task.well_formed and task.verdict and task.of_row
     assert [task.correct(answer, one) for answer in (right, wrong)] == [True, False]
     assert task.extract(wrong) is None

@@ -48,13 +48,15 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
                          f"got {len(weights)}")
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
-        builtin = isinstance(function, RewardFunction)
-        wanted, function = (function.name, function.function) if builtin else (_name(function), function)
-        _check_callable(function)
+        if builtin := isinstance(function, RewardFunction):
+            wanted, called = function.name, function.function
+        else:
+            _check_callable(function)
+            wanted, called = _name(function), function
         if wanted in RESERVED_FUNCTIONS:
             raise ShoalError(f"reward function {wanted!r}: metrics have this name already; give it another")
         name = unused(wanted, named)
-        named[name] = RewardFunction(name, function, float(weights[i]) if weights else 1.0, builtin)
+        named[name] = RewardFunction(name, called, float(weights[i]) if weights else 1.0, builtin)
     return tuple(named.values())
 
 

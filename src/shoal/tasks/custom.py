@@ -1,4 +1,5 @@
-"""One's own data (`task=custom`): rows from files or the hub at `task.path`, judged by one's own reward functions.
+"""The task of a user's data (`task=custom`): rows from files or the hub at `task.path`, scored by the user's reward
+functions.
 
 A row's prompt is its column `prompt` (text, or messages), what `task.template` makes of its columns, or its `messages`
 without a final answer. All other columns go to the reward functions, as in TRL and verl.
@@ -26,7 +27,7 @@ _LIKELY = ("question", "problem", "instruction", "query", "input", "text")
 
 
 def load(task: TaskSection) -> Task:
-    """The task of the rows at `task.path`; it has no rewards of its own.
+    """Loads the task of the rows at `task.path`; it comes without rewards.
 
     Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but for training prompts
     that are held out too, which the notes count.

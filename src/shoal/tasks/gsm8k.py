@@ -22,7 +22,7 @@ PUBLISHED = Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{
 
 
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
-    """The task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
+    """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
 
     Where a file stands alone, the split to evaluate on is looked for beside it, else its last rows are held out; what
     was dropped or held out is in the task's `notes`.
@@ -38,7 +38,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
-    """The task without data: it judges rows that bring their own answer."""
+    """The task without data, to judge rows that hold their answer."""
     return _task(PRESETS[(reward or RewardSection()).preset], (), {}, ())
 
 

@@ -33,7 +33,7 @@ ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
 
 
 def load(task: TaskSection) -> Task:
-    """The task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
+    """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
 
     Where there is one split, and nothing is trained or it is `task.eval_split` too (so in the preset of `shoal eval`),
     all its rows are evaluated on, with the published prompts and nothing else. Otherwise a system prompt asks for the
@@ -59,7 +59,7 @@ def load(task: TaskSection) -> Task:
 
 
 def blank(task: TaskSection) -> Task:
-    """The task without data: it judges rows that bring their own instructions."""
+    """The task without data, to judge rows that hold their instructions."""
     return _task((), {}, (), tags=False)
 
 

@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:[./][0-9]+)?")
 
 
 def load(task: TaskSection) -> Task:
-    """The task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or `solution`.
+    """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or `solution`.
 
     Raises `ShoalError` for data that is missing or without answers, and where math-verify is not installed.
     """
@@ -56,7 +56,7 @@ def load(task: TaskSection) -> Task:
 
 
 def blank(task: TaskSection) -> Task:
-    """The task without data: it judges rows that bring their own answer."""
+    """The task without data, to judge rows that hold their answer."""
     math_worker.require_math_verify()
     return _task((), {}, ())
 

@@ -1,4 +1,4 @@
-"""A task made of one's own rows, given from Python: dicts, columns, a table of pandas, polars, arrow or datasets.
+"""A task of rows that were given from Python: dicts, columns, a table of pandas, polars, arrow or datasets.
 
 Rows from files go through the same checks.
 """

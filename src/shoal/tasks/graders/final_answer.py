@@ -78,8 +78,8 @@ def final_number(text: str) -> Fraction | None:
     boxed = last_boxed(text)
     if boxed is not None:
         return number_in(boxed)
-    said = (number_in(clause) for clause in _clauses(text))
-    found = next((number for number in said if number is not None), None)
+    numbers = (number_in(clause) for clause in _clauses(text))
+    found = next((number for number in numbers if number is not None), None)
     if found is None and last and len(_SENTENCE.split(last[1].strip())) <= 2:
         found = number_in(last[1])
     return _at_the_end(text) if found is None else found
@@ -104,8 +104,8 @@ def said_answer(text: str) -> str | None:
 
 
 def _clauses(text: str) -> Iterator[str]:
-    """What is said to be the answer, the last place first: where a number or a formula is all that follows in its
-    line, or no later line has a digit."""
+    """The text that is given as the answer, the last place first: where a number or a formula is all that follows in
+    its line, or no later line has a digit."""
     last_digit = max(map(text.rfind, "0123456789"))
     for match in reversed(list(_SAID.finditer(text))[-_MAX_SAID:]):
         end = text.find("\n", match.end())

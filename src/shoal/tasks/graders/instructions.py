@@ -1,7 +1,7 @@
 """The 25 kinds of instruction of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a check of a text.
 
 Written from their definitions, with the habits of the published checkers where these decide: `less than` and `at
-least` are the only relations, a language that cannot be told counts as right, an empty text follows nothing. What
+least` are the only relations, a language that cannot be detected counts as right, an empty text follows nothing. What
 is ours: keywords and markers are taken literally, every check takes time linear in the text, and a text of more than
 MAX_CHARACTERS follows nothing.
 """

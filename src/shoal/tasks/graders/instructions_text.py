@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 
 LANGUAGE_CHARACTERS = 20_000
-"""Characters of a text that its language is told by; langdetect itself reads 10,000."""
+"""Characters of a text from which its language is detected; langdetect itself reads 10,000."""
 
 _CLOSING = r")\";}\]*:@'({\[!?"
 _CANDIDATE = re.compile(rf".*[.?!](?=[{_CLOSING}]|$)", re.DOTALL)
@@ -210,7 +210,7 @@ def _apart(found: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def detect_language(text: str) -> str | None:
-    """ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None where it cannot be told.
+    """ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None where it cannot be detected.
 
     langdetect draws random numbers: its seed is set, so that a text has one language.
     """

@@ -73,7 +73,7 @@ class Checker:
 
         How the two texts are read: `answer`, each as an answer alone; `trl`, a solution and a whole completion, as by
         TRL's `accuracy_reward`: None where the solution has no answer that can be read, False at the limit."""
-        keys = [(how, *pair) for pair in pairs]
+        keys: list[tuple[str, ...]] = [(how, *pair) for pair in pairs]
         with self._lock:
             fresh = [key for key in dict.fromkeys(keys) if key not in self._cache]
             found = dict(zip(fresh, self._check(fresh), strict=True))

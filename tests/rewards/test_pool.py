@@ -834,7 +834,7 @@ def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any
     started = time.monotonic()
     with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
         expected = (rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
-                    rf"64; the first: reward function 'checker' after 3 steps {happened} for example row 4, completion 0 ")
+                    rf"64; the first: reward function 'checker' after 3 steps {happened} for example row 4, comple")
         with pytest.raises(ShoalError, match=expected):
             for ticket in range(500):
                 pool.submit(ticket, *lone("bad"))

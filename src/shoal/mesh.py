@@ -101,13 +101,20 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
             f"mesh.data={section.data} x mesh.fsdp={fsdp} x mesh.tensor={section.tensor} needs {needed} devices, "
             f"but {len(devices)} {devices[0].platform} device(s) are here. Lower one of them."
         )
+    left = len(devices)
+    for name, size in (("data", section.data), ("tensor", section.tensor), ("fsdp", fsdp)):
+        if left % size:  # an axis that does not divide would leave devices out and parameters whole
+            *sizes, last = [str(size) for size in range(1, left + 1) if left % size == 0]
+            which = f"{left} devices" if left == len(devices) else f"{left} of {len(devices)} devices"
+            raise ShoalError(f"mesh.{name}={size} does not divide {which}; use {', '.join(sizes)} or {last}")
+        left //= size
     grid = np.asarray(devices[:needed]).reshape(section.data, fsdp, section.tensor, 1)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
     """All three roles on one mesh over the same devices: those that mesh.trainer names, or all."""
-    devices = devices if devices is not None else jax.devices()
+    devices = devices if devices is not None else available_devices()
     mesh = make_mesh(section, [devices[number] for number in shared_devices(section, len(devices))])
     trainer, sampler = tuple(TRAINER_RULES.items()), tuple(SAMPLER_RULES.items())
     return Roles(
@@ -115,6 +122,18 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Ro
         sampler=Role("sampler", mesh, sampler),
         reference=Role("reference", mesh, trainer),
     )
+
+
+def available_devices() -> list[Any]:
+    """JAX's devices; ShoalError where JAX finds none of the platform that JAX_PLATFORMS names."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
+        asked = jax.config.values["jax_platforms"]
+        reason = str(error).partition(" (set JAX_PLATFORMS")[0]
+        raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, name "
+                         "a platform of this machine (cpu, cuda, tpu), or install 'shoal[cuda]' or 'shoal[tpu]'"
+                         ) from error
 
 
 def shared_devices(section: MeshSection, there: int) -> list[int]:

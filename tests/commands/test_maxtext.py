@@ -12,20 +12,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
-from test_parity import shoal_logits
+from small import shoal_logits
 from tiny_models import write_model, write_model_with_tokenizer
 from tiny_runs import by_path, quick_compilation, same_bits
 
 from shoal import cli
 from shoal.commands.convert import convert
+from shoal.commands.export import export
+from shoal.compat import maxtext_checkpoint as maxtext
 from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelSection
 from shoal.mesh import make_roles
-from shoal.model import hf, maxtext, names
+from shoal.model import hf, names
 from shoal.model.names import MODELS, Named, model_named
 from shoal.model.transformer import is_param_spec, param_specs, shardings
 from shoal.report.console import Console
-from shoal.run.assembly import copy_model_files, export, open_model
-from shoal.run.loading import resolve_model
+from shoal.run.loading import copy_model_files, open_model, resolve_model
 from shoal.types import ShoalError
 
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
@@ -306,19 +307,19 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
 
 
 def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
-    from shoal.commands.convert import find, unread
+    from shoal.commands.convert import find_source
     from shoal.trainer import checkpoint
 
     folder = folder_of(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
-    a, opened = find(str(folder))
-    read = opened(ROLE)
+    a, open_source = find_source(str(folder))
+    read = open_source(ROLE)
     asked: list[tuple[str, int, int]] = []
 
     def counted(path: str, part: tuple[slice, ...]) -> np.ndarray:
         asked.append((path, part[0].start, part[0].stop))
         return read(path, part)
 
-    arrays = unread(counted, a, True, True, np.dtype(np.float32))
+    arrays = maxtext.arrays_to_write(counted, a, True, True, np.dtype(np.float32))
     sizes: list[int] = []
     (tmp_path / "m").mkdir()
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 7000)  # a layer's largest tensor has 6144
@@ -501,7 +502,7 @@ def test_convert_refuses(place, tmp_path):
                         ("base_output_directory", {"source": own, "base_output_directory": "gs://bucket/m"}),
                         ("tokenizer", {"source": items, "to": tmp_path / "new", "format": "huggingface",
                                        "tokenizer": "gs://bucket/m"})):
-        assert f"{key}=gs://bucket/m: storage in a cloud is not there yet" in refused(**others)
+        assert f"{key}=gs://bucket/m: cloud storage is not supported" in refused(**others)
     for name in ("../esc", "/esc", "a/../../esc", "."):
         told = refused(source=own, base_output_directory=tmp_path / "out", run_name=name)
         assert f"run_name={name!r}: expected a name under base_output_directory" in told

@@ -19,7 +19,7 @@ from shoal.config.compose import PRESETS, compose
 from shoal.config.convert import leaves_of
 from shoal.config.keys import keys_of
 from shoal.config.schema import AlgorithmSection, Config
-from shoal.run.learning import algorithm_warnings
+from shoal.run.preflight.settings import algorithm_warnings
 from shoal.trainer.step import Objective
 from shoal.trainer.update import step_advantages
 from shoal.types import ShoalError

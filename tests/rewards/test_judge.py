@@ -30,7 +30,7 @@ from shoal.rewards import judge as judge_module
 from shoal.rewards import pool as pool_module
 from shoal.rewards.judge import Judge
 from shoal.rewards.scores import Scores, name_functions, score
-from shoal.run.probe import gold_of
+from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
 from shoal.types import Example, RewardFunction, ShoalError, ground_truth
 

@@ -496,4 +496,4 @@ def test_a_run_from_python_on_a_file(workshop: Workshop) -> None:
 def test_a_run_without_a_reward_says_so(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(workshop.folder / "own2.jsonl", [row(i) for i in range(4)])
     assert cli.main(workshop.words("none", "task=custom", f"task.path={path}", "reward=[]")) == 2
-    assert "task custom: own data needs a function that judges it" in capsys.readouterr().err
+    assert "task custom: it has no reward of its own; give a function that judges" in capsys.readouterr().err

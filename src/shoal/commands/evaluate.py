@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.commands.responses import question_of
 from shoal.config.schema import EvalConfig, TaskSection
+from shoal.files import check_writable, write_text
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
@@ -17,8 +18,8 @@ from shoal.report.lines import json_ready
 from shoal.rewards.judge import Judge
 from shoal.rewards.scores import Failure, failed_figures, failure_lines
 from shoal.rollout.source import LocalSource
-from shoal.run.assembly import compute_dtype, engine_maker, make_model, open_model, prepare_sets
-from shoal.run.output import check_writable, write_text
+from shoal.run.loading import compute_dtype, make_model, open_model
+from shoal.run.parts import engine_maker, prepare_sets
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import ROWS, Task
@@ -54,7 +55,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         source = LocalSource(model, make, task, judge, opened.tokenizer.decode, config.seed)
         source.answered = console.answered
         source.publish(0, opened.load())
-        sets = prepare_sets(task, opened.tokenizer, config.sampling, console)
+        sets = prepare_sets(task, opened.tokenizer, config.sampling, console.warning)
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
         data = data_text(config.task, task, opened.tokenizer, bool(config.model.template))

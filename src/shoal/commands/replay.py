@@ -30,8 +30,8 @@ from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, figure, group_files, ranges, read_file, read_parts, read_stored
 from shoal.rollout.group import sample_request
 from shoal.rollout.source import drive, publish_to
-from shoal.run.assembly import LoadedModel, make_model, open_model, open_teacher, training_engines
-from shoal.run.learning import make_learner, make_updater
+from shoal.run.loading import LoadedModel, make_model, open_model, open_teacher
+from shoal.run.parts import make_learner, make_updater, training_engines
 from shoal.run.resume import machine
 from shoal.run.task import load_task
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import EvalConfig, RewardSection, TaskSection
+from shoal.files import check_local, check_writable, write_text
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
 from shoal.report.metrics import known_mean, wilson_interval
 from shoal.rewards.judge import Judge
 from shoal.rewards.scores import Failure, Scores, failed_figures, failure_lines
-from shoal.run.output import check_local, check_writable, write_text
 from shoal.run.task import load_task, with_rewards
 from shoal.tasks.data import evaluating
 from shoal.tasks.generated import MadeRows

@@ -23,16 +23,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shoal.files import appearing, writing
 from shoal.report.groups import TokenArrays, group_records, groups_name
 from shoal.report.lines import (
-    appearing,
     json_line,
     json_ready,
     keep_lines,
     open_text,
     read_lines,
     write_atomically,
-    writing,
 )
 from shoal.report.sink import JsonlSink
 from shoal.types import Group, ShoalError

@@ -116,8 +116,8 @@ class Engine:
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
         self._slots: Slots | None = None
-        self._layout, self._make_slots, self._prefill, self._decode = _programs(
-            model, sizes, self.eos_ids, truncated, self.max_support)
+        self._layout, *programs = _programs(model, sizes, self.eos_ids, truncated, self.max_support)
+        self.programs: dict[str, Callable] = dict(zip(("make_slots", "prefill", "decode"), programs, strict=True))
 
     # -- the Sampler protocol
 
@@ -166,6 +166,12 @@ class Engine:
         """Nothing waits, runs or is to be collected."""
         return self.scheduler.idle and not self.in_flight and not self.finished
 
+    def slot_shapes(self) -> Slots:
+        """Shapes, types and layout of caches and slots; nothing is allocated."""
+        shapes = jax.eval_shape(self.programs["make_slots"])
+        return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+                            shapes, self._layout)
+
     def release_memory(self) -> None:
         """Lets go of caches and weights until the next `load`; compiled programs stay. Only when idle."""
         if not self.idle:
@@ -198,8 +204,8 @@ class Engine:
                 column[row] = value
             self._stopped[slot] = False
         if self._slots is None:
-            self._slots = self._make_slots()
-        self._slots, drawn = self._prefill(
+            self._slots = self.programs["make_slots"]()
+        self._slots, drawn = self.programs["prefill"](
             self.parameters, slots=self._slots, tokens=tokens, length=length, groups=groups, active=active,
             limit=limit, keys=keys, sampling=SamplingArrays(*sampling))
         self.in_flight.append((drawn, admission.ids + (None,) * (rows - len(admission.ids))))
@@ -209,7 +215,8 @@ class Engine:
         for id, slot in self.scheduler.running.items():
             owners[slot] = id
         # A copy: a compiled step may read the host's own memory, after later steps have changed it.
-        self._slots, drawn = self._decode(self.parameters, slots=self._slots, stopped=self._stopped.copy())
+        self._slots, drawn = self.programs["decode"](
+            self.parameters, slots=self._slots, stopped=self._stopped.copy())
         self.in_flight.append((drawn, tuple(owners)))
 
     # -- gathering

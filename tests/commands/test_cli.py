@@ -302,6 +302,52 @@ def test_a_dry_run_touches_nothing(tmp_path):
     assert "path: /not/there" in done.stdout and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("words", "part"), [
+    (["base_output_directory=gs://a/b"], "base_output_directory=gs://a/b: cloud storage is not supported"),
+    (["model=s3://a"], "model.path=s3://a: cloud storage is not supported"),
+    (["model={folder}"], "model_type is 'mamba'; Shoal knows llama, qwen2, qwen3"),
+    (["teacher.path={folder}", "algorithm.advantage=none"], "model_type is 'mamba'"),
+    (["model.name=llama9-8b"], "no model is called 'llama9-8b'"),
+    (["task=gsm8q"], "did you mean 'gsm8k'"),
+    (["task=custom", "task.path={data}"], "task custom: it has no reward of its own"),
+    (["task=custom", "reward=f.py:g"], "task custom: task.path is not given"),
+    (["task=custom", "task.path={data}", "reward=f.py:g"], "has no column `prompt`"),
+    (["sampling.temperature=0"], "sampling.temperature=0: in training every completion"),
+    (["algorithm.advantage=none"], "set teacher.path"),
+    (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
+    (["mesh.tensor=2", "mesh.fsdp=3"], "mesh.fsdp=3 does not divide 4 of 8 devices; use 1, 2 or 4"),
+    (["mesh.trainer=4", "mesh.sampler=4"], "mesh.trainer=4, mesh.sampler=4"),
+    (["run_name=../out"], "without '..'"),
+])
+def test_a_dry_run_refuses_what_the_run_would_refuse(capsys, tmp_path, words, part):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1", "answer": "2"}\n' * 4)
+    words = [word.format(folder=tmp_path, data=data) for word in words]
+    words += [] if any(word.startswith("base") for word in words) else [f"base_output_directory={tmp_path / 'runs'}"]
+    assert cli.main(["train", *words, "--dry-run"]) == 2
+    assert part in capsys.readouterr().err
+    if "reward=f.py:g" not in words:  # the run reads the functions' file before the data
+        assert cli.main(["train", *words]) == 2
+        assert part in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "kpu"])
+def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "1 + 1"}\n')
+    commands = [["train", f"base_output_directory={tmp_path / 'runs'}"], ["doctor"], ["eval"],
+                ["generate", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"],
+                ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"],
+                ["pretrain", f"output={tmp_path / 'a'}"]]
+    done = python(f"from shoal.cli import main\nassert [main(words) for words in {commands!r}] == [2] * 7",
+                  JAX_PLATFORMS=platform)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices") == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 # ---- help
 
 

@@ -26,6 +26,7 @@ from shoal.report.console import Console
 from shoal.rewards.judge import Judge
 from shoal.rewards.scores import name_functions
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget, explain_out_of_memory, machine_memory
+from shoal.run.preflight.reporter import key_in
 from shoal.run.preflight.reward import (
     KINDS,
     answers,
@@ -35,7 +36,7 @@ from shoal.run.preflight.reward import (
     reward_findings,
     wrong_answers,
 )
-from shoal.run.preflight.settings import key_in, step_line
+from shoal.run.preflight.settings import step_line
 from shoal.run.task import load_task
 from shoal.trainer.curriculum import Prepared
 from shoal.types import Example, ShoalError
@@ -282,7 +283,8 @@ def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
 
 
 def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
-    monkeypatch.setattr(doctor_module, "available_memory", lambda devices: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
+    monkeypatch.setattr(doctor_module, "available_memory",
+                        lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
     result, _ = look(workshop, "sampling.max_prompt_tokens=4096")
     told = found(result, "sampling.slots_per_device", "too little", "KV caches", "slots_per_device=4 (now 8)")
     assert told["check"] == "memory" and "a small machine" in told["text"]
@@ -291,7 +293,8 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
 
 
 def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
-    monkeypatch.setattr(doctor_module, "available_memory", lambda devices: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
+    monkeypatch.setattr(doctor_module, "available_memory",
+                        lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
     monkeypatch.setattr(doctor_module, "static_budget", lambda *_: MemoryBudget(update={"gradient": 100}))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "too little", "1.0 MiB of 1.0 GiB free")

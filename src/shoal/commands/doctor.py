@@ -1,6 +1,7 @@
 """`shoal doctor`: checks a training job before it runs, and estimates what it will cost.
 
-    settings -> task -> devices -> tokenizer, template -> data -> reward -> weights -> a trial of one step -> memory, time
+    settings -> task -> devices -> tokenizer, template -> data -> reward
+    -> weights -> a trial of one step -> memory, time
 
 A part that is wrong does not hide what is wrong with those that do not need it.
 """
@@ -37,8 +38,9 @@ from shoal.run.preflight.memory import (
     static_budget,
     suggest_saving,
 )
+from shoal.run.preflight.reporter import Reporter, key_in
 from shoal.run.preflight.reward import probe, reward_findings
-from shoal.run.preflight.settings import check_settings, check_size, key_in
+from shoal.run.preflight.settings import check_settings, check_size
 from shoal.run.preflight.trial import Trial, try_step
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine
@@ -102,7 +104,7 @@ def check_task(job: Preflight) -> None:
     try:
         job.task = load_task(config.task)
     except ShoalError as error:
-        job.findings.add("data", "wrong", str(error), key_in(str(error), "task.path"))
+        Reporter(job.findings, "data", "task.path").wrong(error)
     replaced = bool(config.reward.functions or job.reward_functions)
     try:
         if replaced or job.task is not None:
@@ -210,12 +212,12 @@ def check_step(job: Preflight, trial: bool) -> None:
             return
         tried = try_first_step(job, model, engines["training"], parameters)
     except ShoalError as error:
-        findings.add("model", "wrong", str(error), key_in(str(error), "model.path"))
+        Reporter(findings, "model", "model.path").wrong(error)
         return
     except Exception as error:
         if (explained := explain_out_of_memory(error, config)) is None:
             raise
-        findings.add("memory", "wrong", str(explained), key_in(str(explained), "batch.micro_tokens"))
+        Reporter(findings, "memory", "batch.micro_tokens").wrong(explained)
         return
     if tried is not None:
         report_agreement(job, tried, jnp.dtype(model.dtype).name)
@@ -265,7 +267,8 @@ def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Par
 
 def report_agreement(job: Preflight, trial: Trial, dtype: str) -> None:
     """Whether sampler and trainer agree, and whether the samples teach anything."""
-    findings, limit = job.findings, job.config.sampling.max_completion_tokens
+    limit = job.config.sampling.max_completion_tokens
+    agreement, samples = Reporter(job.findings, "agreement"), Reporter(job.findings, "samples")
     mean, largest = float(trial.differences.mean()), float(trial.differences.max())
     job.result["agreement"] = {
         "dtype": dtype, "tokens": int(trial.differences.size), "mean_difference": mean, "largest_difference": largest,
@@ -275,25 +278,24 @@ def report_agreement(job: Preflight, trial: Trial, dtype: str) -> None:
     text = (f"log-probs of sampler and trainer differ by {mean:.1e} in the mean, {largest:.1e} at most "
             f"({trial.differences.size} tokens, {dtype})")
     if not np.isfinite(trial.differences).all() or trial.skipped:
-        findings.add("agreement", "wrong", f"{text}; the update has no finite gradient: set model.dtype=float32",
-                     "model.dtype")
+        agreement.wrong(f"{text}; the update has no finite gradient: set model.dtype=float32")
     elif largest > LARGEST_DIFFERENCE[dtype]:
-        findings.add("agreement", "warning", f"{text}: more than {LARGEST_DIFFERENCE[dtype]:g} is to be expected; try "
-                     "model.dtype=float32, and watch sampler_gap/logprob_mean", "model.dtype")
+        agreement.warning(f"{text}: more than {LARGEST_DIFFERENCE[dtype]:g} is to be expected; try "
+                          "model.dtype=float32, and watch sampler_gap/logprob_mean")
     else:
-        findings.add("agreement", "ok", text)
-    findings.add("samples", "ok", f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, "
-                 f"{100 * trial.truncated:.0f}% truncated at {limit} tokens, {100 * trial.nonzero_std:.0f}% of "
-                 f"{len(trial.groups)} groups with variance, mean reward {trial.mean_reward:.3g}")
+        agreement.ok(text)
+    samples.ok(f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, {100 * trial.truncated:.0f}% truncated "
+               f"at {limit} tokens, {100 * trial.nonzero_std:.0f}% of {len(trial.groups)} groups with variance, mean "
+               f"reward {trial.mean_reward:.3g}")
     if trial.truncated > 0.5:
-        findings.add("samples", "warning", f"{100 * trial.truncated:.0f}% of completions are truncated at "
-                     f"sampling.max_completion_tokens={limit}: raise it", "sampling.max_completion_tokens")
+        samples.warning(f"{100 * trial.truncated:.0f}% of completions are truncated at "
+                        f"sampling.max_completion_tokens={limit}: raise it")
     if trial.nonzero_std == 0:
         values = {round(float(r), 9) for group in trial.groups for r in group.rewards[group.valid]}
         same = f"every completion scored {next(iter(values)):.3g}" if len(values) == 1 else \
             "within each group all completions scored the same"
-        findings.add("samples", "warning", f"{same}, so this step would teach nothing: make the task easier or harder, "
-                     f"or raise batch.group_size={job.config.batch.group_size}", "batch.group_size")
+        samples.warning(f"{same}, so this step would teach nothing: make the task easier or harder, or raise "
+                        f"batch.group_size={job.config.batch.group_size}")
 
 
 def report_memory(job: Preflight, budget: MemoryBudget, available: AvailableMemory) -> None:

@@ -87,8 +87,8 @@ def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
         same = model_named(section.name).architecture == a
     except ShoalError:
         same = False
-    note = (f"the config.json of {section.path} describes another model, not model.name={section.name}: the name has no "
-            "effect")
+    note = (f"the config.json of {section.path} describes another model, not model.name={section.name}: the name has "
+            "no effect")
     return () if same else (note,)
 
 

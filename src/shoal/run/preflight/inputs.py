@@ -15,8 +15,8 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.run.parts import prepare_sets
 from shoal.run.preflight.estimate import evaluation_completions
+from shoal.run.preflight.reporter import Reporter
 from shoal.run.preflight.reward import right_answer
-from shoal.run.preflight.settings import key_in
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import Prepared, PromptStream
 from shoal.types import Example, ShoalError
@@ -28,24 +28,21 @@ NUM_ANSWERS = 50
 
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
+    report = Reporter(findings, "devices")
     used, count, device = roles.trainer.mesh.size, jax.device_count(), jax.devices()[0]
-    findings.add("devices", "ok", f"{used} of {count} x {device.device_kind} ({device.platform}), "
-                 f"JAX {jax.__version__}")
+    report.ok(f"{used} of {count} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")
     if used < count:
-        findings.add("devices", "warning", unused_devices(used, count), "mesh.fsdp")
+        report.warning(unused_devices(used, count))
     if device.platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         for file, extra in (("/dev/nvidia0", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu")):
             if Path(file).exists():
-                findings.add("devices", "warning", f"JAX runs on the CPU, though this machine has {file}: install "
-                             f"'shoal[{extra}]'")
+                report.warning(f"JAX runs on the CPU, though this machine has {file}: install 'shoal[{extra}]'")
                 break
     if device.platform == "cpu" and config.model.dtype == "bfloat16":
-        findings.add("devices", "warning", "model.dtype=bfloat16 is slower than float32 on a CPU: set it to auto",
-                     "model.dtype")
+        report.warning("model.dtype=bfloat16 is slower than float32 on a CPU: set it to auto")
     if config.batch.prompts_per_step < roles.trainer.row_shards:
-        findings.add("devices", "warning", f"batch.prompts_per_step={config.batch.prompts_per_step} leaves some of "
-                     f"{roles.trainer.row_shards} parts of the mesh without a prompt: raise it",
-                     "batch.prompts_per_step")
+        report.warning(f"batch.prompts_per_step={config.batch.prompts_per_step} leaves some of "
+                       f"{roles.trainer.row_shards} parts of the mesh without a prompt: raise it")
 
 
 def unused_devices(used: int, count: int) -> str:
@@ -53,78 +50,74 @@ def unused_devices(used: int, count: int) -> str:
 
 
 def check_tokenizer(tokenizer: Tokenizer, findings: Findings) -> None:
-    before = len(findings.found)
+    report, before = Reporter(findings, "tokenizer"), len(findings.found)
     if not tokenizer.eos_ids:
-        findings.add("tokenizer", "wrong", "the model has no end-of-sequence token: every completion would run to "
+        report.wrong("the model has no end-of-sequence token: every completion would run to "
                      "sampling.max_completion_tokens; put eos_token_id into its generation_config.json", "model.path")
     for note in tokenizer.notes:
         if "no end-of-sequence" not in note:
-            findings.add("tokenizer", "warning", note, "model.template" if "template" in note else "model.path")
+            report.warning(note, "model.template" if "template" in note else "model.path")
     if len(findings.found) == before:
-        findings.add("tokenizer", "ok", f"{tokenizer.vocab_size} tokens, ends with "
-                     f"{' or '.join(tokenizer.token_text(id) for id in tokenizer.eos_ids)}")
+        ends = " or ".join(tokenizer.token_text(id) for id in tokenizer.eos_ids)
+        report.ok(f"{tokenizer.vocab_size} tokens, ends with {ends}")
 
 
 def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: Findings) -> bool:
     """Reports whether prompts reach the model as they should; False where the template refuses them."""
-    key = "model.template"
+    report, before = Reporter(findings, "template", "model.template"), len(findings.found)
     try:
         ids = [tokenizer.encode_prompt(example.prompt).tolist() for example in examples]
     except ShoalError as error:
-        findings.add("template", "wrong", f"{error} Give another with model.template", key)
+        report.wrong(f"{error} Give another with model.template")
         return False
     first, prompt = ids[0], examples[0].prompt
     text = tokenizer.decode(first, skip_special_tokens=False)
     question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
-    before = len(findings.found)
     if " ".join(question.split()) not in " ".join(text.split()):
-        findings.add("template", "wrong", f"the prompt as the model reads it does not hold the question "
-                     f"{question[:60]!r}: the template leaves it out; give another with model.template", key)
+        report.wrong(f"the prompt as the model reads it does not hold the question {question[:60]!r}: the template "
+                     "leaves it out; give another with model.template", "model.template")
     if len(ids) > 1 and all(other == first for other in ids) and any(e.prompt != prompt for e in examples):
-        findings.add("template", "wrong", "different questions become the same prompt: give another template with "
-                     "model.template", key)
+        report.wrong("different questions become the same prompt: give another template with model.template")
     inside = tokenizer.encode_prompt(question).tolist()
     inside = inside[1:] if inside[:1] == [tokenizer.bos_id] else inside
     if not isinstance(prompt, str) and tokenizer.decode(inside) != tokenizer.decode(inside, skip_special_tokens=False):
-        findings.add("template", "warning", "the question holds special tokens itself, so a template stands within "
-                     "the template: give plain text in the data (task.path), or a bare model.template", "task.path")
+        report.warning("the question holds special tokens itself, so a template stands within the template: give "
+                       "plain text in the data (task.path), or a bare model.template")
     if first[-1:] and first[-1] in tokenizer.eos_ids:
-        findings.add("template", "warning", f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the "
-                     "model has nothing to say: open the answer in the template (add_generation_prompt)", key)
+        report.warning(f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the model has nothing to "
+                       "say: open the answer in the template (add_generation_prompt)")
     if tokenizer.bos_id is not None and first[:2] == [tokenizer.bos_id] * 2:
-        findings.add("template", "warning", f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it "
-                     "from the template", key)
+        report.warning(f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it from the template")
     if len(findings.found) == before:
-        findings.add("template", "ok", f"the first prompt has {len(first)} tokens")
+        report.ok(f"the first prompt has {len(first)} tokens")
     return True
 
 
 def check_data(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings) -> Prepared | None:
     """Reports prompts and answers that do not fit their limits; the run's first prompt, None where it has none."""
+    report, s, first = Reporter(findings, "data", "task.path"), config.sampling, None
     for note in task.notes:
-        findings.add("data", "warning", note, "task.path")
-    before = len(findings.at("ok"))
+        report.warning(note, "task.path")
     rows = np.linspace(0, len(task.train) - 1, min(NUM_PROMPTS, len(task.train))).astype(int)
     lengths = np.array([len(tokenizer.encode_prompt(task.train[int(row)].prompt)) for row in rows])
-    s, first = config.sampling, None
     if too_long := int((lengths > s.max_prompt_tokens).sum()):
-        findings.add("data", "warning" if too_long < len(lengths) else "wrong", f"{too_long} of {len(lengths)} prompts "
-                     f"checked have more than sampling.max_prompt_tokens={s.max_prompt_tokens} tokens (the longest "
-                     f"{lengths.max()}): raise it", "sampling.max_prompt_tokens")
+        (report.warning if too_long < len(lengths) else report.wrong)(
+            f"{too_long} of {len(lengths)} prompts checked have more than "
+            f"sampling.max_prompt_tokens={s.max_prompt_tokens} tokens (the longest {lengths.max()}): raise it")
     if too_long < len(lengths):
         stream = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts)
         try:
             first = stream.peek(config.batch.prompts_per_step)
         except ShoalError as error:
-            findings.add("data", "wrong", str(error), key_in(str(error), "task.path"))
-    _check_evaluations(config, task, tokenizer, findings)
+            report.wrong(error)
+    _check_evaluations(config, task, tokenizer, report)
     if first is not None:
-        _check_answers(config, task, tokenizer, findings)
-        if len(findings.at("ok")) == before and not findings.at("wrong"):
+        _check_answers(config, task, tokenizer, report)
+        if not findings.at("wrong"):
             epochs = config.steps * config.batch.prompts_per_step / len(task.train)
             sets = ", ".join(f"{number} {name}" for name, number in set_sizes(task).items())
-            findings.add("data", "ok", f"{len(task.train)} prompts of {lengths.min()} to {lengths.max()} tokens, seen "
-                         f"{epochs:.2g} times each; {sets}")
+            report.ok(f"{len(task.train)} prompts of {lengths.min()} to {lengths.max()} tokens, seen {epochs:.2g} "
+                      f"times each; {sets}")
     return first
 
 
@@ -133,34 +126,33 @@ def set_sizes(task: Task) -> dict[str, int]:
     return {name: len(questions) for name, questions in task.evaluations.items()}
 
 
-def _check_evaluations(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings) -> None:
+def _check_evaluations(config: Config, task: Task, tokenizer: Tokenizer, report: Reporter) -> None:
     try:
-        prepare_sets(task, tokenizer, config.sampling,
-                     lambda text: findings.add("data", "warning", text, "sampling.max_prompt_tokens"))
+        prepare_sets(task, tokenizer, config.sampling, report.warning)
     except ShoalError as error:
-        findings.add("data", "wrong", str(error), key_in(str(error), "task.path"))
+        report.wrong(error)
     evaluated = evaluation_completions(config, set_sizes(task))
     trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
     if config.steps and evaluated > 2 * trained:
-        findings.add("data", "warning", f"evaluation samples {evaluated} completions, training {trained}: lower "
-                     f"task.num_questions={config.task.num_questions} (0 is all) or train.pass_k={config.train.pass_k}",
-                     "task.num_questions")
+        report.warning(f"evaluation samples {evaluated} completions, training {trained}: lower "
+                       f"task.num_questions={config.task.num_questions} (0 is all) or "
+                       f"train.pass_k={config.train.pass_k}")
 
 
-def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings) -> None:
+def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, report: Reporter) -> None:
     """Reports right answers of the data that the model could not give: too long, or cut by a stop string."""
-    s, task_reward = config.sampling, not config.reward.functions
+    s, grave = config.sampling, report.warning if config.reward.functions else report.wrong
     known = [text for example in (task.train[row] for row in range(min(NUM_ANSWERS, len(task.train))))
              if (text := right_answer(example, "<reasoning> and <answer>")) is not None]
     if not known:
         return
     lengths = np.array([len(tokenizer.encode_prompt(text)) + 1 for text in known])  # and the end of the sequence
     if (share := float((lengths > s.max_completion_tokens).mean())) > 0.02:
-        findings.add("data", "wrong" if share > 0.5 and task_reward else "warning", f"{100 * share:.0f}% of the data's "
-                     f"own right answers take more than sampling.max_completion_tokens={s.max_completion_tokens} "
-                     f"tokens (up to {lengths.max()}): raise it", "sampling.max_completion_tokens")
+        (grave if share > 0.5 else report.warning)(
+            f"{100 * share:.0f}% of the data's own right answers take more than "
+            f"sampling.max_completion_tokens={s.max_completion_tokens} tokens (up to {lengths.max()}): raise it")
     for stop in s.stop:
         cut = sum(stop in text and text.index(stop) + len(stop) < len(text.rstrip()) for text in known)
         if 2 * cut > len(known):
-            findings.add("data", "wrong" if task_reward else "warning", f"the stop string {stop!r} ends right answers "
-                         "before their end: remove it from sampling.stop", "sampling.stop")
+            grave(f"the stop string {stop!r} ends right answers before their end: remove it from sampling.stop",
+                  "sampling.stop")

@@ -5,7 +5,6 @@ check_before_weights is shared by the run, `shoal doctor` and `--dry-run`; it ne
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSect
 from shoal.files import check_local, check_place
 from shoal.report.findings import Findings
 from shoal.report.folder import is_run, named_folder
+from shoal.run.preflight.reporter import Reporter
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS
 from shoal.types import ShoalError
@@ -215,68 +215,60 @@ def unread_bounds(config: Config) -> Iterator[str]:
 
 def check_settings(config: Config, findings: Findings) -> None:
     """Reports settings that the run would refuse, and those that are probably mistakes."""
-    before, s = len(findings.found), config.sampling
+    from shoal.run.parts import num_updates
+
+    report, before = Reporter(findings, "configuration"), len(findings.found)
+    s, o, updates = config.sampling, config.optimizer, num_updates(config)
     try:
         check_trainable(config)
     except ShoalError as error:
-        findings.add("configuration", "wrong", str(error), key_in(str(error), "sampling.temperature"))
+        report.wrong(error)
     for text in algorithm_warnings(config):
-        findings.add("configuration", "warning", text, key_in(text, "algorithm.loss"))
-    _check_optimizer(config, findings)
-    if config.steps == 0:
-        findings.add("configuration", "warning", "steps=0: the run would only evaluate; set it to 1 or more", "steps")
-    if 0 < s.temperature < 0.3 or s.temperature > 1.5:
-        findings.add("configuration", "warning", f"sampling.temperature={s.temperature:g}: groups of "
-                     f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual",
-                     "sampling.temperature")
-    if config.reward.weights and not any(config.reward.weights):
-        findings.add("configuration", "wrong", "reward.weights are all 0, so is every reward: set one above 0",
-                     "reward.weights")
-    if config.algorithm.kl_coef >= 1:
-        findings.add("configuration", "warning", f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model "
-                     "where it is: 0 to 0.1 is usual", "algorithm.kl_coef")
-    if not config.resume:
-        _check_run_folder(config, findings)
-    if len(findings.found) == before:
-        findings.add("configuration", "ok", step_line(config))
-
-
-def _check_optimizer(config: Config, findings: Findings) -> None:
-    from shoal.run.parts import num_updates
-
-    o, updates = config.optimizer, num_updates(config)
+        report.warning(text)
     usual = "1e-6 for a large model, 5e-5 for a tiny one"
     if o.lr == 0:
-        findings.add("configuration", "wrong", f"optimizer.lr=0: nothing would be learned; {usual}", "optimizer.lr")
+        report.wrong(f"optimizer.lr=0: nothing would be learned; {usual}")
     elif o.lr > HIGHEST_LR:
-        findings.add("configuration", "wrong", f"optimizer.lr={o.lr:g} would destroy the model in a few updates: "
-                     f"{usual}", "optimizer.lr")
+        report.wrong(f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}")
     if o.warmup_steps >= updates > 0 and o.lr > 0:
-        findings.add("configuration", "warning", f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only "
-                     f"begins to rise in a run of {updates} updates; lower it", "optimizer.warmup_steps")
+        report.warning(f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
+                       f"{updates} updates; lower it")
+    if config.steps == 0:
+        report.warning("steps=0: the run would only evaluate; set it to 1 or more", "steps")
+    if 0 < s.temperature < 0.3 or s.temperature > 1.5:
+        report.warning(f"sampling.temperature={s.temperature:g}: groups of "
+                       f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual")
+    if config.reward.weights and not any(config.reward.weights):
+        report.wrong("reward.weights are all 0, so is every reward: set one above 0")
+    if config.algorithm.kl_coef >= 1:
+        report.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual")
+    if not config.resume:
+        _check_run_folder(config, report)
+    if len(findings.found) == before:
+        report.ok(step_line(config))
 
 
-def check_size(config: Config, parameters: int, findings: Findings) -> None:
-    """Reports settings that do not suit the model's size."""
-    if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
-        findings.add("configuration", "warning", f"optimizer.lr={config.optimizer.lr:g} is high for "
-                     f"{parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is usual", "optimizer.lr")
-
-
-def _check_run_folder(config: Config, findings: Findings) -> None:
+def _check_run_folder(config: Config, report: Reporter) -> None:
     key = "base_output_directory"
     try:
         place = check_local(config.base_output_directory, key)
         place = named_folder(place, config.run_name) if config.run_name else place
         check_place(place / "any", key)
     except ShoalError as error:
-        findings.add("configuration", "wrong", str(error), key_in(str(error), key))
+        report.wrong(error)
         return
-    if config.run_name and place.is_dir() and any(place.iterdir()):
-        known = is_run(place)
-        findings.add("configuration", "ok" if known else "wrong", f"{place} is a run already, which `shoal train` "
-                     "would resume" if known else f"{place} holds something that is no run: choose another run_name",
-                     "run_name")
+    if config.run_name and is_run(place):
+        report.ok(f"{place} is a run already, which `shoal train` would resume")
+    elif config.run_name and place.is_dir() and any(place.iterdir()):
+        report.wrong(f"{place} holds something that is no run: choose another run_name", "run_name")
+
+
+def check_size(config: Config, parameters: int, findings: Findings) -> None:
+    """Reports settings that do not suit the model's size."""
+    if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
+        Reporter(findings, "configuration").warning(
+            f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
+            "usual")
 
 
 def step_line(config: Config) -> str:
@@ -288,10 +280,3 @@ def step_line(config: Config) -> str:
     b, a = config.batch, config.algorithm
     updates = a.num_epochs * a.num_minibatches
     return f"this step = {b.prompts_per_step} x {b.group_size} completions, {updates} update{'s' * (updates > 1)}"
-
-
-def key_in(text: str, default: str) -> str:
-    """The first key of `shoal train` that a text names, else `default`."""
-    known = keys_of(Config)
-    return next((word for word in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", text)
-                 if word in known and ("." in word or word in ("base_output_directory", "run_name"))), default)

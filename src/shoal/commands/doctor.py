@@ -88,8 +88,8 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         if job.loaded is not None:
             check_step(job, usable and job.first is not None and job.judge is not None)
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
-        console.heading("nothing is wrong" + f", {warnings} warnings" * bool(warnings) if findings.ok else
-                        f"{wrong} wrong, {warnings} warnings")
+        console.heading(f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "
+                        f"{warnings} warning{'s' * (warnings != 1)}")
         job.result |= {"ok": findings.ok, "findings": findings.records()}
         return job.result
 

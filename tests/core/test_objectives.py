@@ -23,9 +23,10 @@ from shoal.config.schema import AlgorithmSection, BatchSection, RewardSection
 from shoal.model.attention import prefill_attention
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet, is_clock
-from shoal.rewards.overlong import overlong_punishment, with_overlong
+from shoal.rewards.overlong import overlong_punishment
 from shoal.run.parts import schedule_of
 from shoal.run.preflight.settings import BOUNDS, algorithm_warnings, check_trainable
+from shoal.run.task import with_overlong
 from shoal.tasks.task import Task
 from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.curriculum import PromptStream

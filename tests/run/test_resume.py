@@ -363,7 +363,7 @@ def stopped(workshop, monkeypatch, request) -> Path:
 
 def test_another_configuration_under_the_same_name_is_refused(workshop, stopped, capsys):
     error = failed(capsys, workshop.words(stopped.name, *WORDS, "optimizer.lr=1e-3", "seed=1"))
-    assert "was started with seed=0, optimizer.lr=0.01; now came 1, 0.001" in error and "resume=" in error
+    assert "was started with seed=0, optimizer.lr=0.01; given now: 1, 0.001" in error and "resume=" in error
 
 
 def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, stopped, capsys):

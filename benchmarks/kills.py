@@ -2,9 +2,9 @@
 
     python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0]
 
-An unbroken run is the measure. Each other run is killed up to `--kills-a-run` times, each time at a moment drawn evenly
+Each is compared with an unbroken run. It is killed up to `--kills-a-run` times, each time at a moment drawn evenly
 from the time of a whole run (every third time: later, while a checkpoint is being written), and then left to its end;
-one that ended before its moment came was not killed. Equal means: parameters, optimizer, metrics (clocks apart), groups
+a run that ended before its moment was not killed. Equal means: parameters, optimizer, metrics (clocks aside), groups
 and evaluations, bit for bit; each step once.
 """
 
@@ -21,13 +21,13 @@ import tempfile
 import time
 from pathlib import Path
 
-CLOCKS = ("time/", "throughput/", "memory/", "compilations")
+CLOCKS = ("time/", "throughput/", "memory/", "compilations", "mfu")
 
 
 def command(base: Path, name: str, extra: list[str]) -> list[str]:
     return [sys.executable, "-m", "shoal", "train", f"base_output_directory={base}", f"run_name={name}", "steps=12",
             "task.num_questions=16", "train.pass_k=0", "batch.prompts_per_step=4", "batch.group_size=4",
-            "checkpoint_period=2", "train.evaluate_every=5", "sampling.max_completion_tokens=48", *extra]
+            "checkpoint.every=2", "train.evaluate_every=5", "sampling.max_completion_tokens=48", *extra]
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -66,7 +66,7 @@ def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: 
         places.append(f"after step {step}" + (", saving" if saving else ""))
     process = start(words, log)  # to its end; where it has ended, it says so
     if process.wait():
-        raise SystemExit(f"the run did not go on, exit {process.returncode}: {log.read_text()[-2000:]}")
+        raise SystemExit(f"the run did not resume, exit {process.returncode}: {log.read_text()[-2000:]}")
     return places
 
 
@@ -110,9 +110,9 @@ def main() -> None:
             run = base / f"broken{total}"
             most = min(options.kills_a_run, options.kills - killed)
             places = break_run(command(base, run.name, extra), run, most, seconds, random_, log)
-            parted = differences(base / "whole", run)
-            total, equal, killed = total + 1, equal + (not parted), killed + len(places)
-            print(f"{total:>3}  {len(places):>5}  {'no: ' + ', '.join(parted) if parted else 'yes':>5}  "
+            different = differences(base / "whole", run)
+            total, equal, killed = total + 1, equal + (not different), killed + len(places)
+            print(f"{total:>3}  {len(places):>5}  {'no: ' + ', '.join(different) if different else 'yes':>5}  "
                   f"{'; '.join(places)}", flush=True)
         print(f"\n{equal} of {total} runs, killed {killed} times in all, ended equal to the unbroken one")
         sys.exit(equal != total)

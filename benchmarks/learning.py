@@ -3,7 +3,7 @@
     python benchmarks/learning.py [--seeds 0 1 2] [--steps 80] [--kinds trained permuted "lr 0"]
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the completions of each
-group: what is left is not a signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.
+group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def one(kind: str, seed: int, steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         controls: dict[str, Any] = {"permuted": {"reward": permuted_reward}, "lr 0": {"optimizer": {"lr": 0.0}}}
-        return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **controls.get(kind, {}))
+        return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **controls.get(kind, {})).summary
 
 
 def main() -> None:

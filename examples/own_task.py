@@ -1,4 +1,4 @@
-"""A model learns to estimate: data and reward of one's own. `python own_task.py [STEPS]`, half a minute on 2 cores."""
+"""A model learns to estimate, with your own data and reward. `python own_task.py [STEPS]`, half a minute on 2 cores."""
 
 import random
 import re

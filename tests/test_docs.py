@@ -1,4 +1,4 @@
-"""The documentation: what it names exists, every error has its entry, the site builds without a warning."""
+"""The documentation: its commands, keys, paths and functions exist, and the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from shoal.config.help import command_help
 from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.report.metrics import METRICS
-from shoal.types import ShoalError
+from test_architecture import LAYERS
+from test_readme import path_of_the_readme, resolve
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -39,7 +40,7 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def inline(page: Path) -> list[str]:
-    """What stands between backticks in the prose."""
+    """The code spans of the prose."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return [text.strip() for _, text in re.findall(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", prose)]
 
@@ -48,7 +49,7 @@ def inline(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Every `shoal ...` that the page says to type: in shell blocks, after a `$`, and in the prose."""
+    """Every `shoal ...` command of a page: in shell blocks, after a `$`, and in the prose."""
     typed = [line for text in blocks(page, "bash") for line in joined(text)]
     typed += [line[2:] for text in blocks(page, "console") for line in joined(text) if line.startswith("$ ")]
     typed += inline(page)
@@ -60,7 +61,7 @@ def joined(text: str) -> list[str]:
 
 
 def check_command(line: str, folder: Path) -> None:
-    """The command exists and its words compose to a configuration; files of settings that it names are made."""
+    """The command exists and its arguments compose to a configuration; missing YAML files are created first."""
     _, command, *words = shlex.split(line, comments=True)
     words = [word for word in words if word not in ("|", "source", "...")]
     if command in ("--help", "completion"):
@@ -95,18 +96,6 @@ def test_help_in_the_pages_is_what_the_command_prints(monkeypatch: pytest.Monkey
         assert capsys.readouterr().out == output, line
 
 
-def test_commands_are_found():
-    assert len(commands(DOCS / "command-line.md")) > 15
-    assert any("--multirun" in line and "run_name=sweep" in line for line in commands(DOCS / "command-line.md"))
-
-
-@pytest.mark.parametrize("line", ["shoal trian", "shoal train no.such=1", "shoal train optimizer.lr=high",
-                                  "shoal train --help optimiser", "shoal diff a b c"])
-def test_a_wrong_command_would_be_found(line: str, tmp_path: Path):
-    with pytest.raises((ShoalError, AssertionError)):
-        check_command(line, tmp_path)
-
-
 @pages
 def test_settings_in_yaml_compose(page: Path, tmp_path: Path):
     for number, text in enumerate(blocks(page, "yaml")):
@@ -121,8 +110,7 @@ FILES = re.compile(r"\.(py|md|yaml|yml|json|jsonl|parquet|ipynb|txt)$")
 
 @pages
 def test_every_key_in_the_prose_exists(page: Path):
-    """A dotted name whose first part is a section of keys is a key, or a section in it; `key=value` has a value that
-    the key takes."""
+    """A dotted name in a section of keys is a key or a section; the value of `key=value` is accepted."""
     keys, sections = keys_of(Config), sections_of(Config)
     tops = {section.partition(".")[0] for section in sections}
     for text in inline(page):
@@ -145,7 +133,7 @@ def test_every_metric_in_the_prose_exists(page: Path):
 
 @pages
 def test_python_blocks_are_python(page: Path):
-    """They compile, and what they take from `shoal` is there."""
+    """They parse, and use attributes and keys of `shoal` that exist."""
     for text in blocks(page, "python"):
         if text.startswith("INCLUDE "):
             continue
@@ -159,101 +147,34 @@ def test_python_blocks_are_python(page: Path):
                 assert given <= known | {"config_name"}, f"{page.name}: {sorted(given - known)}"
 
 
-# ---- errors
+# ---- the code that pages name
 
-CARRIED = {
-    "_a_model(spec)": "a model is not supported as a reward",
-    "_a_model(function)": "a model is not supported as a reward",
-    "message + ': raise it, or set sampling.long_prompts=drop'": "sampling.max_prompt_tokens is",
-}
-"""Messages that come from elsewhere -> words of theirs."""
-
-BARE = ("{self.place}: {error}", "{self._head} {outcome.text}")
-"""Messages that add a place to another one, which has its own entry."""
-
-Part = str | None
-"""A piece of a message: constant words, or None for what a run fills in."""
-
-
-def errors() -> Iterator[tuple[str, list[Part], str]]:
-    """Each `ShoalError(...)` of the source, and each breach of the rewards' convention: (place, parts, source)."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args and \
-                    node.func.id in ("ShoalError", "UnknownKey", "_Wrong"):
-                for parts in variants(node.args[0]):
-                    yield f"{path.relative_to(SOURCE)}:{node.lineno}", parts, ast.unparse(node.args[0])
-
-
-def variants(node: ast.expr) -> list[list[Part]]:
-    """The message as parts; two where a condition at its top decides between texts."""
-    if isinstance(node, ast.IfExp):
-        return [*variants(node.body), *variants(node.orelse)]
-    return [list(parts_of(node))]
-
-
-def parts_of(node: ast.expr) -> Iterator[Part]:
-    if isinstance(node, ast.Constant):
-        yield str(node.value)
-    elif isinstance(node, ast.JoinedStr):
-        for value in node.values:
-            yield from parts_of(value)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        yield from parts_of(node.left)
-        yield from parts_of(node.right)
-    else:
-        yield None
-
-
-def pattern(parts: list[Part]) -> re.Pattern[str]:
-    """What an entry must look like: the constant words as they are, anything where a run fills in."""
-    return re.compile("".join(".*" if part is None else re.escape(part) for part in parts), re.DOTALL)
-
-
-def entries() -> list[str]:
-    """The messages that the page lists: lines in backticks with a cure under them."""
-    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    return [found[1].strip() for found in re.findall(r"^(`+)(.+?)\1\n+: {3}\S", text, re.MULTILINE)]
-
-
-def has_entry(parts: list[Part], source: str, listed: list[str]) -> bool:
-    if source in CARRIED:
-        return any(CARRIED[source] in entry for entry in listed)
-    if any(source == f"f{quote}{bare}{quote}" for bare in BARE for quote in "'\""):
-        return True
-    return any(pattern(parts).fullmatch(entry) for entry in listed)
-
-
-def test_every_error_has_an_entry_in_troubleshooting():
-    listed, found = entries(), list(errors())
-    assert len(found) > 150 and len(listed) > 100
-    missing = [f"{place}: {source}" for place, parts, source in found if not has_entry(parts, source, listed)]
-    assert not missing, "docs/troubleshooting.md has no entry for:\n" + "\n".join(missing)
-
-
-def test_every_entry_is_an_error_that_can_occur():
-    found = list(errors())
-    stale = [entry for entry in entries()
-             if not any(pattern(parts).fullmatch(entry) for _, parts, _ in found)
-             and not any(words in entry for words in CARRIED.values())]
-    assert not stale, "no message of the source is like:\n" + "\n".join(stale)
+PATH = re.compile(r"(?:src|tests|benchmarks|docs|examples)/[\w./+-]*")
 
 
 @pages
-def test_errors_in_shown_output_are_those_of_today(page: Path):
-    found = list(errors())
-    for text in blocks(page, "console", "text"):
-        for line in re.findall(r"^error: (.+)$", text, re.MULTILINE):
-            assert any(sum(map(len, filter(None, parts))) > 20 and pattern(parts).fullmatch(line)
-                       for _, parts, _ in found), f"{page.name}: {line}"
+def test_every_path_in_the_prose_exists(page: Path):
+    for text in inline(page):
+        for path in PATH.findall(text):
+            if "reverse" not in path:  # the file that adding-a-task.md writes
+                assert (ROOT / path.rstrip("/.")).exists(), f"{page.name}: there is no {path}"
 
 
-def test_an_error_without_entry_would_be_found():
-    node = ast.parse("ShoalError(f'the {thing} is upside down: turn it round')", mode="eval").body
-    assert isinstance(node, ast.Call)
-    (parts,) = variants(node.args[0])
-    assert not has_entry(parts, ast.unparse(node.args[0]), entries())
-    assert has_entry(parts, ast.unparse(node.args[0]), ["the THING is upside down: turn it round"])
+def test_the_layers_of_the_architecture_page_are_those_of_the_test():
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| (`[^|]+) \|", text, re.MULTILINE)
+    assert {int(layer): tuple(re.findall(r"`(\w+)`", names)) for layer, names in rows} == LAYERS
+
+
+def test_every_function_on_the_architecture_page_exists():
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    (chain,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names = [line.split()[0] for line in chain.splitlines()]
+    assert names == path_of_the_readme()
+    for name in names:
+        assert callable(resolve(name))
+    for name in re.findall(r"`([A-Z_]{4,})`", text):  # registries
+        assert any(name in file.read_text(encoding="utf-8") for file in SOURCE.rglob("*.py")), name
 
 
 # ---- the site
@@ -271,10 +192,6 @@ def test_the_navigation_is_whole():
     listed = list(nav_pages(settings["nav"]))
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert there <= set(listed), f"not in the navigation: {sorted(there - set(listed))}"
-    titles = [next(iter(entry)) for entry in settings["nav"]]
-    assert titles == ["Start", "Own task", "Tasks", "Own reward", "Algorithms", "Evaluation", "Resume",
-                      "MaxText checkpoints", "Reading a run", "Doctor", "Command line", "Migrating", "Metrics",
-                      "Troubleshooting", "Architecture", "Decisions"]
     assert settings["plugins"] == ["search"] and settings["theme"]["font"] is False and settings["strict"]
 
 

@@ -1,4 +1,7 @@
-"""TorchRL's asynchronous GRPO by its name: samples may be one version old (`train.max_staleness=1`)."""
+"""TorchRL's asynchronous GRPO by its name: it trains on samples that are one version old (`train.max_staleness=1`).
+
+Sampling and training do not overlap yet: they take turns in one process.
+"""
 
 import sys
 

@@ -18,14 +18,14 @@ from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
     from shoal.report.result import Result
-    from shoal.rewards.scores import RewardFunction
     from shoal.tasks.task import Task
+    from shoal.types import RewardFunction
 
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
 
 CHECKPOINT_FORMATS["maxtext"] = "shoal.compat.maxtext_checkpoint:FORMAT"
 
-_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.rewards.scores", "Task": "shoal.tasks.task"}
+_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
@@ -67,11 +67,11 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
 
     config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
     if config.responses:
-        from shoal.commands.responses import judge_responses
+        from shoal.commands.responses import score_responses
 
         everything = replace(config, task=replace(config.task, num_questions=0))
         data = _task_of_data(task, held_out, correct, everything, functions)
-        return judge_responses(config, functions, _console(resolved), data)
+        return score_responses(config, functions, _console(resolved), data)
     from shoal.commands.evaluate import evaluate as run
 
     data = _task_of_data(task, held_out, correct, config, functions)
@@ -115,7 +115,7 @@ def _task_of_data(task: Any, held_out: Any, correct: Any, config: Any, functions
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
     """The configuration with the names of the functions given, so that a run folder shows that there were some."""
-    from shoal.rewards.scores import name_functions
+    from shoal.rewards.functions import name_functions
     from shoal.tasks.task import FROM_PYTHON
 
     if not functions:

@@ -40,7 +40,8 @@ OTHER_WORDS = ("help", "completion")
 ENTRIES: Mapping[str, str] = {
     "train": "train:train", "doctor": "doctor:doctor", "eval": "evaluate:evaluate", "generate": "generate:generate",
     "export": "export:export", "convert": "convert:convert", "replay": "replay:replay", "rescore": "rescore:rescore",
-    "diff": "diff:diff", "export-rollouts": "export_rollouts:export_rollouts", "pretrain": "pretrain:pretrain",
+    "diff": "diff:diff", "groups": "groups:groups", "export-rollouts": "export_rollouts:export_rollouts",
+    "pretrain": "pretrain:pretrain",
 }
 """Command -> `module:function` in `shoal.commands`, called with the configuration and `console`."""
 
@@ -189,7 +190,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     console = Console()
     for note in resolved.notes:
         console.note(note)
-    entry = "responses:judge_responses" if command == "eval" and config.responses else ENTRIES[command]
+    entry = "responses:score_responses" if command == "eval" and config.responses else ENTRIES[command]
     module, _, function = entry.partition(":")
     try:
         return getattr(importlib.import_module(f"shoal.commands.{module}"), function)(config, console=console)

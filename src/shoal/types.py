@@ -18,12 +18,14 @@ Words, used in code, metrics and documents alike:
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import hashlib
 import inspect
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -39,6 +41,39 @@ class ShoalError(Exception):
     """A mistake that a user can mend: its text says what was wanted, what came and what to change.
 
     The command line prints it alone, without a traceback."""
+
+
+class StopRequested(KeyboardInterrupt):
+    """Raised where a run can be left after somebody asked it to stop; the step under way is given up."""
+
+
+class StopSignal:
+    """Whether somebody asked the run to stop. Loops and waits call `check` wherever the step can be given up."""
+
+    def __init__(self) -> None:
+        self.requested_at: float | None = None
+        self.raises_at_once = False
+
+    def request(self) -> None:
+        if self.requested_at is None:
+            self.requested_at = time.monotonic()
+        if self.raises_at_once:
+            raise StopRequested
+
+    def check(self, patience_seconds: float = 0.0) -> None:
+        """Raises StopRequested once a request is so many seconds old."""
+        if self.requested_at is not None and time.monotonic() - self.requested_at >= patience_seconds:
+            raise StopRequested
+
+    @contextlib.contextmanager
+    def raising_at_once(self) -> Iterator[None]:
+        """Around a wait, or a call of a user's code, that may hang: a signal raises StopRequested out of it."""
+        self.check()
+        self.raises_at_once = True
+        try:
+            yield
+        finally:
+            self.raises_at_once = False
 
 
 class Purpose(enum.StrEnum):

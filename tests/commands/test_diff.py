@@ -1,4 +1,4 @@
-"""Where two runs part, and the key that did it: whole runs, and stored steps that differ in one place."""
+"""Where two runs diverge, and the key that caused it: whole runs, and stored steps that differ in one place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import Workshop, metrics, quick_compilation, read_lines
+from tiny_runs import Workshop, metrics, quick_compilation, read_lines, rewrite_groups
 
-from shoal.commands.diff import diff
+from shoal.commands.diff import diff, find_divergence, likely_keys
+from shoal.commands.group_difference import GroupDifference, step_difference
 from shoal.config.schema import DiffConfig
-from shoal.report.difference import Place, parting, step_difference, suspects
 from shoal.report.groups import StoredGroup
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
@@ -44,74 +44,88 @@ def trained(workshop: Workshop, name: str, *changes: str) -> Path:
 
 def test_the_same_run_twice_is_identical(workshop, first, capsys):
     result = compared(first, trained(workshop, "second"))
-    assert result["identical"] is True and result["parted"] is None and result["likely_keys"] == []
+    assert result["identical"] is True and result["divergence"] is None and result["likely_keys"] == []
     assert result["steps_compared"] == result["group_steps_compared"] == "1-2"
     assert list(result["config"]) == ["run_name"]
-    assert "identical over steps 1-2 and 2 evaluations, clocks apart" in capsys.readouterr().out
+    assert "identical over steps 1-2 and 2 evaluations, clocks aside" in capsys.readouterr().out
 
 
 def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, capsys):
-    other = trained(workshop, "rate", "optimizer.lr=2e-2", "report.groups_format=parquet")
+    other = trained(workshop, "rate", "optimizer.lr=2e-2")
     result = compared(first, other)
-    assert result["identical"] is False and result["parted"]["stage"] == "update" and result["parted"]["step"] == 1
+    assert result["identical"] is False
+    assert (result["divergence"]["stage"], result["divergence"]["step"]) == ("update", 1)
     assert result["first_metrics"]["step"] == 1
     assert result["first_metrics"]["metrics"] == {"lr": pytest.approx([0.01, 0.02])}
     assert result["first_group_difference"] is None and result["likely_keys"] == ["optimizer.lr"]
-    assert "most likely by optimizer.lr" in capsys.readouterr().out
+    assert "the likeliest cause is optimizer.lr" in capsys.readouterr().out
 
 
-def edited(run: Path, folder: Path, setting: tuple[str, str], change: Callable[[list[dict]], None]) -> Path:
+def edited(run: Path, folder: Path, setting: tuple[str, str],
+           change: Callable[[list[StoredGroup]], list[StoredGroup]] = list) -> Path:
     """A copy with another setting and what it would have done to the groups of its first step."""
     copy = shutil.copytree(run, folder / "copy")
-    config, file = copy / "config.yaml", copy / "groups" / "step_000001.jsonl"
+    config = copy / "config.yaml"
     assert setting[0] in config.read_text()
     config.write_text(config.read_text().replace(*setting))
-    groups = read_lines(file)
-    change(groups)
-    file.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    rewrite_groups(copy / "groups" / "step_000001.parquet", change)
     return copy
 
 
-def test_another_seed_draws_other_prompts(first, tmp_path):
-    copy = edited(first, tmp_path, ("seed: 0", "seed: 1"), lambda groups: groups[1].update(row=19))
+def with_completion(stored: StoredGroup, index: int, **changes) -> StoredGroup:
+    """The group with one completion changed."""
+    completions = list(stored.group.completions)
+    completions[index] = dataclasses.replace(completions[index], **changes)
+    return dataclasses.replace(stored, group=dataclasses.replace(stored.group, completions=tuple(completions)))
+
+
+def test_another_seed_gives_other_prompts(first, tmp_path):
+    def other_row(stored: list[StoredGroup]) -> list[StoredGroup]:
+        example = dataclasses.replace(stored[1].group.example, row=19)
+        return [stored[0], dataclasses.replace(stored[1], group=dataclasses.replace(stored[1].group, example=example))]
+
+    copy = edited(first, tmp_path, ("seed: 0", "seed: 1"), other_row)
     (copy / "metrics.jsonl").write_text(json.dumps(metrics(first)[0]) + "\n")
-    (copy / "groups" / "step_000002.jsonl").unlink()
+    (copy / "groups" / "step_000002.parquet").unlink()
     result = compared(first, copy)
-    assert result["parted"] == {"step": 1, "stage": "data", "says": "the data or its order parts first, at step 1"}
+    assert result["divergence"] == {"step": 1, "stage": "data",
+                                    "sentence": "the data or its order differs first, at step 1"}
     assert result["likely_keys"] == ["seed"] == list(result["config"])
     assert result["num_steps"] == [2, 1] and result["steps_compared"] == "1"
     place = result["first_group_difference"]
     assert (place["what"], place["group"], place["values"][1]) == ("data row", 1, 19)
 
 
-def test_another_temperature_draws_other_tokens(first, tmp_path, capsys):
-    def other_token(groups: list[dict]) -> None:
-        groups[0]["completions"][2]["token_ids"][5] += 1
-        groups[1]["completions"][0]["reward"] = 7.0
+def test_another_temperature_gives_other_tokens(first, tmp_path, capsys):
+    def other_token(stored: list[StoredGroup]) -> list[StoredGroup]:
+        ids, rewards = stored[0].group.completions[2].token_ids.copy(), stored[1].group.rewards.copy()
+        ids[5] += 1
+        rewards[0] = 7.0
+        rewarded = dataclasses.replace(stored[1], group=dataclasses.replace(stored[1].group, rewards=rewards))
+        return [with_completion(stored[0], 2, token_ids=ids), rewarded]
 
     result = compared(first, edited(first, tmp_path, ("temperature: 1.0", "temperature: 0.5"), other_token))
     place = result["first_group_difference"]
-    assert result["parted"]["stage"] == place["stage"] == "sampling"
+    assert result["divergence"]["stage"] == place["stage"] == "sampling"
     assert (place["group"], place["completion"], place["token"]) == (0, 2, 5)
     assert place["values"][1] == place["values"][0] + 1 and result["likely_keys"] == ["sampling.temperature"]
     assert "group 0, completion 2, token 5: token is" in capsys.readouterr().out
 
 
 def test_a_limit_that_is_first_felt_later_is_no_difference_of_weights(first, tmp_path):
-    def untouched(groups: list[dict]) -> None:
-        assert groups
+    def shorter(stored: list[StoredGroup]) -> list[StoredGroup]:
+        completions = stored[0].group.completions
+        longest = max(completions, key=len)
+        arrays = [{name: values[:-1] for name, values in one.items()} if i == longest.index else one
+                  for i, one in enumerate(stored[0].token_arrays)]
+        names = ("token_ids", "logprobs", "loss_mask", "versions")
+        changed = with_completion(stored[0], longest.index, **{name: getattr(longest, name)[:-1] for name in names})
+        return [dataclasses.replace(changed, token_arrays=tuple(arrays)), *stored[1:]]
 
-    copy = edited(first, tmp_path, ("max_completion_tokens: 12", "max_completion_tokens: 11"), untouched)
-    file = copy / "groups" / "step_000002.jsonl"
-    groups = read_lines(file)
-    longest = max(groups[0]["completions"], key=lambda completion: len(completion["token_ids"]))
-    for name in ("token_ids", "logprobs", "trainer_logprobs"):
-        longest[name] = longest[name][:-1] if name in longest else longest.get(name)
-    file.write_text("".join(json.dumps({**group, "completions": [
-        {key: value for key, value in one.items() if value is not None} for one in group["completions"]]}) + "\n"
-        for group in groups))
+    copy = edited(first, tmp_path, ("max_completion_tokens: 12", "max_completion_tokens: 11"))
+    rewrite_groups(copy / "groups" / "step_000002.parquet", shorter)
     result = compared(first, copy)
-    assert result["parted"] == {"step": 2, "stage": "sampling", "says": "sampling parts first, at step 2"}
+    assert result["divergence"] == {"step": 2, "stage": "sampling", "sentence": "sampling differs first, at step 2"}
     assert result["likely_keys"] == ["sampling.max_completion_tokens"]
 
 
@@ -122,14 +136,14 @@ def test_evaluations_are_compared_too(first, tmp_path, capsys):
     lines[-1][name] = value + 1
     (copy / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = compared(first, copy)
-    assert result["identical"] is False and result["parted"]["stage"] == "evaluation"
-    assert result["first_evaluation"]["version"] == 2 == result["parted"]["step"]
+    assert result["identical"] is False and result["divergence"]["stage"] == "evaluation"
+    assert result["first_evaluation"]["version"] == 2 == result["divergence"]["step"]
     assert result["first_evaluation"]["figures"] == {name: [value, value + 1]}
-    assert "the steps are the same, the evaluation of version 2" in capsys.readouterr().out
+    assert "the steps are identical, the evaluation of version 2" in capsys.readouterr().out
     (copy / "evaluations.jsonl").write_text(json.dumps(lines[0]) + "\n")
     result = compared(first, copy)
     assert result["identical"] is True and result["evaluations_compared"] == 1
-    assert "the 1 that both have are compared" in capsys.readouterr().out
+    assert "the 1 of both are compared" in capsys.readouterr().out
 
 
 def test_runs_that_are_cut_or_have_no_groups(first, tmp_path, capsys):
@@ -140,13 +154,13 @@ def test_runs_that_are_cut_or_have_no_groups(first, tmp_path, capsys):
     result = compared(first, copy)
     assert result["identical"] is True and result["torn"] == [False, True] and result["finished"] == [True, False]
     out = capsys.readouterr().out
-    assert "the last line of metrics.jsonl of copy is not whole" in out and "copy has not ended" in out
+    assert "the last line of metrics.jsonl of copy is incomplete" in out and "copy has not finished" in out
     shutil.rmtree(copy / "groups")
     rows = metrics(first)
     rows[1]["reward/mean"] += 1
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = compared(first, copy)
-    assert result["parted"]["step"] == 2 and result["parted"]["stage"] == "rewards"
+    assert result["divergence"]["step"] == 2 and result["divergence"]["stage"] == "rewards"
     assert "metrics alone are compared" in capsys.readouterr().out
     (copy / "metrics.jsonl").unlink()
     assert compared(first, copy)["identical"] is False
@@ -170,7 +184,7 @@ def stored(**changes) -> StoredGroup:
                                **beside)
 
 
-def drawn(index: int, **changes) -> tuple[Completion, ...]:
+def changed_completions(index: int, **changes) -> tuple[Completion, ...]:
     """The completions, one of them changed."""
     both = list(stored().group.completions)
     both[index] = dataclasses.replace(both[index], **changes)
@@ -184,12 +198,12 @@ OTHER = np.array([-1, -2, np.nextafter(np.float32(-3), np.float32(0))], np.float
     ({"example": Example(8, "prompt", {"answer": "5"})}, ("data", "data row", None, None)),
     ({"example": Example(7, "prompt", {"answer": "6"})}, ("data", "data column", None, None)),
     ({"prompt_ids": np.array([1, 3], np.int32)}, ("data", "prompt token", None, 1)),
-    ({"completions": drawn(1, token_ids=np.array([4, 9, 6], np.int32))}, ("sampling", "token", 1, 1)),
-    ({"completions": drawn(0, logprobs=OTHER)}, ("sampling", "log-prob", 0, 2)),
-    ({"completions": drawn(0, token_ids=np.array([4], np.int32), logprobs=np.array([-1], np.float32))},
+    ({"completions": changed_completions(1, token_ids=np.array([4, 9, 6], np.int32))}, ("sampling", "token", 1, 1)),
+    ({"completions": changed_completions(0, logprobs=OTHER)}, ("sampling", "log-prob", 0, 2)),
+    ({"completions": changed_completions(0, token_ids=np.array([4], np.int32), logprobs=np.array([-1], np.float32))},
      ("sampling", "length", 0, 1)),
-    ({"completions": drawn(1, stop_reason=StopReason.LENGTH)}, ("sampling", "stop reason", 1, None)),
-    ({"completions": drawn(0)[:1]}, ("sampling", "number of completions", 1, None)),
+    ({"completions": changed_completions(1, stop_reason=StopReason.LENGTH)}, ("sampling", "stop reason", 1, None)),
+    ({"completions": changed_completions(0)[:1]}, ("sampling", "number of completions", 1, None)),
     ({"rewards": np.array([1.5, np.nan])}, ("rewards", "reward", 0, None)),
     ({"rewards": np.array([1.0, 2.0])}, ("rewards", "reward", 1, None)),
     ({"reward_components": {"f": np.array([2.0, np.nan])}}, ("rewards", "rewards/f", 0, None)),
@@ -212,36 +226,39 @@ def test_the_first_place_of_a_step_is_found_by_stage(changes, wanted):
 
 def test_a_step_with_more_groups():
     found = step_difference(1, [stored()], [stored(), stored()])
-    assert found == Place(1, "data", "number of groups", 1, values=(1, 2))
+    assert found == GroupDifference(1, "data", "number of groups", 1, values=(1, 2))
 
 
-def test_which_stage_parted_first():
-    token = Place(3, "sampling", "token", 0, 0, 0)
-    assert parting(None, None, None, [1]) is None
-    weights = parting(token, 2, None, [1, 2, 3])
+def test_the_stage_that_differs_first():
+    token = GroupDifference(3, "sampling", "token", 0, 0, 0)
+    assert find_divergence(None, None, None, [1]) is None
+    weights = find_divergence(token, 2, None, [1, 2, 3])
     assert weights is not None and weights.stages == ("update", "sampling") and "version 2" in weights.sentence
-    unseen = parting(token, 2, None, [1, 3])
-    assert unseen is not None and unseen.stages == ("update", "sampling") and "not all compared" in unseen.sentence
-    warmer = parting(token, 2, None, [1, 2, 3], ["sampling.temperature"])
-    assert warmer is not None and warmer.stages == ("sampling", "update") and "same in all else" not in warmer.sentence
-    rate = parting(token, 2, None, [1, 2, 3], ["optimizer.lr", "run_name"])
+    unseen = find_divergence(token, 2, None, [1, 3])
+    assert unseen is not None and unseen.stages == ("update", "sampling")
+    assert "not all groups of steps 1 to 2 were compared" in unseen.sentence
+    warmer = find_divergence(token, 2, None, [1, 2, 3], ["sampling.temperature"])
+    assert warmer is not None and warmer.stages == ("sampling", "update")
+    assert "equal in everything" not in warmer.sentence
+    rate = find_divergence(token, 2, None, [1, 2, 3], ["optimizer.lr", "run_name"])
     assert rate is not None and rate.sentence == weights.sentence
     for what in ("length", "stop reason", "number of completions"):
-        ends = parting(Place(3, "sampling", what, 0, 0, 0), 2, None, [1, 2, 3])
-        assert ends is not None and ends.stages == ("sampling",) and ends.sentence == "sampling parts first, at step 3"
-    first_weights = parting(token, 0, None, [1])
+        ends = find_divergence(GroupDifference(3, "sampling", what, 0, 0, 0), 2, None, [1, 2, 3])
+        assert ends is not None and ends.stages == ("sampling",)
+        assert ends.sentence == "sampling differs first, at step 3"
+    first_weights = find_divergence(token, 0, None, [1])
     assert first_weights is not None and first_weights.stages == ("sampling",)
-    update = parting(None, None, (2, {"grad_norm": (1, 2)}), [1, 2])
+    update = find_divergence(None, None, (2, {"grad_norm": (1, 2)}), [1, 2])
     assert update is not None and update.stages == ("update",) and update.step == 2
-    unknown = parting(None, None, (2, {"completions/truncated": (0, 1), "loss": (0, 1)}), [])
+    unknown = find_divergence(None, None, (2, {"completions/truncated": (0, 1), "loss": (0, 1)}), [])
     assert unknown is not None and unknown.stages[0] == "sampling"
 
 
-def test_suspects_are_the_keys_of_the_stage_the_likeliest_first():
+def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     keys = ["optimizer.lr", "seed", "task.path", "report.groups", "algorithm.clip_low"]
-    assert suspects(["data"], keys) == ["seed", "task.path"]
-    assert suspects(["update", "sampling"], keys) == ["algorithm.clip_low", "optimizer.lr", "seed"]
-    assert suspects(["rewards"], ["run_name"]) == []
+    assert likely_keys(["data"], keys) == ["seed", "task.path"]
+    assert likely_keys(["update", "sampling"], keys) == ["algorithm.clip_low", "optimizer.lr", "seed"]
+    assert likely_keys(["rewards"], ["run_name"]) == []
 
 
 def test_rescoring_and_comparing_load_no_jax():

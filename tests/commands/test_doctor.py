@@ -23,8 +23,8 @@ from shoal.config.compose import compose
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import name_functions
+from shoal.rewards.functions import name_functions
+from shoal.rewards.pool import RewardPool
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget, explain_out_of_memory, machine_memory
 from shoal.run.preflight.reporter import key_in
 from shoal.run.preflight.reward import (
@@ -165,8 +165,7 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("optimizer.lr=0.05", "optimizer.lr", "destroy the model", "wrong"),
     ("optimizer.warmup_steps=40", "optimizer.warmup_steps", "only begins to rise", "warning"),
     ("sampling.temperature=0", "sampling.temperature", "every completion of a group would be the same", "wrong"),
-    ("sampling.top_p=0.9&algorithm.match_sampling_support=false", "algorithm.match_sampling_support", "is biased",
-     "warning"),
+    ("sampling.top_p=0.9&algorithm.match_sampling_support=false", "algorithm.match_sampling_support", "is biased", "warning"),
     ("algorithm.loss=gspo-token", "algorithm.loss", "practically never clips", "warning"),
     ("reward.weights=0", "reward.weights", "all 0", "wrong"),
     ("base_output_directory={folder}/rewards.py", "base_output_directory", "is a file", "wrong"),
@@ -395,7 +394,7 @@ def test_the_form_that_a_reward_wants_is_found(function, form):
     def wanted(completions, answer, **_):
         return [float(function(text, gold)) for text, gold in zip(completions, answer, strict=True)]
 
-    judge = Judge(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
+    judge = RewardPool(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
     tried = probe(judge, [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)], lambda text: text.encode())
     judge.close()
     assert tried.form == form and tried.total("right") == 1 and tried.total("wrong") == tried.total("empty") == 0
@@ -405,7 +404,7 @@ def test_the_form_that_a_reward_wants_is_found(function, form):
 def test_the_brief_says_what_a_step_is_and_what_the_reward_says(workshop):
     config, _ = compose("train", ["reward.workers=0"])
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
-    judge = Judge(task.rewards, config.reward)
+    judge = RewardPool(task.rewards, config.reward)
     example = task.train[0]
     found = check_first_prompt(config, tokenizer, Prepared(example, tokenizer.encode_prompt(example.prompt)), judge)
     judge.close()
@@ -421,7 +420,7 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
     config, _ = compose("train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:{name}", *changes])
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
     first = Prepared(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
-    with Judge(task.rewards, config.reward) as judge:
+    with RewardPool(task.rewards, config.reward) as judge:
         return [f.text for f in check_first_prompt(config, tokenizer, first, judge) if f.level == "warning"]
 
 

@@ -106,7 +106,7 @@ def test_greedy_by_hand():
     assert (figures["accuracy"], figures["num_questions"], figures["protocol"]) == (3 / 4, 4, "greedy")
     assert figures["accuracy_interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
     assert figures["prompt_strict"] == 3 / 4 and figures["mean_reward"] == figures["rewards/own"] == 9.5 / 4
-    assert (figures["mean_length"], figures["cut"]) == (2, 1)
+    assert (figures["mean_length"], figures["truncated"]) == (2, 1)
     assert "well_formed" not in figures
 
 
@@ -171,7 +171,7 @@ def test_samples_are_left_out(temperature, pass_k, sampled):
     assert len(source.asked) == len(groups) == 1 and "sampled_protocol" not in figures["main"]
 
 
-def test_progress_is_told_every_ten_seconds():
+def test_progress_is_printed_early_and_then_every_ten_seconds():
     now, stream = [0.0], io.StringIO()
     console = Console(stream, terminal=False, clock=lambda: now[0])
     for part in ("held_out, greedy", "held_out, sampled"):
@@ -180,7 +180,7 @@ def test_progress_is_told_every_ten_seconds():
             console.answered(part, done, 30)
     assert stream.getvalue().splitlines() == [
         f"{part}: {done} of 30, 0:{left} left" for part in ("held_out, greedy", "held_out, sampled")
-        for done, left in ((11, 19), (21, "09"))]
+        for done, left in ((3, 27), (13, 17), (23, "07"))]
 
 
 # ---- shoal eval
@@ -213,9 +213,9 @@ def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_
         files.append(json.loads(file.read_text()))
     assert {file.pop("model") for file in files} == {str(run), str(run / "checkpoints" / "1"), str(tmp_path / "model")}
     assert files[0] == files[1] == files[2]
-    told = files[0]
-    assert (told["task"], told["seed"], told["max_completion_tokens"]) == ("gsm8k", 0, 12)
-    figures, rows = told["held_out"], told["rows"]
+    first = files[0]
+    assert (first["task"], first["seed"], first["max_completion_tokens"]) == ("gsm8k", 0, 12)
+    figures, rows = first["held_out"], first["rows"]
     last = read_lines(run / "evaluations.jsonl")[-1]
     for name in ("accuracy", "num_questions", "protocol", "mean_reward", "rewards/vowels", "mean_length", "pass@4"):
         assert figures[name] == last[name]
@@ -247,7 +247,7 @@ def test_words(workshop):
     figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
                              task__num_questions=3, sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4})
     assert list(figures) == ["held_out", "unseen_templates"]
-    assert all(own["num_questions"] == 3 and own["cut"] == 1 for own in figures.values())
+    assert all(own["num_questions"] == 3 and own["truncated"] == 1 for own in figures.values())
     assert {"pass@2", "maj@2"} & set(figures["held_out"]) and "pass@2" not in figures["unseen_templates"]
     assert figures["held_out"]["data"] == "words, model.template"
 
@@ -282,14 +282,14 @@ def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
     assert json.loads(out)["held_out"]["num_questions"] == 3 and "all its 3 rows are evaluated on" in err
 
 
-def test_an_output_that_cannot_be_is_met_first(workshop, tmp_path, capsys):
+def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(words(workshop, "no-such-model", f"output={tmp_path / 'file' / 'a.json'}")) == 2
     assert "is a file, not a folder" in capsys.readouterr().err
     assert cli.main(words(workshop, "no-such-model", "output=/proc/none/a.json")) == 2
     assert "output=/proc/none/a.json cannot be written" in capsys.readouterr().err
     own = Task("own", (), {"rows": (Example(0, "?"),)}, ())
-    with pytest.raises(shoal.ShoalError, match="cannot be called 'rows' there"):
+    with pytest.raises(shoal.ShoalError, match="is called 'rows', the name of a field"):
         shoal.evaluate(task=own, model=str(workshop.model), output=str(tmp_path / "a.json"),
                        reward=lambda completions, **_: [0.0] * len(completions))
 

@@ -1,4 +1,4 @@
-"""Sweeps: which words are one, what runs where, what is left and shown; failures and Ctrl-C."""
+"""Sweeps: which words are swept, the folder and record of each run, failures and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_sweep_is_read_by_hydras_grammar(word, texts):
     ("run_name=", "run_name="),
     ("--report.tensorboard", "--report.tensorboard"),
 ])
-def test_what_is_no_sweep_stays_whole(word, plain):
+def test_a_value_that_is_no_sweep_is_unchanged(word, plain):
     assert list(multirun.combine(Config, [word])) == [({}, [plain])]
 
 
@@ -114,7 +114,7 @@ def test_a_sweeps_folder_is_under_the_base(monkeypatch, tmp_path):
      [(0, 8), (0, 8)]),
     (["batch.prompts_per_step=8", "per_device_batch_size=1,2"], ("batch.prompts_per_device",), [(1,), (2,)]),
 ])
-def test_of_two_names_for_one_key_the_later_stands_in_a_sweep_too(words, keys, values):
+def test_of_two_names_for_one_key_the_later_counts_in_a_sweep_too(words, keys, values):
     found = [compose("train", line)[0] for _, line in multirun.combine(Config, words)]
     assert [tuple(get_value(config, key) for key in keys) for config in found] == values
 
@@ -125,7 +125,7 @@ def test_of_two_names_for_one_key_the_later_stands_in_a_sweep_too(words, keys, v
     (["run_name=a,b"], "run_name=a,b: this key cannot be swept"),
     (["stpes=1,2"], "did you mean steps?"),
     (["steps=1,x"], "steps='x': expected a whole number"),
-    (["resume=last", "seed=1,2"], "resume=last: a sweep goes on by the same run_name"),
+    (["resume=last", "seed=1,2"], "resume=last: a sweep is resumed by giving the same run_name"),
     (["model=glob(*)"], "cannot be read as values"),
 ])
 def test_a_mistake_ends_the_sweep_before_it_begins(words, part, capsys, tmp_path, monkeypatch):
@@ -180,10 +180,10 @@ def test_runs_their_cost_their_table_and_their_record(ran, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 runs, one after the other: 15 steps, 1920 completions to train on")
     head, *rows = [line.split() for line in lines[lines.index("== runs") + 1:-1]]
-    assert head == ["run", "seed", "state", "before", "after", "seconds", "folder"]
-    assert rows == [["0", "1", "done", "25.0%", "50.0%", "7", "outputs/sweep/0"],
+    assert head == ["run", "seed", "state", "before", "after", "time", "folder"]
+    assert rows == [["0", "1", "done", "25.0%", "50.0%", "7.4", "s", "outputs/sweep/0"],
                     ["1", "13", "failed", "(3)", "outputs/sweep/1"],
-                    ["2", "2", "done", "25.0%", "50.0%", "7", "outputs/sweep/2"]]
+                    ["2", "2", "done", "25.0%", "50.0%", "7.4", "s", "outputs/sweep/2"]]
     record = json.loads(Path("outputs/sweep/multirun.json").read_text())
     assert (record["keys"], record["num_failed"], len(record["runs"])) == (["seed"], 1, 3)
     assert record["runs"][0] == {
@@ -191,7 +191,7 @@ def test_runs_their_cost_their_table_and_their_record(ran, capsys):
         "accuracy_before": 0.25, "accuracy_after": 0.5, "seconds_total": 7.4}
 
 
-def test_the_same_command_goes_on_and_another_sweep_is_refused(ran, capsys):
+def test_the_same_command_resumes_and_another_sweep_is_refused(ran, capsys):
     assert cli.main(["train", "-m", "seed=1,2", "run_name=sweep"]) == 0
     assert cli.main(["train", "-m", "seed=1,2,3", "run_name=sweep"]) == 0
     assert len(ran) == 5
@@ -207,7 +207,7 @@ def test_the_same_command_goes_on_and_another_sweep_is_refused(ran, capsys):
     assert len(ran) == 5
 
 
-def test_an_interrupt_stops_the_sweep_and_says_how_to_go_on(ran, capsys):
+def test_an_interrupt_stops_the_sweep_and_says_how_to_resume(ran, capsys):
     assert cli.main(["train", "-m", "seed=99,1", "base_output_directory=b"]) == 130
     out, err = capsys.readouterr()
     assert len(ran) == 1 and " interrupted " in out and " not run " in out
@@ -215,7 +215,7 @@ def test_an_interrupt_stops_the_sweep_and_says_how_to_go_on(ran, capsys):
     record = json.loads((root / "multirun.json").read_text())
     assert (record["num_failed"], [run["state"] for run in record["runs"]]) == (0, ["interrupted", "not run"])
     assert err == (f"interrupted; the same command with base_output_directory={root.parent} run_name={root.name} "
-                   "goes on\n")
+                   "resumes it\n")
     place = [f"base_output_directory={root.parent}", f"run_name={root.name}"]
     assert cli.main(["train", "-m", "seed=99,1", *place]) == 130
     assert ran[0][-2:] == ran[1][-2:]
@@ -227,7 +227,7 @@ def test_a_dry_run_of_a_sweep_starts_nothing(ran, capsys):
     assert ran == [] and list(Path().iterdir()) == []
 
 
-def test_a_dry_run_of_a_sweep_says_what_flags_of_others_became(ran, capsys):
+def test_a_dry_run_of_a_sweep_lists_converted_flags(ran, capsys):
     words = ["seed=1,2", "run_name=a", "max_target_length=768", "num_generations=4", "algorithm=dapo"]
     assert cli.main(["train", "-m", "--dry-run", *words]) == 0
     first, *said, last, _ = capsys.readouterr().out.splitlines()
@@ -244,7 +244,7 @@ def test_a_dry_run_of_a_sweep_says_what_flags_of_others_became(ran, capsys):
     (["batch.prompts_per_device=0,5"],
      "6 steps, 24 completions (1 run) and 60 completions on each device (1 run) to train on, and"),
 ])
-def test_the_cost_is_told_by_what_is_counted(words, part):
+def test_the_cost_by_the_unit_that_is_counted(words, part):
     words = ["steps=3", "batch.prompts_per_step=2", "batch.group_size=4", *words]
     configs = [compose("train", line)[0] for _, line in multirun.combine(Config, words)]
     assert multirun.cost_text(configs) == f"2 runs, one after the other: {part} their evaluations"
@@ -261,8 +261,8 @@ def test_a_process_is_a_shoal_of_its_own(capfd, monkeypatch):
     assert "seed='x'" in capfd.readouterr().err
 
 
-def test_real_runs_and_going_on(tmp_path, capfd, monkeypatch):
-    """The runs themselves, in this process: one that cannot be, and one that is passed over when it is there."""
+def test_real_runs_and_resuming(tmp_path, capfd, monkeypatch):
+    """The runs themselves, in this process: one that cannot be, and one that is skipped when it is finished."""
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
     with quick_compilation():
         workshop = Workshop(tmp_path, num_hidden_layers=1)
@@ -302,7 +302,7 @@ def test_ctrl_c_reaches_the_run_and_is_waited_for(tmp_path):
         process.kill()
     assert process.returncode == 130, err
     assert log.read_text() == "began\nended\n"
-    assert err.endswith("base_output_directory=outputs run_name=a goes on\n") and "== runs" in out
+    assert err.endswith("base_output_directory=outputs run_name=a resumes it\n") and "== runs" in out
 
 
 def test_a_process_that_was_interrupted_stops_the_sweep(monkeypatch, tmp_path):

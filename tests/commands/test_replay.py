@@ -1,4 +1,4 @@
-"""Any stored group is drawn again bit for bit, whatever checkpoints are left; what has changed since is named."""
+"""Any stored group is sampled again bit for bit, whatever checkpoints remain; what has changed since is named."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, checkpoints, quick_compilation
 
-from shoal.commands.replay import check_prompt, first_difference, replay
+from shoal.commands.replay import check_prompt, describe_completion_difference, replay
 from shoal.config.schema import MeshSection, ReplayConfig
+from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.report.groups import group_records, groups_name
-from shoal.report.groups_table import to_parquet
+from shoal.report.groups import groups_name, write_file
 from shoal.report.reading import read_config, read_groups
-from shoal.types import Group, ShoalError
+from shoal.trainer.checkpoint import MODEL_FOLDER
+from shoal.types import ShoalError
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def run(workshop) -> Path:
     """Two steps and, resumed, a third, with a reference and two mini-batches; of the versions 1 to 3 only the second
     and the last remain."""
     words = ("algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "checkpoint.every=1",
-             "checkpoint.keep_last=2", "report.groups_format=parquet", "task.num_questions=2", "train.pass_k=0")
+             "checkpoint.keep_last=2", "task.num_questions=2", "train.pass_k=0")
     workshop.train("first", "steps=2", *words)
     run = workshop.train("first", "steps=3", *words)
     assert checkpoints(run) == [2, 3]
@@ -40,7 +41,7 @@ def run(workshop) -> Path:
 
 
 def copy_of(run: Path, folder: Path, config: tuple[str, str] = ("", "")) -> Path:
-    """With another setting in all its parts."""
+    """With another setting in all its segments."""
     target = shutil.copytree(run, folder / "copy")
     for file in target.glob("config*.yaml"):
         text = file.read_text()
@@ -53,20 +54,20 @@ def again(run: Path, step: int = 1, group: int = 0, **changes) -> dict:
     return replay(ReplayConfig(run=str(run), step=step, group=group, **changes))
 
 
-@pytest.mark.parametrize(("step", "group", "start", "learnt"), [(1, 1, 0, 0), (2, 0, 0, 2), (3, 1, 2, 0)])
-def test_groups_of_every_step_are_drawn_again_bit_for_bit(run, step, group, start, learnt, capsys):
-    """Step 2 was drawn by version 1, which no checkpoint holds: it is learnt again from the stored groups."""
+@pytest.mark.parametrize(("step", "group", "start", "retrained"), [(1, 1, 0, 0), (2, 0, 0, 2), (3, 1, 2, 0)])
+def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, start, retrained, capsys):
+    """Step 2 was sampled by version 1, which no checkpoint holds: it is retrained on the stored groups."""
     result = again(run, step, group)
     assert result["identical"] is True and result["difference"] is None
-    assert result["weights"]["updates_learnt_again"] == learnt and result["weights"]["parted"] is None
-    assert result["weights"]["verified"] is (True if learnt else None)  # by the log-probs of the step's own update
+    assert result["weights"]["updates_retrained"] == retrained and result["weights"]["diverged_at"] is None
+    assert result["weights"]["verified"] is (True if retrained else None)  # by the log-probs of the step's own update
     assert result["weights"]["settings"] == {"steps": [2, 3]}
-    assert result["weights"]["from"].startswith(f"checkpoint {start}" if start else "first weights")
+    assert result["weights"]["source"].startswith(f"checkpoint {start}" if start else "first weights")
     assert result["prompt_check"] == {"same": True, "reason": ""}
-    assert "identical: drawn again bit for bit" in capsys.readouterr().out
+    assert "identical: sampled again bit for bit" in capsys.readouterr().out
     stored = read_groups(run, step)[group]
     for i, completion in enumerate(result["completions"]):
-        assert completion["text"] == completion["drawn_text"] == stored.texts[i]
+        assert completion["text"] == completion["sampled_text"] == stored.texts[i]
         assert [token["id"] for token in completion["tokens"]] == stored.completions[i].token_ids.tolist()
         assert [np.float32(token["logprob"]) for token in completion["tokens"]] == \
             stored.completions[i].logprobs.tolist()
@@ -74,20 +75,20 @@ def test_groups_of_every_step_are_drawn_again_bit_for_bit(run, step, group, star
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
-def test_without_any_checkpoint_all_is_learnt_again(run, tmp_path, capsys):
+def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
     copy = copy_of(run, tmp_path)
     shutil.rmtree(copy / "checkpoints")
     result = again(copy, 3)
     assert result["identical"] is True
-    assert result["weights"]["steps_learnt_again"] == 2 and result["weights"]["updates_learnt_again"] == 4
-    assert "learning again from the stored groups of step 1-2, from first weights" in capsys.readouterr().out
+    assert result["weights"]["steps_retrained"] == 2 and result["weights"]["updates_retrained"] == 4
+    assert "retraining on the stored groups of step 1-2, from first weights" in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_passed_over(run, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):
     copy = copy_of(run, tmp_path)
     shutil.rmtree(copy / "checkpoints" / "2" / "extra")
     result = again(copy, 3)
-    assert result["identical"] is True and result["weights"]["steps_learnt_again"] == 2
+    assert result["identical"] is True and result["weights"]["steps_retrained"] == 2
     assert "the one before it is used" in capsys.readouterr().out
 
 
@@ -98,27 +99,27 @@ def test_groups_of_an_evaluation(run):
     assert groups_name(read_groups(run, 3, greedy)) == greedy
 
 
-def test_other_settings_are_found_out(run, tmp_path, capsys):
-    """Another seed draws other tokens; another learning rate shows in the first log-probs that are learnt again."""
+def test_other_settings_are_detected(run, tmp_path, capsys):
+    """Another seed gives other tokens; another learning rate shows in the first log-probs that are computed again."""
     copy = copy_of(run, tmp_path, ("seed: 0", "seed: 5"))
     result = again(copy, 1)
     difference = result["difference"]
     assert result["identical"] is False and difference["kind"] == "token"
     stored = read_groups(copy, 1)[0].completions[difference["completion"]]
-    assert difference["stored"]["id"] == stored.token_ids[difference["token"]] != difference["drawn"]["id"]
+    assert difference["stored"]["id"] == stored.token_ids[difference["token"]] != difference["sampled"]["id"]
     assert "not identical: completion 0" in capsys.readouterr().out
 
 
-def test_another_learning_rate_is_found_out_where_it_acts(run, tmp_path, capsys):
+def test_another_learning_rate_is_detected_where_it_acts(run, tmp_path, capsys):
     copy = copy_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"))
     shutil.rmtree(copy / "checkpoints")
     result = again(copy, 3)
-    assert result["identical"] is False and result["weights"]["parted"] == 2
-    assert "learning step 2 again gives other log-probs" in capsys.readouterr().out
+    assert result["identical"] is False and result["weights"]["diverged_at"] == 2
+    assert "retraining step 2 gives other log-probs" in capsys.readouterr().out
 
 
-def parts_of(run: Path, folder: Path, setting: tuple[str, str], last: int, kept: bool) -> Path:
-    """A copy whose newest part, from version `last`, has another setting; `kept`: as runs keep those of each part."""
+def with_segment(run: Path, folder: Path, setting: tuple[str, str], last: int, kept: bool) -> Path:
+    """A copy whose newest segment, from version `last`, has another setting; `kept`: in files of each segment."""
     copy = shutil.copytree(run, folder / f"copy-{kept}")
     text = (copy / "config.yaml").read_text()
     for file in copy.glob("config_[0-9]*.yaml"):
@@ -132,52 +133,48 @@ def parts_of(run: Path, folder: Path, setting: tuple[str, str], last: int, kept:
     return copy
 
 
-def test_each_step_is_learnt_again_under_the_settings_of_its_part(run, tmp_path, capsys):
-    """A checkpoint tells the settings too: where config.yaml alone is there, what changed is named."""
-    def tell(copy: Path, rate: float) -> None:
+def test_each_step_is_retrained_under_the_settings_of_its_segment(run, tmp_path, capsys):
+    """A checkpoint keeps the settings too: if only config.yaml is there, what changed is named."""
+    def keep_rate(copy: Path, rate: float) -> None:
         extra = copy / "checkpoints" / "3" / "extra" / "metadata"
         extra.write_text(json.dumps(json.loads(extra.read_text()) | {"config": {"optimizer": {"lr": rate}}}))
 
-    kept = parts_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2, True)
-    tell(kept, 0.02)
+    kept = with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2, True)
+    keep_rate(kept, 0.02)
     result = again(kept, 3)
-    assert result["identical"] is True and result["weights"]["parted"] is None
+    assert result["identical"] is True and result["weights"]["diverged_at"] is None
     assert result["weights"]["settings"]["optimizer.lr"] == [0.01, 0.02]
-    lost = parts_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2, False)
-    tell(lost, 0.01)
+    lost = with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2, False)
+    keep_rate(lost, 0.01)
     capsys.readouterr()
     result = again(lost, 3)
-    assert result["identical"] is False and result["weights"]["parted"] == 2
+    assert result["identical"] is False and result["weights"]["diverged_at"] == 2
     assert "optimizer.lr changed in the run (0.01, then 0.02)" in capsys.readouterr().out
 
 
-def test_weights_that_no_stored_logprobs_tell_of_are_said_to_be_unverified(run, tmp_path, capsys):
-    copy = parts_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 0, False)
+def test_weights_without_later_logprobs_are_reported_as_unverified(run, tmp_path, capsys):
+    copy = with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 0, False)
     shutil.rmtree(copy / "checkpoints")
     for step in (2, 3):
         (copy / "groups" / f"step_{step:06d}.parquet").rename(tmp_path / f"{step}")
     (greedy,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*_000000*")}
     evaluation = copy / "groups" / f"{greedy}_000001.parquet"
     stored = dataclasses.replace(read_groups(run, 3, greedy)[0], version=1)
-    with_version(evaluation, stored)
+    write_file(evaluation, [stored])
     result = replay(ReplayConfig(run=str(copy), step=1, group=0), None, greedy)
     assert result["identical"] is False and result["weights"]["verified"] is None
     assert "not identical (weights not verified: no later log-probs are stored)" in capsys.readouterr().out
 
 
-def with_version(path: Path, group: Group) -> None:
-    path.write_bytes(to_parquet(group_records([group])))
-
-
-def test_the_machine_is_told_of_by_any_checkpoint(run, tmp_path, capsys):
-    """Step 1 is drawn by the first weights, of which no checkpoint tells."""
+def test_the_machine_is_known_from_any_checkpoint(run, tmp_path, capsys):
+    """Step 1 was sampled by the first weights, which are in no checkpoint."""
     copy = copy_of(run, tmp_path, ("seed: 0", "seed: 5"))
     extra = copy / "checkpoints" / "2" / "extra" / "metadata"
-    told = json.loads(extra.read_text())
-    told["facts"]["machine"]["threads"] = "333"
-    extra.write_text(json.dumps(told))
+    record = json.loads(extra.read_text())
+    record["facts"]["machine"]["threads"] = "333"
+    extra.write_text(json.dumps(record))
     result = again(copy, 1)
-    assert result["weights"]["from"].startswith("first weights") and result["identical"] is False
+    assert result["weights"]["source"].startswith("first weights") and result["identical"] is False
     assert result["weights"]["machine"]["threads"][0] == "333"
     assert "it was 333 in the run: bits may differ" in capsys.readouterr().out
 
@@ -197,14 +194,14 @@ def test_changed_data_and_templates_are_named(workshop, run, tmp_path, capsys):
         return check_prompt(copy, config, group)["reason"]
 
     assert check(dict) == ""
-    assert "is another prompt now: the data has changed" in check(lambda row: row | {"question": "1 + 1 = ?"})
+    assert "has another prompt now: the data has changed" in check(lambda row: row | {"question": "1 + 1 = ?"})
     assert "but answer, solution changed" in check(lambda row: row | {"answer": "So.\n#### 7"})
     rows = rows[:1] + rows[-4:]
-    assert "the data has" in check(dict)
+    assert "the data has changed" in check(dict)
     (data / workshop.data.name).unlink()
     result = again(copy, 1)
     assert "cannot be made again" in result["prompt_check"]["reason"]
-    assert result["identical"] is True  # the stored tokens are what is drawn from
+    assert result["identical"] is True  # the stored tokens are used
     assert "warning: the prompt: it cannot be made again" in capsys.readouterr().out
     text = (run / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("{{ messages[-1].content }}=", "{{ messages[-1].content }}:"))
@@ -212,7 +209,7 @@ def test_changed_data_and_templates_are_named(workshop, run, tmp_path, capsys):
     assert "the chat template or the tokenizer has changed" in reason
 
 
-def test_what_is_not_there(run):
+def test_missing_things_are_named(run):
     for changes, text in [({"step": 4}, r"step=4: .*steps 1-3"), ({"group": 2}, r"group=2: .*2 groups, 0 to 1")]:
         with pytest.raises(ShoalError, match=text):
             again(run, **changes)
@@ -222,11 +219,11 @@ def test_what_is_not_there(run):
         again(run / "groups")
 
 
-def test_a_group_that_is_needed_to_learn_again_is_named(run, tmp_path):
+def test_a_group_that_is_needed_to_retrain_is_named(run, tmp_path):
     copy = copy_of(run, tmp_path)
     shutil.rmtree(copy / "checkpoints")
     (copy / "groups" / "step_000001.parquet").unlink()
-    with pytest.raises(ShoalError, match=r"step=1: there are no groups of it .*steps 2-3"):
+    with pytest.raises(ShoalError, match=r"step=1: .* has no groups of this step.*steps 2-3"):
         again(copy, 3)
 
 
@@ -235,22 +232,20 @@ def test_another_mesh_may_be_asked_for(run):
         again(run, 1, mesh=MeshSection(data=16))
 
 
-def test_where_two_draws_part(run):
-    stored = list(read_groups(run, 1)[0].completions)
+def test_the_first_difference_of_two_samples(run):
+    stored, tokenizer = read_groups(run, 1)[0].completions[1], Tokenizer.load(run / MODEL_FOLDER)
 
-    def part(**changes):
-        drawn = [*stored[:1], dataclasses.replace(stored[1], **changes), *stored[2:]]
-        return first_difference(stored, drawn, str) or {}
+    def difference(**changes):
+        return describe_completion_difference(stored, dataclasses.replace(stored, **changes), tokenizer) or {}
 
-    one = stored[1]
-    assert first_difference(stored, stored, str) is None
-    logprobs = one.logprobs.copy()
+    assert difference() == {}
+    logprobs = stored.logprobs.copy()
     logprobs[2] = np.nextafter(logprobs[2], np.float32(0))
-    found = part(logprobs=logprobs)
+    found = difference(logprobs=logprobs)
     assert (found["completion"], found["token"], found["kind"]) == (1, 2, "log-prob")
     assert 0 < found["logprob_difference"] < 1e-6
-    found = part(token_ids=one.token_ids[:3], logprobs=one.logprobs[:3])
-    assert (found["token"], found["kind"], found["drawn"]) == (3, "length", None)
-    ids = one.token_ids.copy()
+    found = difference(token_ids=stored.token_ids[:3], logprobs=stored.logprobs[:3])
+    assert (found["token"], found["kind"], found["sampled"]) == (3, "length", None)
+    ids = stored.token_ids.copy()
     ids[1] += 1
-    assert (part(token_ids=ids)["token"], part(token_ids=ids)["kind"]) == (1, "token")
+    assert (difference(token_ids=ids)["token"], difference(token_ids=ids)["kind"]) == (1, "token")

@@ -14,12 +14,12 @@ import pytest
 from tiny_models import write_tokenizer
 
 from shoal.algorithm.advantage import grpo
-from shoal.commands.export_rollouts import export_rollouts, ground_truth
+from shoal.commands.export_rollouts import export_rollouts
 from shoal.commands.rescore import rank_correlation, rescore
 from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
 from shoal.report.folder import RunFolder
-from shoal.report.reading import read_file
-from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
+from shoal.report.groups import read_file, write_file
+from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
 
 REWARDS = '''\
 def same(completions, stored, **kwargs):
@@ -107,24 +107,25 @@ def test_which_advantages_flip(run, capsys):
     wanted = grpo(-np.array([[1.0, 0, 0, 0]]), np.ones((1, 4), bool), std_ddof=0, std_eps=1e-4)
     assert groups[0]["advantages"] == wanted[0].tolist()  # by the run's own settings
     out = capsys.readouterr().out
-    assert "advantages that flip" in out and "10 of 15 (66.7%)" in out and "the run has not ended" in out
+    assert "flipped advantages" in out and "10 of 15 (66.7%)" in out and "the run has not finished" in out
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
-def test_a_reward_of_length_is_found_out(run, capsys):
+def test_a_reward_of_length_is_detected(run, capsys):
     result = under(run, "length")
     assert result["lint"]["correlation_with_length"] == pytest.approx(1)
     assert result["comparison"]["groups_that_gain_variance"] == 1
-    assert "it goes with length (rank correlation +1.00): it may teach longer completions" in capsys.readouterr().out
+    assert ("it correlates with length (rank correlation +1.00): training may yield longer completions"
+            in capsys.readouterr().out)
     assert [(hack["step"], hack["group"], hack["completion"]) for hack in result["hacks"]] == [(2, 0, 3), (2, 0, 2)]
     assert result["hacks"][0]["text"] == "dddd" and result["hacks"][0]["old_reward"] == 0
 
 
-def test_a_constant_reward_is_found_out(run):
+def test_a_constant_reward_is_detected(run):
     result = under(run, "one", weights=(2.0,))
     found = result["lint"]
     assert (found["min"], found["max"], found["num_distinct"], found["share_of_constant_groups"]) == (2, 2, 1, 1)
-    assert found["correlation_with_length"] is None and "nothing can be learnt" in found["warnings"][0]
+    assert found["correlation_with_length"] is None and "no training signal" in found["warnings"][0]
     assert result["comparison"]["groups_that_lose_variance"] == 3 and result["hacks"] == []
     assert found["seconds_per_completion"] >= 0
 
@@ -158,19 +159,17 @@ def test_old_advantages_are_the_stored_ones(run, capsys):
     by_settings = grpo(np.array([STORED[1][0]]), np.ones((1, 4), bool), std_ddof=1, std_eps=1e-4)[0]
     assert result["groups"][0]["old_advantages"] == stored.tolist() != by_settings.tolist()
     assert result["groups"][0]["advantages"] == by_settings.tolist() and result["other_settings"] == [1]
-    assert "give other advantages than those that were learnt from, at step 1:" in capsys.readouterr().out
+    assert "give other advantages than those trained on, at step 1:" in capsys.readouterr().out
     (run / "config_0.yaml").write_text(before)
     (run / "config_1.yaml").write_text(config.read_text())
     assert under(run, "same")["other_settings"] == [2]  # step 1 was the first part's
-    lines = [json.loads(line) for line in (run / "groups" / "step_000002.jsonl").read_text().splitlines()]
-    for completion in lines[0]["completions"]:
-        del completion["advantage"]
-    (run / "groups" / "step_000002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert under(run, "same", step=2)["advantages_not_stored"] == 1
-    assert "1 groups were stored without advantages" in capsys.readouterr().out
+    file = run / "groups" / "step_000002.parquet"
+    write_file(file, [entry.group for entry in read_file(file)])
+    assert under(run, "same", step=2)["advantages_not_stored"] == 2
+    assert "2 groups were stored without advantages" in capsys.readouterr().out
 
 
-def test_steps_are_let_go_of_one_by_one(run, monkeypatch):
+def test_a_step_is_released_before_the_next_is_read(run, monkeypatch):
     """When a step's file is read, the groups of the one before it are gone."""
     alive: list[weakref.ref] = []
 
@@ -183,13 +182,13 @@ def test_steps_are_let_go_of_one_by_one(run, monkeypatch):
 
     monkeypatch.setattr("shoal.commands.rescore.read_file", read)
     for step in range(3, 7):
-        (run / "groups" / f"step_{step:06d}.jsonl").write_bytes((run / "groups" / "step_000001.jsonl").read_bytes())
+        (run / "groups" / f"step_{step:06d}.parquet").write_bytes((run / "groups" / "step_000001.parquet").read_bytes())
     result = under(run, "one")
     assert len(alive) == 12 and result["num_groups"] == 12 and result["groups"] is None
     assert len(result["by_step"]) == 6
 
 
-def test_what_is_not_there(run):
+def test_missing_things_are_named(run):
     with pytest.raises(ShoalError, match=r"step=5: .*steps 1-2"):
         under(run, "same", step=5)
     with pytest.raises(ShoalError, match="defines no 'nothing'"):
@@ -254,11 +253,11 @@ def test_an_export_goes_to_the_users_home(run, tmp_path, monkeypatch):
     write_tokenizer(run / "model")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    told = export_rollouts(ExportRolloutsConfig(run=str(run), to="~/out"))
-    assert told["to"] == str(tmp_path / "home" / "out") and len(list((tmp_path / "home" / "out").iterdir())) == 2
+    result = export_rollouts(ExportRolloutsConfig(run=str(run), to="~/out"))
+    assert result["to"] == str(tmp_path / "home" / "out") and len(list((tmp_path / "home" / "out").iterdir())) == 2
     assert not (tmp_path / "~").exists()
 
 
-def test_what_is_taken_for_the_ground_truth():
+def test_the_column_of_the_ground_truth():
     assert ground_truth({"reward_model": {"ground_truth": "5"}, "answer": "6"}) == "5"
     assert ground_truth({"question": "?", "answer": "6"}) == "6" and ground_truth({"question": "?"}) is None

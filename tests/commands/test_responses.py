@@ -1,4 +1,4 @@
-"""`shoal eval responses=FILE`: answers made elsewhere, with a task that stands for the published ones."""
+"""`shoal eval responses=FILE`: answers made elsewhere, with a task in place of the published ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 import shoal
 from shoal import cli
-from shoal.commands.responses import question_of, spelled
+from shoal.commands.answers import normalized, question_text
 from shoal.config.schema import TaskSection
 from shoal.tasks import task as tasks
 from shoal.tasks.data import Published
@@ -75,7 +75,7 @@ def write(folder: Path, rows: list[Any], name: str = "responses.jsonl") -> Path:
     return file
 
 
-def judge(folder: Path, rows: list[Any], *words: str) -> dict[str, Any]:
+def score(folder: Path, rows: list[Any], *words: str) -> dict[str, Any]:
     output = folder / "deep" / "out.json"
     file = write(folder, rows)
     assert cli.main(["eval", "task=sums", f"responses={file}", f"output={output}", *words]) == 0
@@ -86,12 +86,13 @@ def test_rows_with_their_gold_need_no_data(loads, tmp_path, capsys):
     rows = [{"question": "7 + 7 = ?", "answer": "14", "response": "14", "id": "a"}, "",
             {"question": "é\u2028 ?", "answer": "3", "response": "it is 3"},
             {"question": "é\u2028 ?", "answer": "3", "response": "4"}]
-    told = judge(tmp_path, rows)
+    result = score(tmp_path, rows)
     assert not loads
-    assert (told["task"], told["num_responses"], told["num_questions"], told["num_unjudged"]) == ("sums", 3, 2, 0)
-    assert told["accuracy"] == pytest.approx(1 / 3) and told["prompt_loose"] == pytest.approx(2 / 3)
-    assert told["accuracy_interval"] == pytest.approx([0.0615, 0.7923], abs=1e-4)
-    assert told["rows"] == [
+    assert result["task"] == "sums"
+    assert (result["num_responses"], result["num_questions"], result["num_unjudged"]) == (3, 2, 0)
+    assert result["accuracy"] == pytest.approx(1 / 3) and result["prompt_loose"] == pytest.approx(2 / 3)
+    assert result["accuracy_interval"] == pytest.approx([0.0615, 0.7923], abs=1e-4)
+    assert result["rows"] == [
         {"question": "7 + 7 = ?", "given_answer": "14", "response": "14", "id": "a", "correct": True, "answer": "14",
          "loose": True},
         {"question": "é\u2028 ?", "given_answer": "3", "response": "it is 3", "correct": False, "answer": "3",
@@ -104,24 +105,24 @@ def test_rows_with_their_gold_need_no_data(loads, tmp_path, capsys):
 
 
 def test_gold_is_found_by_the_question(loads, tmp_path, capsys):
-    told = judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}, {"question": "9 + 9 = ?", "response": "17"},
+    result = score(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}, {"question": "9 + 9 = ?", "response": "17"},
                             {"question": "no such", "response": "8"}, {"question": "1 + 1 = ?", "response": "2"},
                             {"question": "5 + 5 = ?", "answer": "10", "response": "10"},
                             {"question": "2 + 3 = ?", "answer": "five", "response": "5"},
                             {"question": "3 + 3 = ?", "answer": "six", "response": "6"}])
     assert [section.num_questions for section in loads] == [0]
-    assert (told["num_responses"], told["num_unjudged"], told["accuracy"]) == (5, 2, 4 / 5)
-    assert [row["correct"] for row in told["rows"]] == [True, False, None, True, True, True, None]
-    assert told["protocol"] == f"answers of {tmp_path / 'responses.jsonl'}, 2 of 7 not judged"
-    assert told["rows"][2] == {"question": "no such", "response": "8", "correct": None,
+    assert (result["num_responses"], result["num_unjudged"], result["accuracy"]) == (5, 2, 4 / 5)
+    assert [row["correct"] for row in result["rows"]] == [True, False, None, True, True, True, None]
+    assert result["protocol"] == f"answers of {tmp_path / 'responses.jsonl'}, 2 of 7 not judged"
+    assert result["rows"][2] == {"question": "no such", "response": "8", "correct": None,
                                "unjudged": "its question is not in the task's data"}
-    assert told["rows"][5]["given_answer"] == "five"  # looked up, since it cannot be read
-    assert told["rows"][6] == {"question": "3 + 3 = ?", "given_answer": "six", "response": "6", "correct": None,
+    assert result["rows"][5]["given_answer"] == "five"
+    assert result["rows"][6] == {"question": "3 + 3 = ?", "given_answer": "six", "response": "6", "correct": None,
                                "unjudged": "`answer` is 'six', which is no number"}
     out = capsys.readouterr().out
-    assert "1 of 7 responses are judged by what their own rows say is right" in out
+    assert "1 of 7 responses are scored by the ground truth in their own rows" in out
     assert "3 of 3 held_out questions are answered" in out and "1 of 1 training questions are answered" in out
-    assert (f"2 of 7 responses cannot be judged and are not counted; the first, {tmp_path / 'responses.jsonl'}, line 3:"
+    assert (f"2 of 7 responses cannot be scored and are not counted; the first, {tmp_path / 'responses.jsonl'}, line 3:"
             " its question is not in") in out and "sums: 0 rows were dropped" in out
 
 
@@ -131,9 +132,9 @@ def test_an_own_answer_that_cannot_be_read_needs_no_data(loads, tmp_path, monkey
         raise ShoalError("task sums: no data")
 
     monkeypatch.setattr(sys.modules["sums"], "load", fails)
-    told = judge(tmp_path, [{"question": "a", "answer": "x", "response": "1"},
+    result = score(tmp_path, [{"question": "a", "answer": "x", "response": "1"},
                             {"question": "b", "answer": "1", "response": "1"}])
-    assert (told["num_responses"], told["num_unjudged"]) == (1, 1)
+    assert (result["num_responses"], result["num_unjudged"]) == (1, 1)
     assert "the other questions cannot be looked up: task sums: no data" in capsys.readouterr().out
 
 
@@ -141,8 +142,8 @@ def test_questions_are_found_in_other_spellings(loads, tmp_path):
     rows = [{"question": "4 +\u00a04  =\n?", "response": "8"}, {"prompt": "2 + 3 = ?", "response": "5"},
             {"problem": "1 + 1 = ?", "response": "2"}, {"question": None, "prompt": [
                 {"role": "system", "content": "Add."}, {"role": "user", "content": "9 + 9 = ?"}], "response": "18"}]
-    assert judge(tmp_path, rows)["accuracy"] == 1
-    assert spelled("Janet’s “２”\u2028 cafe\u0301 ") == 'Janet\'s "2" café'
+    assert score(tmp_path, rows)["accuracy"] == 1
+    assert normalized("Janet’s “２”\u2028 cafe\u0301 ") == 'Janet\'s "2" café'
 
 
 def test_responses_that_are_no_text(loads, tmp_path, capsys, monkeypatch):
@@ -150,27 +151,27 @@ def test_responses_that_are_no_text(loads, tmp_path, capsys, monkeypatch):
             {"question": "1 + 1 = ?", "response": "\ud83d 2", "\udc00": ["\ud83d", {"\ud83d": 1}]}]
     ends = {"verdict": lambda text, example: {"correct": text.endswith(example.columns["answer"])}, "figures": None}
     monkeypatch.setattr(sys.modules["sums"], "blank", lambda section: replace(blank(section), **ends))
-    told = judge(tmp_path, rows)
-    assert [row["correct"] for row in told["rows"]] == [True, False, True]
-    assert told["rows"][2] == {"question": "1 + 1 = ?", "response": "\\ud83d 2", "\\udc00": ["\\ud83d", {"\\ud83d": 1}],
-                               "correct": True}
+    result = score(tmp_path, rows)
+    assert [row["correct"] for row in result["rows"]] == [True, False, True]
+    assert result["rows"][2] == {"question": "1 + 1 = ?", "response": "\\ud83d 2",
+                                 "\\udc00": ["\\ud83d", {"\\ud83d": 1}], "correct": True}
     out = capsys.readouterr().out
-    assert "1 of 3 responses are null and are judged as empty" in out
-    assert "1 of 3 responses are numbers and are judged as text" in out
+    assert "1 of 3 responses are null and are scored as empty" in out
+    assert "1 of 3 responses are numbers and are scored as text" in out
 
 
 def test_a_column_means_the_same_in_every_row(loads, tmp_path):
     rows = [{"question": "4 + 4 = ?", "answer": "8", "given_answer": "own", "response": "8", "correct": 3, "loose": 4},
             {"question": "none", "answer": "x", "response": "8", "unjudged": 5}]
-    first, second = judge(tmp_path, rows)["rows"]
+    first, second = score(tmp_path, rows)["rows"]
     assert first == {"question": "4 + 4 = ?", "given_given_answer": "8", "given_answer": "own", "response": "8",
                      "given_correct": 3, "given_loose": 4, "correct": True, "answer": "8", "loose": True}
     assert second["given_given_answer"] == "x" and second["given_unjudged"] == 5 and "answer" not in second
     assert second["unjudged"] == "`answer` is 'x', which is no number"
 
 
-def test_the_overlong_penalty_is_said_to_do_nothing(loads, tmp_path, capsys):
-    judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}], "reward.overlong_buffer_tokens=8")
+def test_an_overlong_penalty_without_effect_is_warned_of(loads, tmp_path, capsys):
+    score(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}], "reward.overlong_buffer_tokens=8")
     assert "reward.overlong_buffer_tokens=8 has no effect: the lengths in tokens of" in capsys.readouterr().out
 
 
@@ -182,11 +183,11 @@ def test_gold_of_gsm8k_in_every_form(tmp_path, answer):
     assert (figures["num_unjudged"], figures["accuracy"]) == (0, 0.5)
 
 
-def test_ifeval_judges_the_whole_text_of_a_question(tmp_path):
+def test_ifeval_scores_the_whole_text_of_a_question(tmp_path):
     row = {"question": "Hi?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     rows = [{**row, "response": text} for text in ("Well, <answer>hi</answer>", "<answer>hi</answer>")]
-    told = shoal.evaluate(task="ifeval", responses=str(write(tmp_path, rows)))
-    assert told["prompt_strict"] == 0.5
+    result = shoal.evaluate(task="ifeval", responses=str(write(tmp_path, rows)))
+    assert result["prompt_strict"] == 0.5
 
 
 @with_math_verify
@@ -207,16 +208,16 @@ def test_a_home_folder_is_found(loads, tmp_path, monkeypatch):
 
 def test_a_task_without_blank_is_loaded(loads, tmp_path, monkeypatch):
     monkeypatch.delattr(sys.modules["sums"], "blank")
-    assert judge(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}])["accuracy"] == 1
+    assert score(tmp_path, [{"question": "4 + 4 = ?", "response": "8"}])["accuracy"] == 1
     assert len(loads) == 1
 
 
-def test_words_are_judged_too(tmp_path, capsys):
+def test_words_are_scored_too(tmp_path, capsys):
     from shoal.run.task import load_task
 
     example = load_task(TaskSection(num_questions=3)).evaluations["held_out"][1]
     answer = f"<reasoning>so</reasoning><answer>{example.columns['answer']}</answer>"
-    rows = [{"question": question_of(example, "question"), "response": text} for text in (answer, "nothing")]
+    rows = [{"question": question_text(example, "question"), "response": text} for text in (answer, "nothing")]
     file = write(tmp_path, rows)
     figures = shoal.evaluate(task="words", responses=str(file), model="elsewhere")
     assert (figures["accuracy"], figures["num_responses"], figures["num_questions"]) == (0.5, 2, 1)
@@ -228,7 +229,7 @@ def rewards(completions: Any, answer: Any, **_: Any) -> list[float | None]:
 
 
 def plain(completions: Any, answer: Any, **_: Any) -> list[float | None]:
-    """The length of the text in tens, beside the gold answer; it cannot judge an empty one."""
+    """The length of the text in tens, plus the gold answer; it cannot score an empty one."""
     return [len(text) / 10 + int(gold) if text else None for text, gold in zip(completions, answer, strict=True)]
 
 
@@ -241,9 +242,9 @@ def test_reward_functions_are_called_where_given(loads, tmp_path, call):
                              reward__call=call, reward__workers=0)
     assert figures["mean_reward"] == figures["rewards/rewards"] == pytest.approx((8.1 + 5.7) / 2)
     assert figures["accuracy"] == 0.5
-    told = json.loads(output.read_text())["rows"]
-    assert told[0]["reward"] == told[0]["rewards"]["rewards"] == 8.1 and told[0]["correct"] is True
-    assert "reward" not in told[2]
+    result = json.loads(output.read_text())["rows"]
+    assert result[0]["reward"] == result[0]["rewards"]["rewards"] == 8.1 and result[0]["correct"] is True
+    assert "reward" not in result[2]
 
 
 async def patient(completions: Any, **_: Any) -> list[float]:
@@ -251,7 +252,7 @@ async def patient(completions: Any, **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-def test_a_judge_is_asked_for_many_at_once(loads, tmp_path):
+def test_a_slow_reward_gets_many_requests_at_once(loads, tmp_path):
     rows = [{"question": f"{i}?", "answer": str(i), "response": str(i)} for i in range(30)]
     started = time.monotonic()
     assert shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=patient)["mean_reward"] == 1
@@ -277,11 +278,11 @@ def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, po
 
 
 def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
-    said = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    return [*([{"role": "system", "content": system}] if system else []), *said]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [*([{"role": "system", "content": system}] if system else []), *messages]
 
 
-def test_conversations_are_told_apart_by_all_their_messages(tmp_path, capsys):
+def test_conversations_are_distinguished_by_all_their_messages(tmp_path, capsys):
     data = [{"prompt": turns("I have 2.", "Well.", "And 1 more?"), "answer": "3"},
             {"prompt": turns("I have 6.", "Well.", "And 1 more?"), "answer": "7"},
             {"prompt": turns("Yes?", system="Say yes."), "answer": "yes"},
@@ -295,8 +296,8 @@ def test_conversations_are_told_apart_by_all_their_messages(tmp_path, capsys):
             {"prompt": turns("Yes?", system="Say no."), "response": "no"},
             {"prompt": turns("5?", "6?", "7?", system="Elsewhere."), "response": "7"},  # examples before the question
             {"prompt": turns("8?", system="Elsewhere."), "response": "8"}, {"prompt": "9?", "response": "9"}]
-    told = shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))
-    assert (told["mean_reward"], told["num_questions"], told["num_unjudged"]) == (1, 6, 0)
+    result = shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))
+    assert (result["mean_reward"], result["num_questions"], result["num_unjudged"]) == (1, 6, 0)
     assert "warning" not in capsys.readouterr().out
     rows = [{"prompt": turns("I have 4.", "Well.", "And 1 more?"), "response": "5"}, {"prompt": "5?", "response": "5"}]
     assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["num_unjudged"] == 1
@@ -304,11 +305,11 @@ def test_conversations_are_told_apart_by_all_their_messages(tmp_path, capsys):
     rows = [{"prompt": "5?", "response": "5"}, {"prompt": "And 1 more?", "response": "3"},
             {"prompt": turns("Yes?", system="Elsewhere."), "response": "yes"}]
     assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["mean_reward"] == 1
-    assert ("warning: 2 questions name several rows of the data that differ in what is right, and the first row is "
-            f"taken; the first such question, {tmp_path / 'responses.jsonl'}, line 2") in capsys.readouterr().out
+    assert ("warning: 2 questions match several rows of the data with different ground truth, and the first row is "
+            f"used; the first such question, {tmp_path / 'responses.jsonl'}, line 2") in capsys.readouterr().out
 
 
-def test_own_rewards_are_told_with_a_preset_or_weights(tmp_path, capsys):
+def test_own_rewards_are_reported_with_a_preset_or_weights(tmp_path, capsys):
     rows = [{"question": "a?", "answer": "18", "response": text} for text in ("#### 18", "#### 18.0")]
     file = str(write(tmp_path, rows))
     assert "mean_reward" not in shoal.evaluate(task="gsm8k", responses=file)
@@ -339,14 +340,14 @@ def test_rows_from_python_are_answered(tmp_path):
     assert shoal.evaluate(task=own, responses=file)["num_unjudged"] == 1
 
 
-def test_own_data_is_judged_by_rewards_alone(tmp_path):
+def test_own_data_is_scored_by_rewards_alone(tmp_path):
     data = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(20)]
     source, file = write(tmp_path, data, "data.jsonl"), write(tmp_path, [{"prompt": "3 + 1 = ?", "response": "4!"},
                                                                         {"prompt": "19 + 1 = ?", "response": ""}])
     settings = {"task": {"name": "custom", "path": str(source)}, "responses": str(file)}
     figures = shoal.evaluate(**settings, reward=plain, reward__workers=0)
     assert figures["mean_reward"] == pytest.approx(4.2) and "accuracy" not in figures and figures["num_responses"] == 2
-    with pytest.raises(ShoalError, match="task custom does not say what is right"):
+    with pytest.raises(ShoalError, match="task custom does not define what is correct"):
         shoal.evaluate(**settings)
 
 
@@ -354,17 +355,17 @@ def test_own_data_is_judged_by_rewards_alone(tmp_path):
     (["{"], ("line 1 is no JSON object",)),
     (["[" * 100_000], ("line 1 is no JSON object",)),
     ([{"question": "?", "response": "!"}, "", [1]], ("line 3 is a list", "`question` and `response`")),
-    ([{"response": "8"}], ("line 1: `question` is missing; text is needed",)),
-    ([{"question": "?"}], ("line 1: `response` is missing; text is needed",)),
-    ([{"question": "?", "response": True}], ("line 1: `response` is true; text is needed",)),
-    ([{"question": None, "response": "8"}], ("line 1: `question` is null; text is needed",)),
+    ([{"response": "8"}], ("line 1: `question` is missing; expected text",)),
+    ([{"question": "?"}], ("line 1: `response` is missing; expected text",)),
+    ([{"question": "?", "response": True}], ("line 1: `response` is true; expected text",)),
+    ([{"question": None, "response": "8"}], ("line 1: `question` is null; expected text",)),
     (['{"question": "?", "response": ' + "9" * 5000 + "}"], ("line 1 is no JSON object",)),
-    ([{"question": "?", "response": ["a"]}], ('line 1: `response` is ["a"]; text is needed',)),
-    ([{"question": "?", "answer": "x", "response": "8"}], ("none of the 1 responses can be judged by task sums",
+    ([{"question": "?", "response": ["a"]}], ('line 1: `response` is ["a"]; expected text',)),
+    ([{"question": "?", "answer": "x", "response": "8"}], ("none of the 1 responses can be scored by task sums",
                                                            "line 1: `answer` is 'x', which is no number",)),
     (["  "], ("holds no row",)),
     ([{"question": "what?", "response": "8"}], ("line 1: its question is not in the task's data",
-                                                "Its data must have each `question` as it stands")),
+                                                "Its data must contain each `question` literally")),
 ])
 def test_bad_rows_are_named(loads, tmp_path, capsys, rows, words):
     output = tmp_path / "out.json"
@@ -379,17 +380,17 @@ def test_bad_settings_are_named(loads, tmp_path, monkeypatch):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"responses": str(tmp_path / "none")}, "there is no such file; give a jsonl file with `question`"),
         ({"responses": file, "output": str(tmp_path)}, "is a folder"),
-        ({"responses": file, "output": file}, "is the file of responses itself, which would be lost"),
-        ({"responses": file, "output": str(tmp_path / "deep" / ".." / "responses.jsonl")}, "would be lost"),
+        ({"responses": file, "output": file}, "is the file of responses itself, which would be overwritten"),
+        ({"responses": file, "output": str(tmp_path / "deep" / ".." / "responses.jsonl")}, "would be overwritten"),
         ({"responses": file, "task": "summs"}, "there is no such task")]
     for settings, message in cases:
         with pytest.raises(ShoalError, match=message):
             shoal.evaluate(**{"task": "sums", **settings})
     (tmp_path / "latin").write_bytes(b'{"question": "\xe9"}')
-    with pytest.raises(ShoalError, match="is no text in UTF-8"):
+    with pytest.raises(ShoalError, match="is not UTF-8 text"):
         shoal.evaluate(task="sums", responses=str(tmp_path / "latin"))
     monkeypatch.setattr(sys.modules["sums"], "blank", lambda section: Task("sums", (), {}, (), of_row=of_row))
-    with pytest.raises(ShoalError, match="does not say what is right"):
+    with pytest.raises(ShoalError, match="does not define what is correct"):
         shoal.evaluate(task="sums", responses=str(write(tmp_path, [{"question": "a", "answer": "1", "response": "1"}])))
 
 
@@ -399,7 +400,7 @@ def test_no_jax_is_imported(tmp_path):
             "sys.exit(9 if 'jax' in sys.modules else code)")
     done = subprocess.run([sys.executable, "-c", code, "eval", "task=words", f"responses={file}"], capture_output=True,
                           text=True, check=False)
-    assert done.returncode == 2 and "none of the 1 responses can be judged by task words" in done.stderr
+    assert done.returncode == 2 and "none of the 1 responses can be scored by task words" in done.stderr
 
 
 @pytest.mark.parametrize(("task", "row", "right", "wrong", "extra"), [
@@ -408,7 +409,7 @@ def test_no_jax_is_imported(tmp_path):
      "Hi.", "Hi, you.", {"prompt_strict": 0.5, "instruction_strict": 0.5, "prompt_loose": 0.5,
                          "instruction_loose": 0.5}),
 ])
-def test_published_rows_are_judged_without_their_data(tmp_path, monkeypatch, task, row, right, wrong, extra):
+def test_published_rows_are_scored_without_their_data(tmp_path, monkeypatch, task, row, right, wrong, extra):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
     file = write(tmp_path, [{**row, "response": text} for text in (right, wrong)])
@@ -418,7 +419,7 @@ def test_published_rows_are_judged_without_their_data(tmp_path, monkeypatch, tas
 
 
 @with_math_verify
-def test_math_is_judged_without_its_data(tmp_path):
+def test_math_is_scored_without_its_data(tmp_path):
     rows = [{"problem": "?", "solution": "\\boxed{\\frac{3}{4}}", "response": "so \\boxed{0.75}"},
             {"problem": "?", "answer": "5", "response": "$6$"}]
     assert shoal.evaluate(task="math", responses=str(write(tmp_path, rows)))["accuracy"] == 0.5

@@ -14,11 +14,11 @@ from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
 from shoal.config.compose import compose
 from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
 from shoal.report.console import Console
+from shoal.report.recorder import Recorder
 from shoal.run.assembly import assemble_run
 from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
 from shoal.trainer.loop import Run, Schedule, sampling_params
-from shoal.trainer.recorder import Recorder
 from shoal.types import Example, GroupRequest, Purpose
 
 # ---- the schedule
@@ -83,29 +83,33 @@ class Diary:
     def update(self, state, requests, step):
         assert {request.step for request in requests} == {step} and state.trainable == ("weights", step)
         self.events.append(("update", step))
-        return SimpleNamespace(trainable=("weights", step + 1)), "outcome"
+        table = SimpleNamespace(advantages=None, nonzero_std=None)
+        return SimpleNamespace(trainable=("weights", step + 1)), SimpleNamespace(table=table, logprobs={}, metrics=None)
+
+    def num_completions(self, sampled) -> int:
+        return 7
 
     def evaluate(self, source, step, version, sampled):
         assert source is self and version in self.published
         self.events.append(("evaluate", version, sampled))
         return {"held_out": {"accuracy": version / 10}}, [f"answer {version}"]
 
-    def step(self, step, groups, outcome, seconds, discarded):
-        assert outcome == "outcome" and seconds >= 0
-        return {"reward/mean": float(step)}
+    def step(self, record):
+        assert record.seconds >= 0 and {group.step for group in record.groups} == {record.step}
+        return {"reward/mean": float(record.step)}
 
     def finish(self, last=None):
         return {"evaluated": self.evaluated, "last": last}
 
-    def after_save(self) -> None: ...
-    def begin_evaluation(self, version) -> None: ...
+    def sync(self, pass_rates) -> None: ...
+    def begin_evaluation(self, version, num_completions) -> None: ...
 
     def save(self, version, state, extra, published, scores) -> None:
         assert state.trainable == ("weights", version) and scores == {}
         self.events.append(("save", version, extra["prompts"]["cursor"], tuple(step for step, _ in extra["pending"])))
 
-    def evaluation(self, version, figures, answers, seconds) -> None:
-        assert answers == [f"answer {version}"] and seconds >= 0
+    def evaluation(self, version, figures, answers, num_completions, seconds) -> None:
+        assert num_completions == 7 and answers == [f"answer {version}"] and seconds >= 0
         self.evaluated[version] = figures["held_out"]["accuracy"]
 
     def scores(self) -> dict:
@@ -208,8 +212,8 @@ class Learning(Diary):
         self.events.append(("save", version))
         self.saved[version] = json.loads(json.dumps({**extra, "older": sorted(published)}))
 
-    def learnt(self, text) -> None:
-        self.events.append(("learnt", text))
+    def data_exhausted(self, text) -> None:
+        self.events.append(("exhausted", text))
 
     def restore(self, *args) -> None: ...
 
@@ -249,9 +253,9 @@ def test_once_the_data_is_learnt_nothing_more_is_asked_for(lag, dynamic):
     diary = learn(lag, dynamic)
     last, updates = diary.summary["last"], steps_of(diary.events, "update")
     assert updates == list(range(last)) and 1 <= last < 15
-    learnt = [event[0] for event in diary.events].index("learnt")
-    assert max(steps_of(diary.events, "ask")) == max(steps_of(diary.events[:learnt], "ask")) == last - 1
-    assert len(steps_of(diary.events[learnt:], "update")) == lag
+    exhausted = [event[0] for event in diary.events].index("exhausted")
+    assert max(steps_of(diary.events, "ask")) == max(steps_of(diary.events[:exhausted], "ask")) == last - 1
+    assert len(steps_of(diary.events[exhausted:], "update")) == lag
     assert [event[1:] for event in diary.events if event[0] == "evaluate"] == [
         (0, True), *((v, False) for v in range(2, last, 2)), (last, True)]
     assert steps_of(diary.events, "save") == list(range(1, last + 1))
@@ -262,7 +266,7 @@ def test_a_run_whose_data_is_learnt_resumes_to_the_same_end(lag):
     whole = learn(lag)
     for version in whole.saved:
         rest = learn(lag, before=whole, version=version)
-        assert rest.summary["last"] == whole.summary["last"] and "learnt" in [event[0] for event in rest.events]
+        assert rest.summary["last"] == whole.summary["last"] and "exhausted" in [event[0] for event in rest.events]
         assert steps_of(rest.events, "update") == [step for step in steps_of(whole.events, "update") if step >= version]
         late = version + whole.saved[version]["evaluated"]
         assert [event for event in rest.events if event[0] == "evaluate"] == [
@@ -273,9 +277,9 @@ def test_a_run_whose_data_is_learnt_resumes_to_the_same_end(lag):
 
 def test_that_the_data_is_learnt_is_said_once():
     said = []
-    recorder = SimpleNamespace(_learnt=False, console=SimpleNamespace(note=said.append))
+    recorder = SimpleNamespace(_exhausted=False, console=SimpleNamespace(note=said.append))
     for _ in range(3):
-        Recorder.learnt(recorder, "so it is")  # type: ignore[arg-type]
+        Recorder.data_exhausted(recorder, "so it is")  # type: ignore[arg-type]
     assert said == ["so it is; training ends here"]
 
 

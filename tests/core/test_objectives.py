@@ -23,10 +23,10 @@ from shoal.config.schema import AlgorithmSection, BatchSection, RewardSection
 from shoal.model.attention import prefill_attention
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet, is_clock
-from shoal.rewards.overlong import overlong_punishment
 from shoal.run.parts import schedule_of
 from shoal.run.preflight.settings import BOUNDS, algorithm_warnings, check_trainable
 from shoal.run.task import with_overlong
+from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task
 from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.curriculum import PromptStream
@@ -108,8 +108,7 @@ def test_a_run_with_truncation_agrees_with_its_sampler(workshop):
 
 
 def test_a_truncated_step_is_learnt_again_from_its_stored_groups(workshop, capsys):
-    run = workshop.train("cut-replay", "sampling.top_p=0.7", "checkpoint.every=0", "steps=3",
-                         "report.groups_format=parquet")
+    run = workshop.train("cut-replay", "sampling.top_p=0.7", "checkpoint.every=0", "steps=3")
     capsys.readouterr()
     assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
     told = json.loads(capsys.readouterr().out)

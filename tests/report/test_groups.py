@@ -1,10 +1,11 @@
-"""Groups on disk: bit for bit in both formats, opened by pandas and polars, and what is damaged is named."""
+"""Groups on disk: bit for bit, opened by pandas and polars, written by a thread; what is damaged is named."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.report.folder import RunFolder
-from shoal.report.groups import group_records, read_record
-from shoal.report.groups_table import from_parquet, to_parquet
-from shoal.report.lines import json_line
-from shoal.report.reading import group_files, ranges, read_groups, read_metrics, read_stored
+from shoal.report.group_writer import MOST_PENDING, GroupWriter
+from shoal.report.groups import from_table, group_record, to_table, write_file
+from shoal.report.reading import ranges, read_groups, read_metrics, read_stored
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
-
-FORMATS = ["jsonl", "parquet"]
 
 singles = st.floats(width=32, allow_nan=False, allow_infinity=False).map(np.float32)
 doubles = st.floats(allow_infinity=False)
@@ -74,7 +72,7 @@ def assert_same(a: Group, b: Group) -> None:
     assert (a.correct is None) == (b.correct is None) and np.array_equal(a.correct, b.correct)
     for x, y in itertools.zip_longest(a.completions, b.completions):
         assert (x.index, x.stop_reason) == (y.index, y.stop_reason)
-        for field in ("token_ids", "logprobs", "drawn", "versions"):
+        for field in ("token_ids", "logprobs", "loss_mask", "versions"):
             assert_same_bits(getattr(x, field), getattr(y, field))
 
 
@@ -86,27 +84,26 @@ def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_groups_come_back_to_the_bit_in_both_formats(data):
+def test_groups_come_back_to_the_bit(data):
     given_groups = data.draw(st.lists(groups(), min_size=0, max_size=3))
-    advantages = [data.draw(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=group.size,
-                                     max_size=group.size)) for group in given_groups]
-    arrays = [[data.draw(st.one_of(st.none(), st.lists(singles, min_size=len(c), max_size=len(c)).map(
-        lambda values: {"trainer_logprobs": np.array(values, np.float32)}))) for c in group.completions]
-        for group in given_groups]
-    records = group_records(given_groups, advantages, arrays)
-    for back in (from_parquet(to_parquet(records)), [json.loads(json_line(record)) for record in records]):
-        assert len(back) == len(given_groups)
-        for number, (record, group) in enumerate(zip(back, given_groups, strict=True)):
-            stored = read_record(record, number)
-            assert_same(stored.group, group)
-            assert stored.advantages is not None
-            assert_same_bits(stored.advantages, np.array(advantages[number], np.float64))
-            for found, wanted in zip(stored.token_arrays, arrays[number], strict=True):
-                assert found.keys() == (wanted or {}).keys()
-                for name, values in found.items():
-                    assert_same_bits(values, (wanted or {})[name])
-            for name, column in group.extra.items():
-                assert stored.group.extra[name] == column or set(map(repr, column)) == {"None"}
+    advantages = [data.draw(st.lists(st.floats(allow_nan=False), min_size=group.size, max_size=group.size))
+                  for group in given_groups]
+    logprobs = {(p, g): np.array(data.draw(st.lists(singles, min_size=len(c), max_size=len(c))), np.float32)
+                for p, group in enumerate(given_groups) for g, c in enumerate(group.completions)
+                if data.draw(st.booleans())}
+    back = from_table(to_table(given_groups, advantages, logprobs))
+    assert len(back) == len(given_groups)
+    for p, (stored, group) in enumerate(zip(back, given_groups, strict=True)):
+        assert_same(stored.group, group)
+        assert stored.advantages is not None
+        assert_same_bits(stored.advantages, np.array(advantages[p], np.float64))
+        for g, found in enumerate(stored.token_arrays):
+            assert found.keys() == ({"trainer_logprobs"} if (p, g) in logprobs else set())
+            for values in found.values():
+                assert_same_bits(values, logprobs[p, g])
+        for name, column in group.extra.items():
+            assert stored.group.extra[name] == column or set(map(repr, column)) == {"None"}
+        json.dumps(group_record(stored), allow_nan=False)
 
 
 def completion(index: int, tokens: list[int], logprobs: list[float]) -> Completion:
@@ -126,15 +123,14 @@ def make_group(row: int = 17, **changes) -> Group:
     return dataclasses.replace(group, **changes)
 
 
-def write(folder: Path, format: str, step: int = 12) -> Path:
+def write(folder: Path, step: int = 12) -> Path:
     with RunFolder(folder) as run:
-        run.groups_format = format
-        arrays = [[{"trainer_logprobs": np.array([-0.2, -0.6], np.float32)}, None], [None, None]]
-        return run.write_groups(step, [make_group(), make_group(18)], [[0.7, 0.0], [0.1, 0.2]], arrays)
+        logprobs = {(0, 0): np.array([-0.2, -0.6], np.float32)}
+        return run.write_groups(step, [make_group(), make_group(18)], [[0.7, 0.0], [0.1, 0.2]], logprobs)
 
 
 def test_a_parquet_file_is_one_row_a_completion_for_pandas_and_polars(tmp_path):
-    path = write(tmp_path, "parquet")
+    path = write(tmp_path)
     assert path.name == "step_000012.parquet"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     p, d = polars.read_parquet(path), pandas.read_parquet(path)
@@ -153,62 +149,62 @@ def test_a_parquet_file_is_one_row_a_completion_for_pandas_and_polars(tmp_path):
     assert d.groupby("group")["advantage"].sum().tolist() == pytest.approx([0.7, 0.3])
 
 
-def test_a_jsonl_file_is_opened_by_pandas_and_polars(tmp_path):
-    path = write(tmp_path, "jsonl")
-    p, d = polars.read_ndjson(path), pandas.read_json(path, lines=True)
-    assert p["row"].to_list() == d["row"].tolist() == [17, 18]
-    assert p["completions"].to_list()[0][0]["token_ids"] == d["completions"][0][0]["token_ids"] == [7, 9]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path, format):
+def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
-    write(tmp_path, format)
+    write(tmp_path)
     first, second = read_stored(tmp_path, 12)
     assert first.advantages is not None and first.advantages.tolist() == [0.7, 0.0]
     assert first.token_arrays[0]["trainer_logprobs"].tolist() == [np.float32(-0.2), np.float32(-0.6)]
     assert first.token_arrays[1] == {} and second.group.example.row == 18
-    wanted = make_group()
-    texts = wanted.texts if format == "jsonl" else ("5", "six \\ud83d")
-    assert_same(read_groups(tmp_path, 12)[0], dataclasses.replace(wanted, texts=texts))
-
-
-def test_a_step_written_anew_in_the_other_format_stands_once(tmp_path):
-    write(tmp_path, "jsonl")
-    write(tmp_path, "parquet")
-    assert [path.name for path in group_files(tmp_path).values()] == ["step_000012.parquet"]
-    assert len(list((tmp_path / "groups").iterdir())) == 1
+    assert_same(read_groups(tmp_path, 12)[0], dataclasses.replace(make_group(), texts=("5", "six \\ud83d")))
 
 
 def test_files_of_many_steps_have_one_schema(tmp_path):
     """polars.scan_parquet of the folder refuses files whose columns differ."""
     with RunFolder(tmp_path) as run:
-        run.groups_format = "parquet"
-        run.write_groups(1, [make_group()], [[0.0, 0.0]], [[None, None]])  # no group was trained on
-        run.write_groups(2, [make_group()], [[0.7, 0.0]], [[{"trainer_logprobs": np.zeros(2)}, None]])
+        run.write_groups(1, [make_group()], [[0.0, 0.0]], {})  # no group was trained on
+        run.write_groups(2, [make_group()], [[0.7, 0.0]], {(0, 0): np.zeros(2)})
     assert polars.scan_parquet(tmp_path / "groups" / "step_*.parquet").collect().height == 4
 
 
-@pytest.mark.parametrize(("format", "damage"), [
-    ("jsonl", lambda data: data[:-30]), ("jsonl", lambda data: b'{"step": 3}\n'), ("jsonl", lambda data: b"[1]\n"),
-    ("jsonl", lambda data: b"\xff\n"),
-    ("jsonl", lambda data: data.replace(b'"logprobs": [-0.1, -0.7]', b'"logprobs": [-0.1]')),
-    ("parquet", lambda data: data[:-30]), ("parquet", lambda data: b""),
-    ("parquet", lambda data: data[:40] + b"\0" * 200 + data[240:]),
-])
-def test_a_damaged_file_is_named(tmp_path, format, damage):
+@pytest.mark.parametrize("damage", [
+    lambda data: data[:-30], lambda data: b"", lambda data: b'{"step": 3}\n',
+    lambda data: data[:40] + b"\0" * 200 + data[240:]])
+def test_a_damaged_file_is_named(tmp_path, damage):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
-    path = write(tmp_path, format)
+    path = write(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ShoalError, match=rf"step_000012\.{format} is damaged") as caught:
+    with pytest.raises(ShoalError, match=r"step_000012\.parquet is damaged") as caught:
         read_groups(tmp_path, 12)
     assert "\n" not in str(caught.value)
+
+
+def test_lists_of_other_lengths_are_refused_both_ways(tmp_path):
+    group = make_group()
+    short = dataclasses.replace(group, completions=(completion(0, [7, 9], [-0.1]), group.completions[1]))
+    with pytest.raises(ValueError, match="one a token"):
+        write_file(tmp_path / "short.parquet", [short])
+    with pytest.raises(ValueError, match="one a token"):
+        write_file(tmp_path / "short.parquet", [group], None, {(0, 0): np.zeros(3)})
+    with pytest.raises(ValueError, match="one for each completion"):
+        write_file(tmp_path / "short.parquet", [group], [[0.0]])
+    assert list(tmp_path.iterdir()) == []
+    table = to_table([group])
+    index, short_table = table.schema.get_field_index("logprobs"), to_table([short_logprobs()])
+    other = table.set_column(index, "logprobs", short_table["logprobs"])
+    with pytest.raises(ValueError, match="2 tokens, but logprobs has 1 entries"):
+        from_table(other.replace_schema_metadata(table.schema.metadata))
+
+
+def short_logprobs() -> Group:
+    """A group like `make_group`'s with fewer tokens."""
+    return make_group(completions=(completion(0, [7], [-0.1]), completion(1, [4], [-2.5])))
 
 
 def test_no_flipped_bit_in_the_pages_of_a_parquet_file_goes_unseen(tmp_path):
     """What is read is what was written, or nothing: pages carry checksums."""
     (tmp_path / "config.yaml").write_text("seed: 3\n")
-    path = write(tmp_path, "parquet")
+    path = write(tmp_path)
     whole, good, seen = path.read_bytes(), read_groups(tmp_path, 12), 0
     footer = 8 + int.from_bytes(whole[-8:-4], "little")
     for position in range(4, len(whole) - footer, 61):
@@ -223,7 +219,7 @@ def test_no_flipped_bit_in_the_pages_of_a_parquet_file_goes_unseen(tmp_path):
 
 def test_a_parquet_file_of_another_maker_is_named(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
-    path = write(tmp_path, "parquet")
+    path = write(tmp_path)
     polars.DataFrame({"a": [1]}).write_parquet(path)
     with pytest.raises(ShoalError, match="is damaged"):
         read_groups(tmp_path, 12)
@@ -231,11 +227,11 @@ def test_a_parquet_file_of_another_maker_is_named(tmp_path):
 
 def test_steps_that_are_not_there_are_named_with_those_that_are(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
-    with pytest.raises(ShoalError, match="did not get through its first step"):
+    with pytest.raises(ShoalError, match="did not finish its first step"):
         read_groups(tmp_path, 1)
     for step in (1, 2, 3, 7):
-        write(tmp_path, "jsonl", step)
-    with pytest.raises(ShoalError, match=r"step=5: .*has not ended; there are those of steps 1-3, 7"):
+        write(tmp_path, step)
+    with pytest.raises(ShoalError, match=r"step=5: .*has not finished has no groups of .*steps 1-3, 7"):
         read_groups(tmp_path, 5)
     (tmp_path / "config.yaml").write_text("report:\n  groups: false\n")
     (tmp_path / "groups").rename(tmp_path / "gone")
@@ -255,8 +251,72 @@ def test_a_torn_last_line_of_metrics_is_left_out_and_told(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_a_token_array_that_would_hide_a_column_is_refused():
-    for name in ("row", "a/b", "completion"):
-        records = group_records([make_group()], None, [[{name: np.zeros(2)}, None]])
-        with pytest.raises(ValueError, match="token array"):
-            to_parquet(records)
+# ---- the thread
+
+
+def test_groups_are_on_disk_after_a_flush_in_order():
+    written, may_go = [], threading.Event()
+
+    def write(*arguments):
+        may_go.wait(10)
+        written.append(arguments)
+
+    writer = GroupWriter(write)
+    for step in range(MOST_PENDING):
+        writer.put(step, "groups")
+    assert written == []  # the loop was not held up
+    may_go.set()
+    for step in range(MOST_PENDING, 20):
+        writer.put(step, "groups")
+    writer.flush()
+    assert written == [(step, "groups") for step in range(20)]
+    writer.close()
+    writer.close()
+
+
+def test_a_full_queue_holds_the_loop_up_and_no_more_than_it_holds_is_kept():
+    may_go = threading.Event()
+    writer = GroupWriter(lambda *_: may_go.wait(10))
+    for step in range(MOST_PENDING + 1):  # one is being written
+        writer.put(step)
+    late = threading.Thread(target=writer.put, args=("late",))
+    late.start()
+    late.join(0.2)
+    assert late.is_alive()
+    may_go.set()
+    late.join(10)
+    assert not late.is_alive()
+    writer.close()
+
+
+def test_a_failure_is_raised_once_where_the_loop_next_calls():
+    def write(step):
+        if step == 1:
+            raise ShoalError("cannot write step 1")
+        written.append(step)
+
+    written: list[int] = []
+    writer = GroupWriter(write)
+    writer.put(0)
+    writer.put(1)
+    writer._pending.join()
+    with pytest.raises(ShoalError, match="cannot write step 1"):
+        writer.put(2)
+    writer.put(3)
+    writer.flush()
+    assert written == [0, 3]
+    writer.close()
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with RunFolder(tmp_path) as run:
+        writer = GroupWriter(run.write_groups)
+        monkeypatch.setattr("pyarrow.parquet.write_table", full)
+        writer.put(1, [make_group()])
+        with pytest.raises(ShoalError, match="step_000001.parquet: No space left on device; make room"):
+            writer.flush()
+        writer.close()
+    assert list((tmp_path / "groups").iterdir()) == []

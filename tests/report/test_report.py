@@ -19,11 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.report import sink
-from shoal.report.console import Console, Pace, SolvedProblem, printable
+from shoal.report.console import Console, Pace, printable
 from shoal.report.figures import duration, evaluation_text, step_figures, summary_rows
 from shoal.report.folder import RunFolder
+from shoal.report.groups import group_record, read_file
 from shoal.report.lines import json_line, json_ready
 from shoal.report.metrics import _TABLE, METRICS, MetricSet, Reduction, metric, pass_at_k, wilson_interval
+from shoal.report.summary import SolvedProblem
 from shoal.report.sink import JsonlSink
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
@@ -88,7 +90,7 @@ def test_an_unknown_name_is_an_error(name):
 def test_the_nearest_name_is_said_and_a_negative_count_refused():
     with pytest.raises(ValueError, match="did you mean 'reward/mean'"):
         MetricSet().add("reward/mena", 1.0)
-    with pytest.raises(ValueError, match="count must be 0 or more, came -1"):
+    with pytest.raises(ValueError, match="count must be 0 or more, got -1"):
         MetricSet().add("kl", 1.0, -1)
 
 
@@ -130,7 +132,7 @@ def test_pass_at_k_is_stable_and_bounded():
 
 @pytest.mark.parametrize("k", [0, -1, 5])
 def test_pass_at_k_needs_k_samples(k):
-    with pytest.raises(ShoalError, match=rf"pass@{k} needs k from 1 to .* which are 4"):
+    with pytest.raises(ShoalError, match=rf"pass@{k} needs k from 1 to 4, the completions"):
         pass_at_k(4, 2, k)
 
 
@@ -315,22 +317,22 @@ def make_group(**changes) -> Group:
 
 def test_groups_are_written_with_what_the_trainer_returned(tmp_path):
     with RunFolder.create(tmp_path, "first") as folder:
-        arrays = [[{"trainer_logprobs": np.array([-0.1, -0.2, -0.3], np.float32)}, None]]
-        path = folder.write_groups(12, [make_group()], np.array([[0.7, 0.0]], np.float32), arrays)
-    assert path == tmp_path / "first" / "groups" / "step_000012.jsonl"
+        logprobs = {(0, 0): np.array([-0.1, -0.2, -0.3], np.float32)}
+        path = folder.write_groups(12, [make_group()], np.array([[0.7, 0.0]], np.float32), logprobs)
+    assert path == tmp_path / "first" / "groups" / "step_000012.parquet"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    (line,) = path.read_text("utf-8").splitlines()
-    assert strict(line) == {
+    (stored,) = read_file(path)
+    assert strict(json_line(group_record(stored))) == {
         "purpose": "train", "step": 12, "version": 3, "subset": "train", "row": 17,
         "prompt": [{"role": "user", "content": "2 + 3 = ?"}], "prompt_ids": [5, 8, 13],
         "columns": {"answer": "5", "value": 5},
         "completions": [
             {"text": "5", "token_ids": [7, 9, 2], "logprobs": [-0.1, -0.1, -0.1], "stop_reason": "eos",
-             "reward": 1.1, "components": {"correct": 1.0}, "valid": True, "advantage": 0.7,
+             "reward": 1.1, "components": {"correct": 1.0}, "valid": True, "advantage": np.float32(0.7),
              "trainer_logprobs": [-0.1, -0.2, -0.3]},
-            {"text": "six \ud83d", "token_ids": [7, 8], "logprobs": [-0.1, -0.1], "stop_reason": "length",
+            {"text": "six \\ud83d", "token_ids": [7, 8], "logprobs": [-0.1, -0.1], "stop_reason": "length",
              "reward": None, "components": {"correct": None}, "valid": False, "advantage": 0.0,
-             "drawn": [True, False], "versions": [2, 2]},
+             "loss_mask": [True, False], "versions": [2, 2]},
         ],
     }
 
@@ -339,30 +341,13 @@ def test_groups_of_an_evaluation_lie_beside_those_of_the_step(tmp_path):
     with RunFolder.create(tmp_path, "first") as folder:
         evaluated = make_group(purpose=Purpose.EVALUATE, subset="held out", correct=np.array([True, False]),
                                extra={"parsed": ["5", "six"]})
-        paths = [folder.write_groups(12, [make_group()] * 2), folder.write_groups(12, [evaluated]),
-                 folder.write_groups(12, [evaluated], name="pass_at_8")]
-    assert [path.name for path in paths] == ["step_000012.jsonl", "evaluate_held_out_000012.jsonl",
-                                             "pass_at_8_000012.jsonl"]
-    assert len(paths[0].read_text().splitlines()) == 2
-    first, second = strict(paths[1].read_text())["completions"]
+        paths = [folder.write_groups(12, [make_group()] * 2), folder.write_groups(12, [evaluated])]
+    assert [path.name for path in paths] == ["step_000012.parquet", "evaluate_held_out_000012.parquet"]
+    assert len(read_file(paths[0])) == 2
+    first, second = group_record(read_file(paths[1])[0])["completions"]
     assert (first["correct"], second["correct"]) == (True, False)
     assert (first["extra"], second["extra"]) == ({"parsed": "5"}, {"parsed": "six"})
     assert "advantage" not in first and "trainer_logprobs" not in first
-
-
-@pytest.mark.parametrize(("advantages", "arrays", "what"), [
-    ([], None, "advantages: expected one entry for each of 1 groups"),
-    ([[1.0]], None, "advantages: expected one entry for each of 2 completions"),
-    (None, [], "token_arrays: expected one entry for each of 1 groups"),
-    (None, [[None]], "token_arrays: expected one entry for each of 2 completions"),
-    (None, [[{"trainer_logprobs": np.zeros(2)}, None]], "expected 3 values, one a token, came 2"),
-    (None, [[{"logprobs": np.zeros(3)}, None]], "already has a field"),
-])
-def test_groups_with_arrays_of_another_shape_are_refused_and_nothing_is_left(tmp_path, advantages, arrays, what):
-    with RunFolder.create(tmp_path, "first") as folder:
-        with pytest.raises(ValueError, match=what):
-            folder.write_groups(12, [make_group()], advantages, arrays)
-        assert not folder.groups_path.exists() or not os.listdir(folder.groups_path)
 
 
 # ---- the terminal
@@ -396,7 +381,7 @@ def plain(steps: int, seconds: float) -> list[str]:
 
 def test_a_plain_line_says_what_matters():
     lines = plain(200, 0.5)
-    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  informative 72%  length 41.3  cut 2%  "
+    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  nonzero std 72%  length 41.3  truncated 2%  "
                         "sampling 12.3k tokens/s  training 812 tokens/s")
     assert lines[2].startswith("step 3/200  0:02 elapsed, 1:38 left  reward 0.625")
     assert not any("loss" in line or "kl" in line for line in lines)
@@ -513,7 +498,7 @@ def test_on_a_terminal_the_bar_shows_the_figures_and_is_taken_down(monkeypatch):
     clock.now += 2
     console.step(2, 4, METRICS_OF_A_STEP)
     shown = stream.getvalue()
-    assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  informative 72%" in shown
+    assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  nonzero std 72%" in shown
     assert shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown  # the cursor is hidden while the bar stands
     console.close()
     assert stream.getvalue().count("\x1b[?25h") == 1

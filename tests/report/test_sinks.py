@@ -328,7 +328,7 @@ def test_a_sink_that_fails_is_switched_off_with_one_warning():
             time.sleep(0.001)
     background.close()
     assert sink.rows == [0, 1, 2] and sink.closed == 1
-    assert warned == ["It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl goes on and "
+    assert warned == ["It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl continues and "
                       "holds every step"]
 
 
@@ -345,7 +345,7 @@ def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end():
     background = Background(sink, "It", warned, most_pending=5)
     for step in range(20):
         background.write(step, {})
-    assert len(warned) == 1 and "takes nothing any more, 5 rows wait" in warned[0]
+    assert len(warned) == 1 and "accepts no more rows, 5 are waiting" in warned[0]
     background.close()
     sink.let_go.set()
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards.scores import Scores, load_function, load_functions, name_functions, score
+from shoal.rewards.functions import load_function, load_functions, name_functions
+from shoal.rewards.scores import Scores, score
 from shoal.run.task import load_task
 from shoal.tasks.graders.answer import (
     completion_text,

@@ -18,6 +18,7 @@ from tiny_runs import (
     parameters_of,
     quick_compilation,
     read_lines,
+    read_records,
     same_bits,
     trainer,
 )
@@ -122,7 +123,7 @@ def test_evaluations_and_summary(family):
     assert 0 < sum(phases.values()) <= summary["seconds_total"]
     assert summary["sample_tokens_per_second"] == pytest.approx(
         sum(row["tokens/sampled"] for row in metrics(run)) / phases["sample"])
-    answers = read_lines(run / "groups" / "evaluate_held_out_000002.jsonl")
+    answers = read_records(run / "groups" / "evaluate_held_out_000002.parquet")
     assert len(answers) == 4 and all(len(group["completions"]) == 1 for group in answers)
 
 
@@ -489,8 +490,8 @@ def test_mismatch_is_the_engines_not_the_updates(tmp_path: Path):
     (metrics,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert metrics["update/count"] == 4 and abs(metrics["ratio/mean"] - 1) > 1e-3
     assert metrics["sampler_gap/logprob_max"] < 2e-5 and abs(metrics["sampler_gap/ess"] - 1) < 1e-6
-    for line in (tmp_path / "run" / "groups" / "step_000001.jsonl").read_text().splitlines():
-        for completion in json.loads(line)["completions"]:
+    for group in groups(tmp_path / "run", 1):
+        for completion in group["completions"]:
             ours = completion.get("trainer_logprobs", completion["logprobs"])
             assert max(abs(a - b) for a, b in zip(ours, completion["logprobs"], strict=True)) < 2e-5
     assert result["num_questions"] == 2

@@ -356,14 +356,14 @@ def test_a_run_that_was_stopped_is_read_back(result, tmp_path):
     folder.mkdir()
     (folder / "config.yaml").write_text(result.config_path.read_text())
     empty = shoal.load_run(folder)
-    assert not empty.finished and len(empty.metrics) == 0 and empty.evaluations == [] and "not ended" in repr(empty)
+    assert not empty.finished and len(empty.metrics) == 0 and empty.evaluations == [] and "not finished" in repr(empty)
     lines = result.metrics_path.read_text()
     (folder / "metrics.jsonl").write_text(lines + '{"step": 3, "rew')
     (folder / "evaluations.jsonl").write_text(result.evaluations_path.read_text().splitlines()[0] + "\n")
     stopped = shoal.load_run(folder)
     assert stopped.metrics["step"] == [1, 2] and stopped.before.keys() == {"held_out"} and stopped.after == {}
     assert "2 steps done" in stopped._repr_html_()
-    with pytest.raises(shoal.ShoalError, match="has no summary: the run has not ended"):
+    with pytest.raises(shoal.ShoalError, match="has no summary: the run has not finished"):
         stopped["accuracy_after"]
 
 

@@ -26,16 +26,17 @@ from shoal.report import folder
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run
 from shoal.report.metrics import METRICS
+from shoal.report.recorder import Recorder
 from shoal.report.sink import JsonlSink
 from shoal.run.assembly import assemble_run
+from shoal.run.interrupt import stop_on_signals
 from shoal.run.resume import ResumePlan, compose_job, machine, resolve_run
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.curriculum import PassRates
 from shoal.trainer.loop import Run, Schedule
-from shoal.trainer.recorder import Recorder
 from shoal.trainer.update import Updater
-from shoal.types import ShoalError
+from shoal.types import ShoalError, StopRequested
 
 CLOCKS = ("time/", "throughput/", "memory/", "compilations")
 WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=2")
@@ -146,7 +147,7 @@ def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
             if stop_at is None:
                 run.train()
                 return workshop.runs / name
-            run.after_step = lambda step, _: setattr(run, "stopping", lambda: step + 1 == stop_at)
+            run.after_step = lambda step, _: run.stop.request() if step + 1 == stop_at else None
             with pytest.raises(KeyboardInterrupt, match=f"after step {stop_at} of 6, which is saved"):
                 run.train()
         return workshop.runs / name
@@ -342,7 +343,7 @@ def test_a_torn_line_is_taken_back(workshop, whole, monkeypatch):
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"step": 6, "reward/me')
-    (run / "groups" / ".step_000006.jsonl.tmp").write_text("{")
+    (run / "groups" / ".step_000006.parquet.tmp").write_text("{")
     assert_equal_ends(whole, workshop.train("torn", *WORDS))
 
 
@@ -546,9 +547,9 @@ def test_a_clock_set_back_changes_nothing(tmp_path):
 # ---- whole processes
 
 
-def process(workshop: Workshop, name: str, *words: str, limit: int = 0) -> subprocess.Popen[str]:
-    """The program itself; `limit`: no file may grow above so many bytes, as on a full disk."""
-    code = "import resource, sys; from shoal.cli import main\n"
+def process(workshop: Workshop, name: str, *words: str, limit: int = 0, before: str = "") -> subprocess.Popen[str]:
+    """The program itself; `limit`: no file may grow above so many bytes, as on a full disk; `before`: code run first."""
+    code = f"import resource, sys; from shoal.cli import main\n{before}\n"
     if limit:
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
     words = (*workshop.words(name, *WORDS), *words)
@@ -592,12 +593,124 @@ def test_kill_and_interrupt_of_the_process(workshop):
     wait_for(lambda: num_lines(run) >= 4, running)
     running.send_signal(signal.SIGINT)
     out, error = running.communicate(timeout=100)
-    assert running.returncode == 130 and "which is saved; to go on: shoal train resume=" in error, (out, error)
-    assert "stopping: this step is finished" in error and "Traceback" not in error
+    assert running.returncode == 130 and "which is saved; resume: shoal train resume=" in error, (out, error)
+    assert "stopping: the last complete step is saved" in error and "Traceback" not in error
     last = process(workshop, run.name)
     assert last.wait(timeout=100) == 0, last.communicate()
     last.communicate()
     assert_equal_ends(workshop.runs / "process", run)
+
+
+SLOW = """
+import time
+from pathlib import Path
+from shoal.sampler.engine import Engine
+from shoal.trainer.step import Learner
+reached = Path({reached!r})
+collect, accumulate = Engine.collect, Learner.accumulate
+def slow_collect(self):
+    if {stage!r} == "sampling" and self.version == 4:
+        reached.touch()
+        time.sleep(1)
+        return []
+    return collect(self)
+def slow_accumulate(self, total, state, batch):
+    if {stage!r} == "update" and int(state.updates) == 4:
+        reached.touch()
+        time.sleep(1)
+    return accumulate(self, total, state, batch)
+Engine.collect, Learner.accumulate = slow_collect, slow_accumulate
+"""
+"""Device work that comes in pieces of a second: of sampling or the update of the fifth step."""
+
+HANGING = '''
+import time
+from pathlib import Path
+
+reached = Path({reached!r})
+
+
+def letters(completions, trainer_state, **kwargs):
+    if reached.with_name("hang_at").read_text() == str(trainer_state.global_step):
+        reached.touch()
+        time.sleep(1000)
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [sum(map(ord, text)) % 3 for text in texts]
+'''
+
+
+@pytest.fixture(scope="module")
+def hanging(workshop, tmp_path_factory) -> tuple[Path, tuple[str, ...], Path]:
+    """The file that is touched where a stop is to be requested, the words of the runs, and an unbroken one. Rewards
+    hang at the step that stands in `hang_at`; an update has as many micro-batches as completions."""
+    reached = tmp_path_factory.mktemp("hanging") / "reached"
+    rewards = reached.with_name("hanging.py")
+    rewards.write_text(HANGING.format(reached=str(reached)))
+    reached.with_name("hang_at").write_text("")
+    words = (f"reward={rewards}:letters", "reward.timeout_seconds=300", "batch.micro_tokens=1", *WORDS)
+    return reached, words, workshop.train("hanging", *words)
+
+
+@pytest.mark.parametrize(("stage", "hang_at", "saved_step", "word"), [
+    ("evaluation", "3", 3, "seed=0"), ("training", "4", 4, "seed=0"), ("in this process", "4", 4, "reward.workers=0"),
+    ("sampling", "", 4, "seed=0"), ("update", "", 4, "seed=0"),
+])
+def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, stage, hang_at, saved_step, word):
+    reached, words, unbroken = hanging
+    run = workshop.runs / f"stopped_in_{stage.replace(' ', '_')}"
+    reached.with_name("hang_at").write_text(hang_at)
+    reached.unlink(missing_ok=True)
+    running = process(workshop, run.name, *words, word, before=SLOW.format(reached=str(reached), stage=stage))
+    wait_for(reached.exists, running)
+    started = time.monotonic()
+    running.send_signal(signal.SIGTERM)
+    out, error = running.communicate(timeout=100)
+    assert time.monotonic() - started < 10 and running.returncode == 130, (out, error)
+    assert f"stopped after step {saved_step} of 6, which is saved; resume: shoal train resume=" in error
+    assert "Traceback" not in error and versions(run)[-1] == saved_step
+    reached.with_name("hang_at").write_text("")
+    assert_equal_ends(unbroken, workshop.train(run.name, *words, word))
+
+
+def test_a_second_signal_ends_at_once(capfd):
+    with stop_on_signals() as stop:
+        stop.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "once more to stop at once" in capfd.readouterr().err
+        stop.check(patience_seconds=60)
+        with pytest.raises(StopRequested):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt, match="the newest checkpoint stands"):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_is_raised_out_of_a_wait():
+    with stop_on_signals() as stop, pytest.raises(StopRequested), stop.raising_at_once():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+        raise AssertionError
+
+
+def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, monkeypatch):
+    """After the first update of a step the state that it began with is spent: the newest checkpoint stands."""
+    words = (*WORDS, "algorithm.num_minibatches=2")
+    unbroken = workshop.train("two_updates", *words)
+    original, calls = Updater._one, 0
+
+    def stops(self, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 8:  # the second of the fourth step
+            self.stop.requested_at = time.monotonic() - 60
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_one", stops)
+        assert cli.main(workshop.words("two_updates_cut", *words)) == 130
+    assert versions(workshop.runs / "two_updates_cut") == [2] and len(metrics(workshop.runs / "two_updates_cut")) == 3
+    assert_equal_ends(unbroken, workshop.train("two_updates_cut", *words))
 
 
 def test_a_full_disk_loses_nothing(workshop, whole, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from shoal import cli
 from shoal.config.schema import MeshSection
 from shoal.mesh import Role, make_roles
 from shoal.model import hf
+from shoal.report.groups import StoredGroup, group_record, read_file, write_file
 from shoal.sampler import engine
 from shoal.trainer import step
 from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
@@ -152,7 +153,20 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def groups(run: Path, step: int) -> list[dict[str, Any]]:
-    return read_lines(run / "groups" / f"step_{step:06d}.jsonl")
+    return read_records(run / "groups" / f"step_{step:06d}.parquet")
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """A file of groups as JSON's own types."""
+    return [group_record(stored) for stored in read_file(file)]
+
+
+def rewrite_groups(file: Path, change: Callable[[list[StoredGroup]], list[StoredGroup]]) -> None:
+    """Replaces the groups of a file."""
+    stored = change(read_file(file))
+    logprobs = {(number, index): arrays["trainer_logprobs"] for number, entry in enumerate(stored)
+                for index, arrays in enumerate(entry.token_arrays) if arrays}
+    write_file(file, [entry.group for entry in stored], [entry.advantages for entry in stored], logprobs)
 
 
 def checkpoints(run: Path) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from tiny_runs import PLAIN, Workshop, groups, metrics, quick_compilation
@@ -351,12 +352,12 @@ def test_a_readme_cannot_point_elsewhere(tmp_path: Path) -> None:
     ("configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: 5", "'default' has a int; expected"),
     ('configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: ""',
      "'' cannot be read as a name or pattern of files"),
-    ("configs:\n- config_name: default\n  data_files: train.csv",
-     "train.csv is of a kind that is not read; expected .jsonl, .json, .parquet"),
+    ("configs:\n- config_name: default\n  data_files: train.xml",
+     "train.xml is of a kind that is not read; expected .jsonl, .json, .parquet"),
 ])
 def test_a_readme_that_cannot_be_followed(tmp_path: Path, configs: str, told: str) -> None:
     write(tmp_path / "train.jsonl", [row(0), row(1)])
-    (tmp_path / "train.csv").write_text("prompt\na\n")
+    (tmp_path / "train.xml").write_text("<a/>")
     (tmp_path / "README.md").write_text(f"---\n{configs}\n---\n")
     fails(told, tmp_path)
 
@@ -428,7 +429,7 @@ def test_rewards_are_needed_and_named_ones_count(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", verl_rows(5))
     (tmp_path / "verl.py").write_text(VERL)
     section = TaskSection(name="custom", path=str(path))
-    with pytest.raises(ShoalError, match=r"task custom: own data needs a function.*reward=file.py:function"):
+    with pytest.raises(ShoalError, match=r"task custom: it has no reward of its own.*reward=file.py:function"):
         load_task(section, RewardSection())
     task = load_task(section, RewardSection((f"{tmp_path}/verl.py:compute_score",)))
     found = score(task.rewards, task.train[:2], prompts(task.train[:2]), [["27", "2"], ["3", "four"]], [[[1]] * 2] * 2)
@@ -497,3 +498,59 @@ def test_a_run_without_a_reward_says_so(workshop: Workshop, capsys: pytest.Captu
     path = write(workshop.folder / "own2.jsonl", [row(i) for i in range(4)])
     assert cli.main(workshop.words("none", "task=custom", f"task.path={path}", "reward=[]")) == 2
     assert "task custom: it has no reward of its own; give a function that judges" in capsys.readouterr().err
+
+
+# ---- tables and arrow
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
+def test_a_table_of_text(tmp_path: Path, suffix: str, separator: str) -> None:
+    lines = [["question", "answer"], ["q0?", "007"], ["q1?", ""], ["q2?", "NA"], ['"a, ""b"""', "1.0"]]
+    path = tmp_path / f"train{suffix}"
+    path.write_text("\n".join(separator.join(line) for line in lines))
+    task = load(path, template="Solve: {question}")
+    assert [one.columns["answer"] for one in task.train] == ["007", "", "NA"]
+    assert task.train[0].prompt == [{"role": "user", "content": "Solve: q0?"}]
+    assert task.evaluations["held_out"][0].columns == {"question": 'a, "b"', "answer": "1.0"}
+    fails(f"train{suffix}, line 2 has no column 'nothing'", path, columns=("prompt=nothing",))
+
+
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text("prompt,b\n1,2\n1,2,3\n")
+    fails("train.csv, line 3 has 3 values, the header has 2: quote a value that holds the separator", path)
+    path.write_text('prompt,b\n1,"2\n')
+    fails("train.csv, line 2 cannot be read as a table: unexpected end of data", path)
+    path.write_text("")
+    fails("train.csv is empty", path)
+    path.with_suffix(".arrow").write_bytes(b"no arrow")
+    fails("train.arrow cannot be read as arrow: ", path.with_suffix(".arrow"))
+
+
+@pytest.mark.parametrize("kind", ["new_stream", "new_file"])
+def test_arrow_files_and_their_splits(tmp_path: Path, kind: str) -> None:
+    for split, rows in (("train", [row(0), row(1)]), ("test", [row(2)])):
+        table = pyarrow.Table.from_pylist(rows)
+        with getattr(pyarrow.ipc, kind)(str(tmp_path / f"{split}.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    for path in (tmp_path / "train.arrow", tmp_path):
+        task = load(path)
+        assert (prompts(task.train), prompts(task.evaluations["held_out"])) == (["q0?", "q1?"], ["q2?"])
+
+
+def test_a_hub_data_set_of_another_format_is_taken_as_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[str] = []
+
+    def download(repo: str, repo_type: str, allow_patterns: list[str], revision: str = "main") -> str:
+        asked_for.append(revision)
+        folder = tmp_path / revision.replace("/", "-")
+        if revision == "refs/convert/parquet":
+            write(folder / "default/train/0000.parquet", [row(0), row(1)])
+            write(folder / "default/test/0000.parquet", [row(2)])
+        folder.mkdir(exist_ok=True)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    task = load("some/data")
+    assert (prompts(task.train), prompts(task.evaluations["held_out"])) == (["q0?", "q1?"], ["q2?"])
+    assert asked_for[-1] == "refs/convert/parquet"

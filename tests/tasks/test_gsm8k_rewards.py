@@ -107,6 +107,9 @@ def test_maxtext(text: str, gold: str, points: list[float]) -> None:
     ("so\n<reasoning>r</reasoning><answer>42</answer>", "42", [3, 2, 3, 1.5, 9.5]),
     ("<reasoning>r</reasoning><answer>42</answer> done", "42", [3, 2, 3, 1.5, 9.5]),
     ("<reasoning>r</reasoning><answer>42</answer><answer>42</answer>", "42", [3, 1 - 1, 3, 1.5, 7.5]),
+    ("<answer>\u0664\u0662 apples</answer>", "42", [0, 0, 0, 1.5, 1.5]),  # digits of any script are numbers there
+    ("<answer>\uff14\uff12</answer>", "42", [0, 0, 0, 1.5, 1.5]),
+    ("<answer>4\u00b2</answer>", "4", [0, 0, 0, 1.5, 1.5]),  # but not what is raised
     ("42", "42", [0, -2, 0, 0, -2]),
     ("", "42", [0, -2, 0, 0, -2]),
 ])

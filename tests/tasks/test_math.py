@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from shoal.config.schema import TaskSection
 from shoal.rewards.scores import score
 from shoal.run.task import load_task
-from shoal.tasks.graders import math_check
-from shoal.tasks.graders.math_check import Checker, at_a_glance, latex, plain, same, same_all, value
+from shoal.tasks.graders import math_worker
+from shoal.tasks.graders.math_check import at_a_glance, latex, plain, same, same_all, value
+from shoal.tasks.graders.math_worker import Checker
 from shoal.tasks.math import SYSTEM_PROMPT, answer_of, final_answer, gold
 from shoal.tasks.task import Task
 from shoal.types import ShoalError
+from shoal.workers.pool import WorkerPool
 
 # ---- the same or not
 
@@ -71,13 +73,19 @@ HOSTILE = {  # each would keep a parser or sympy busy, or take all memory
 @pytest.fixture(scope="module")
 def hasty() -> Any:
     """Processes with little time."""
-    checker = Checker(num_children=2, cpu_seconds=1.0)
+    checker = Checker(num_workers=2, cpu_seconds=1.0)
     yield checker
     checker.close()
 
 
+def workers_of(checker: Checker) -> set[int]:
+    assert checker._workers is not None
+    pid = checker._workers.pid
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
 def test_hostile_texts_are_wrong_and_cost_little(monkeypatch: pytest.MonkeyPatch, hasty: Checker) -> None:
-    monkeypatch.setattr(math_check, "checker", lambda: hasty)
+    monkeypatch.setattr(math_worker, "checker", lambda: hasty)
     start = time.monotonic()
     found = dict(zip(HOSTILE, same_all([("7", text) for text in HOSTILE.values()]), strict=True))
     assert time.monotonic() - start < 60
@@ -89,43 +97,45 @@ def test_hostile_texts_are_wrong_and_cost_little(monkeypatch: pytest.MonkeyPatch
 
 def test_a_process_that_is_killed_is_replaced(hasty: Checker) -> None:
     assert hasty.ask([("a+b", "b+a")]) == [True]
-    for child in list(hasty._children):
-        os.killpg(child._process.pid, signal.SIGKILL)
-        child._process.wait(10)
+    for pid in workers_of(hasty):
+        os.kill(pid, signal.SIGKILL)
+        while "Z" not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.01)
     assert hasty.ask([("a+c", "c+a"), ("a+d", "d+b")]) == [True, False]
 
 
-def test_a_process_gives_way_to_a_fresh_one(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_check, "_CHECKS_A_CHILD", 2)
-    assert hasty.ask([(f"k+{i}", f"{i}+k") for i in range(5)]) == [True] * 5
-    assert all(child.asked <= 2 for child in hasty._children)
+def test_a_process_gives_way_to_a_fresh_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_worker, "CHECKS_A_WORKER", 2)
+    checker = Checker(num_workers=1)
+    assert checker.ask([("k+0", "0+k")]) == [True]
+    first = workers_of(checker)
+    assert checker.ask([(f"k+{i}", f"{i}+k") for i in range(1, 5)]) == [True] * 4
+    assert not first & workers_of(checker)
+    checker.close()
 
 
-def test_two_things_said_at_once_are_both_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parent that is slow to listen finds `ready` and the answer in one piece."""
-    program = tmp_path / "child.py"
-    program.write_text('import os, sys; sys.stdin.readline(); os.write(1, b"ready\\n1\\n"); sys.stdin.read()')
-    monkeypatch.setattr(math_check, "_CHILD", program)
-    checker = Checker(num_children=1)
-    try:
-        assert checker.ask([("v", "w")]) == [True]
-    finally:
-        checker.close()
+def test_a_supervisor_that_is_killed_is_replaced(hasty: Checker) -> None:
+    assert hasty.ask([("s+b", "b+s")]) == [True]
+    assert hasty._workers is not None
+    os.kill(hasty._workers.pid, signal.SIGKILL)
+    assert hasty.ask([("s+c", "c+s")]) == [None]
+    assert hasty.ask([("s+d", "d+s")]) == [True]
 
 
-def test_what_was_said_is_remembered(hasty: Checker) -> None:
+def test_results_are_cached(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [("u+v", "v+u"), ("u+v", "u v"), ("u+v", "v+u")]
     assert hasty.ask(pairs) == [True, False, True]
-    asked = [child.asked for child in hasty._children]
+    monkeypatch.setattr(hasty, "_workers", None)
     assert hasty.ask(pairs[:2]) == [True, False]
-    assert [child.asked for child in hasty._children] == asked
+    assert hasty._workers is None  # none was started
 
 
-def test_a_call_that_is_broken_off_leaves_no_answers_behind(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_interrupted_leaves_no_answers_behind(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(math_check, "_first", broken)
+    assert hasty.ask([("p+t", "t+p")]) == [True]
+    monkeypatch.setattr(WorkerPool, "receive", broken)
     with pytest.raises(KeyboardInterrupt):
         hasty.ask([("p+q", "q+p")])
     monkeypatch.undo()
@@ -136,7 +146,7 @@ def test_easy_answers_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody() -> Any:
         raise AssertionError("a process was asked")
 
-    monkeypatch.setattr(math_check, "checker", nobody)
+    monkeypatch.setattr(math_worker, "checker", nobody)
     start = time.monotonic()
     found = same_all([(str(i), f"{i + i % 2}.0") for i in range(3000)])
     assert time.monotonic() - start < 6  # hundreds a second, also on a busy machine
@@ -295,15 +305,15 @@ def test_the_last_formula_stands_in_for_an_answer() -> None:
 
 
 def test_without_math_verify_the_task_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(math_worker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ShoalError, match=r"math-verify, which is not installed: pip install 'shoal\[math\]'"):
         load(write(tmp_path / "data.jsonl", [row(i) for i in range(10)]))
 
 
 def test_a_broken_math_verify_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('no antlr\\nhere')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    checker = Checker(num_children=1)
+    monkeypatch.syspath_prepend(tmp_path)
+    checker = Checker(num_workers=1)
     with pytest.raises(ShoalError, match=r"math-verify cannot be used \(ImportError: no antlr here\): pip install"):
         checker.ask([("x", "y")])
     checker.close()

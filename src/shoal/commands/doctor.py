@@ -23,7 +23,7 @@ from shoal.model.hf import dotted
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings, gib
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.run.assembly import with_prompts
 from shoal.run.loading import LoadedModel, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, training_engines
@@ -63,7 +63,7 @@ class Preflight:
     reward_functions: Sequence[Callable]
     stack: ExitStack
     task: Task | None = None
-    judge: Judge | None = None
+    judge: RewardPool | None = None
     roles: Roles | None = None
     loaded: LoadedModel | None = None
     teacher: LoadedModel | None = None
@@ -116,7 +116,7 @@ def check_task(job: Preflight) -> None:
     if judged is not None:
         if job.task is not None:
             job.task = replace(job.task, rewards=judged.rewards)
-        job.judge = job.stack.enter_context(closing(Judge(judged.rewards, config.reward, config.steps)))
+        job.judge = job.stack.enter_context(closing(RewardPool(judged.rewards, config.reward, config.steps)))
 
 
 def check_mesh(job: Preflight) -> bool:
@@ -230,7 +230,7 @@ def make_engines(job: Preflight, model: Model) -> dict[str, Engine]:
     """The engines of a run: for training's groups, greedy answers and pass@k's groups. Nothing is compiled."""
     assert job.loaded is not None and job.roles is not None
     make = training_engines(job.config, model.on(job.roles.sampler), job.loaded.tokenizer)
-    sizes = {"training": job.config.batch.group_size, "evaluation": 1, "pass@k": job.config.train.pass_k}
+    sizes = {"training": job.config.batch.group_size, "evaluation": 1, "pass@k": job.config.pass_k}
     return {name: make(size) for name, size in sizes.items() if size}
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import zip_longest
 from typing import Any
 
-from shoal.commands.responses import question_of
+from shoal.commands.answers import question_text, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, TaskSection
-from shoal.files import check_writable, write_text
+from shoal.files import check_writable
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.report.lines import json_ready
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import Failure, failed_figures, failure_lines
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Failure, failed_figures
 from shoal.rollout.source import LocalSource
 from shoal.run.loading import compute_dtype, make_model, open_model
 from shoal.run.parts import engine_maker, prepare_sets
@@ -27,90 +25,83 @@ from shoal.trainer.evaluation import Answers, Evaluator
 from shoal.trainer.loop import sampling_params
 from shoal.types import Group, ShoalError, ground_truth
 
-BESIDE = ("task", "model", "seed", "max_completion_tokens", "rows")
-"""What stands in the file of answers beside the sets of questions."""
+OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
+"""Fields of the output file, next to one for each set of questions."""
 
 
 def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
              console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
-    """`shoal eval`: figures by data set, with their protocol."""
+    """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
     output = check_writable(config.output, "output") if config.output else None
     with console or Console() as console, ExitStack() as stack:
         with evaluating():
             task = task or load_task(config.task, config.reward, reward_functions)
         task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
-        if output and (taken := sorted(set(BESIDE) & set(task.evaluations))):
-            raise ShoalError(f"output={output}: a set of questions cannot be called {taken[0]!r} there; give it "
-                             "another name")
-        judge = stack.enter_context(closing(Judge(task.rewards, config.reward)))
+        if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
+            raise ShoalError(f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "
+                             "file; rename the set")
+        pool = stack.enter_context(closing(RewardPool(task.rewards, config.reward)))
         roles = make_roles(config.mesh)
         opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
+        tokenizer = opened.tokenizer
         for note in task.notes:
             console.note(note)
         params = sampling_params(config.sampling)
         if config.pass_k and params.temperature == 0:
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
         model = make_model(config.model, opened, roles.sampler, 0)
-        make = engine_maker(model, opened.tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
-        source = LocalSource(model, make, task, judge, opened.tokenizer.decode, config.seed)
+        make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
+        source = LocalSource(model, make, task, pool, tokenizer.decode, config.seed)
         source.answered = console.answered
         source.publish(0, opened.load())
-        sets = prepare_sets(task, opened.tokenizer, config.sampling, console.warning)
+        sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
-        data = data_text(config.task, task, opened.tokenizer, bool(config.model.template))
         failures = source.read_clock().failures
         failed = _failures_by_set(answers, failures)
+        data = describe_data(config.task, task, tokenizer, bool(config.model.template))
         figures = {subset: evaluator.figures(own) | failed_figures(failed[subset]) | {"data": data}
                    for subset, own in answers.items()}
-        for subset, values in figures.items():
-            console.evaluation(subset, values)
-        for line in failure_lines(failures):
-            console.warning(line)
+        report_evaluation(figures, failures, console)
     if output:
-        about = {"task": task.name, "model": config.model.path, "seed": config.seed,
-                 "max_completion_tokens": params.max_tokens}
         rows = [row for subset, own in answers.items() for row in answer_rows(subset, own, task)]
-        write_text(output, json.dumps(json_ready({**about, **figures, "rows": rows}), indent=2,
-                                      ensure_ascii=False) + "\n")
+        write_answers(output, {"task": task.name, "model": config.model.path, "seed": config.seed,
+                               "max_completion_tokens": params.max_tokens, **figures, "rows": rows})
     return figures
 
 
 def _failures_by_set(answers: Mapping[str, Answers], failures: Sequence[Failure]) -> dict[str, list[Failure]]:
-    """Those of each set's questions; of one that several sets have, the first set's."""
+    """The failures of each set's questions; a question in several sets belongs to the first."""
     owner = {group.example.row: name for name in reversed(list(answers)) for group in answers[name].greedy}
     return {subset: [failure for failure in failures if owner.get(failure.row) == subset] for subset in answers}
 
 
-def data_text(section: TaskSection, task: Task, tokenizer: Tokenizer, given: bool) -> str:
-    """Which questions were asked, and how their messages were written; `given`: by model.template."""
-    template = "model.template" if given else "the model's chat template" if tokenizer.has_template else "no template"
-    return f"{_source_text(section, task)}, {template}"
-
-
-def _source_text(section: TaskSection, task: Task) -> str:
+def describe_data(section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool) -> str:
+    """The questions' source and the template of their messages: `gsm8k, split test, the model's chat template`."""
     if section.name == ROWS:
-        return "rows from Python"
-    if section.path:
-        return f"{section.name} of {section.path}, split {section.eval_split}"
-    return f"{section.name}, split {section.eval_split}" if task.of_row else section.name
+        source = "rows from Python"
+    elif section.path:
+        source = f"{section.name} of {section.path}, split {section.eval_split}"
+    else:
+        source = f"{section.name}, split {section.eval_split}" if task.of_row else section.name
+    model_template = "the model's chat template" if tokenizer.has_template else "no template"
+    return f"{source}, {'model.template' if template_given else model_template}"
 
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:
-    """A row a question: what was asked, what is right, the greedy answer and the samples, judged."""
+    """A row a question: the question, its ground truth, the scored greedy answer and the scored samples."""
     for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
         example = greedy.example
-        row = {"set": subset, "row": example.row, "question": question_of(example, task.question),
-               "gold": ground_truth(example.columns), **_judged(greedy, 0)}
+        row = {"set": subset, "row": example.row, "question": question_text(example, task.question),
+               "gold": ground_truth(example.columns), **_scored_completion(greedy, 0)}
         if task.verdict is not None:
             row["verdict"] = task.verdict(greedy.texts[0], example)
         if sampled is not None:
-            row["samples"] = [_judged(sampled, index) for index in range(sampled.size)]
+            row["samples"] = [_scored_completion(sampled, index) for index in range(sampled.size)]
         yield row
 
 
-def _judged(group: Group, index: int) -> Mapping[str, Any]:
-    """One completion of a group, and how it did."""
+def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
     completion = group.completions[index]
     return {
         "response": group.texts[index],

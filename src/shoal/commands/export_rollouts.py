@@ -1,4 +1,4 @@
-"""`shoal export-rollouts`: a run's training groups as files that the tools around other systems read.
+"""`shoal export-rollouts`: a run's training groups in the file formats of TRL and verl.
 
     trl    completions_00001.parquet, ...   step, prompt, completion, each reward function, extra columns, advantage
     verl   1.jsonl, ...                     input, output, gts, score, step, each reward function, extra columns
@@ -19,8 +19,7 @@ from shoal.files import appearing, check_new_folder
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
-from shoal.report.groups import StoredGroup
-from shoal.report.groups_table import encodable
+from shoal.report.groups import StoredGroup, encodable
 from shoal.report.lines import json_line, json_ready, write_atomically
 from shoal.report.reading import is_finished, read_stored, require_groups
 from shoal.trainer.checkpoint import MODEL_FOLDER
@@ -35,7 +34,7 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
         files = require_groups(run)
         decode = Tokenizer.load(run / MODEL_FOLDER).decode
         if not is_finished(run):
-            console.note(f"{run} has not ended: what is there by now is written")
+            console.note(f"{run} has not finished: its steps so far are written")
         count = 0
         for step in files:
             stored = read_stored(run, step)
@@ -70,12 +69,12 @@ def _rewards(entry: StoredGroup, i: int) -> dict[str, Any]:
     return {name: values[i] for name, values in entry.group.reward_components.items()}
 
 
-_TAKEN = ("step", "prompt", "completion", "advantage", "input", "output", "gts", "score")
+_COLUMNS = ("step", "prompt", "completion", "advantage", "input", "output", "gts", "score")
 
 
 def _extra(entry: StoredGroup, i: int) -> dict[str, Any]:
-    """Columns that rewards logged; one whose name is taken is called `extra_<name>`."""
-    taken = {*_TAKEN, *entry.group.reward_components}
+    """Columns that rewards logged; a name that is a column already becomes `extra_<name>`."""
+    taken = {*_COLUMNS, *entry.group.reward_components}
     return {f"extra_{name}" if name in taken else name: values[i] for name, values in entry.group.extra.items()}
 
 
@@ -92,7 +91,7 @@ def _write_trl(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _array(values: list[Any]) -> Any:
-    """A column of one kind as it is; of several, or of lists and objects, as JSON text."""
+    """A column of numbers, text or booleans; mixed values, lists and objects become JSON text."""
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}

@@ -1,20 +1,19 @@
-"""`shoal train --multirun`: a run for each combination of values, one after the other, each in a process of its own.
+"""`shoal train --multirun`: a run for each combination of values, one after the other, each in its own process.
 
     optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs
     sampling.stop=[a,b] run_name='a,b'       no sweep: lists and quoted text stay whole
 
     multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name: <base_output_directory>/<run_name>/0 1 2
-    .../multirun.json                        what was swept, and what came of it
+    .../multirun.json                        the swept values and the result of each run
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,30 +26,36 @@ from shoal.config.help import count, step_sizes
 from shoal.config.keys import dataclass_of
 from shoal.config.schema import Config
 from shoal.report.console import Console
-from shoal.report.folder import named_folder
+from shoal.report.figures import figure_text
+from shoal.report.folder import named_folder, read_summary
 from shoal.report.lines import json_ready, write_atomically
 from shoal.types import ShoalError
 
 MULTIRUN_FOLDER = "multirun"
-"""Where sweeps go that name neither run_name nor base_output_directory."""
+"""The folder of sweeps without run_name and base_output_directory."""
 
 SUMMARY = "multirun.json"
 INTERRUPTED = (130, -2)
-"""Exit codes of a process that Ctrl-C ended: its own, and the signal's."""
+"""Exit codes of a process ended by Ctrl-C: its own, and the signal's."""
 
 _FIXED = ("run_name", "base_output_directory", "resume")
 
 
 @dataclass
 class SweptRun:
-    """One combination: its number, the values of the swept keys, the words of its command line, what came of it."""
+    """One combination of the swept values, and its result."""
 
     number: int
     values: dict[str, str]  # by dotted key
     words: list[str]  # without its folder
     folder: Path
-    exit_code: int | None = None  # None: not run
+    exit_code: int | None = None  # None until it has run
     figures: dict[str, Any] = field(default_factory=dict)  # accuracy before and after, seconds
+
+    @property
+    def assignments(self) -> list[str]:
+        """`["optimizer.lr=1e-4", "seed=2"]`"""
+        return [f"{name}={text}" for name, text in self.values.items()]
 
     @property
     def state(self) -> str:
@@ -61,30 +66,31 @@ class SweptRun:
         return "done" if self.exit_code == 0 else f"failed ({self.exit_code})"
 
 
-def multirun(command: str, words: Sequence[str], console: Console, only_shown: bool = False) -> dict[str, Any]:
-    """Runs every combination and returns what multirun.json holds; `only_shown` says what there would be to do.
+def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool = False) -> dict[str, Any]:
+    """Runs every combination and returns the content of multirun.json; a dry run prints what would run.
 
-    All combinations are composed before the first one starts. One that fails does not stop the others, Ctrl-C does."""
+    All combinations are validated before the first one starts. A failed run does not stop the others, Ctrl-C does."""
     config_type = dataclass_of(command)
     combinations = list(combine(config_type, words))
     composed = [compose(command, each) for _, each in combinations]
     configs, first = [config for config, _ in composed], composed[0][1]
     if configs[0].resume:
-        raise ShoalError(f"resume={configs[0].resume}: a sweep goes on by the same run_name and base_output_directory")
+        raise ShoalError(f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "
+                         "base_output_directory")
     root = root_of(configs[0])
     runs = [SweptRun(number, values, each, root / str(number)) for number, (values, each) in enumerate(combinations)]
     check_same_sweep(root, runs)
     console.note(cost_text(configs))
-    if only_shown:
+    if dry_run:
         for line in dict.fromkeys([*first.notes, *first.became]):
             console.note(f"run 0: {line}")
         for run in runs:
-            console.note(f"{run.folder}: {' '.join(_pairs(run)) or 'nothing swept'}")
+            console.note(f"{run.folder}: {' '.join(run.assignments) or 'nothing swept'}")
         return _record(root, runs)
     write_record(root, runs)
     interrupted = False
     for run in runs:
-        console.heading(f"run {run.number + 1} of {len(runs)}: {' '.join([*_pairs(run), str(run.folder)])}")
+        console.heading(f"run {run.number + 1} of {len(runs)}: {' '.join([*run.assignments, str(run.folder)])}")
         folder = [f"base_output_directory={root}", f"run_name={run.number}"]
         run.exit_code, interrupted = run_process([command, *run.words, *folder])
         run.figures = read_figures(run.folder)
@@ -98,7 +104,7 @@ def multirun(command: str, words: Sequence[str], console: Console, only_shown: b
     console.note(f"written to {root / SUMMARY}")
     if interrupted:
         raise KeyboardInterrupt(f"interrupted; the same command with base_output_directory={root.parent} "
-                                f"run_name={root.name} goes on")
+                                f"run_name={root.name} resumes it")
     return _record(root, runs)
 
 
@@ -186,7 +192,7 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
-    """ShoalError where the folder holds another sweep: a number must stand for the same values when it goes on."""
+    """ShoalError if the folder holds another sweep: a resumed run must have the values of its number."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     try:
@@ -203,13 +209,12 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """Accuracy before and after (the mean reward where the task defines none) and seconds, from a finished run's
-    summary; nothing where there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
-        return {name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")}
-    return {}
+    """Accuracy before and after (the mean reward if the task defines none) and seconds, from the run's summary.json;
+    empty without one."""
+    if (summary := read_summary(folder)) is None:
+        return {}
+    kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
+    return {name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")}
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
@@ -230,9 +235,9 @@ def write_record(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def run_process(words: Sequence[str]) -> tuple[int, bool]:
-    """Runs `shoal` with these words in a fresh process: its exit code, and whether the user interrupted.
+    """Runs `shoal` with these words in a new process: its exit code, and whether the user interrupted it.
 
-    Ctrl-C reaches the process by itself; it ends in its own way, and this one waits for it."""
+    The terminal sends Ctrl-C to the new process too; it saves and ends, and this process waits for it."""
     process = subprocess.Popen([sys.executable, "-m", "shoal", *words])
     interrupted = False
     while True:
@@ -257,24 +262,11 @@ def cost_text(configs: Sequence[Config]) -> str:
 
 def table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of the table at the end."""
-    keys = list(runs[0].values)
-    rows = [(str(run.number), *(run.values[key] for key in keys), run.state,
-             _score(run.figures, "before"), _score(run.figures, "after"),
-             _seconds(run.figures.get("seconds_total")), str(run.folder)) for run in runs]
-    return ("run", *keys, "state", "before", "after", "seconds", "folder"), rows
+    def row(run: SweptRun) -> tuple[str, ...]:
+        texts = {name: "" if value is None else figure_text(name, value) for name, value in run.figures.items()}
+        before, after = (texts.get(f"accuracy_{when}", texts.get(f"mean_reward_{when}", ""))
+                         for when in ("before", "after"))
+        return (str(run.number), *run.values.values(), run.state, before, after, texts.get("seconds_total", ""),
+                str(run.folder))
 
-
-def _score(figures: Mapping[str, Any], when: str) -> str:
-    """Accuracy in percent, else the mean reward."""
-    if (share := figures.get(f"accuracy_{when}")) is not None:
-        return f"{100 * share:.1f}%"
-    reward = figures.get(f"mean_reward_{when}")
-    return "" if reward is None else f"{reward:.3g}"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.0f}"
-
-
-def _pairs(run: SweptRun) -> list[str]:
-    return [f"{name}={text}" for name, text in run.values.items()]
+    return ("run", *runs[0].values, "state", "before", "after", "time", "folder"), [row(run) for run in runs]

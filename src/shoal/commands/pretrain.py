@@ -16,7 +16,7 @@ from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rollout.source import LocalSource
 from shoal.run.parts import engine_maker, prepare_sets
 from shoal.run.task import load_task
@@ -48,7 +48,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         evaluator = Evaluator(sets, sampling_params(sampling), 0, task)
         model = Model(architecture, roles.sampler)
         make = engine_maker(model, tokenizer, sampling, 128)
-        judge = Judge(task.rewards, RewardSection(workers=0))
+        judge = RewardPool(task.rewards, RewardSection(workers=0))
         source = LocalSource(model, make, task, judge, tokenizer.decode, config.seed)
 
         def batch_of(step: int) -> LearnerBatch:

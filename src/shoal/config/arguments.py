@@ -63,7 +63,7 @@ CONFIG_NAMES = ("--config-name", "--config_name", "-cn", "--config-file", "--con
 """Options that name a preset or a file; also `config_file=X`."""
 
 WORDS: Mapping[str, tuple[str, ...]] = {
-    "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
+    "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
 }
 """Command -> the keys that words without `=` fill, in this order: `shoal diff A B` is `run=A other=B`."""
 

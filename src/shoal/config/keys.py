@@ -21,6 +21,7 @@ from shoal.config.schema import (
     ExportConfig,
     ExportRolloutsConfig,
     GenerateConfig,
+    GroupsConfig,
     PretrainConfig,
     ReplayConfig,
     RescoreConfig,
@@ -31,7 +32,8 @@ from shoal.types import ShoalError
 COMMANDS: Mapping[str, type] = {
     "train": Config, "doctor": DoctorConfig, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig,
     "convert": ConvertConfig,
-    "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig, "export-rollouts": ExportRolloutsConfig,
+    "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
+    "export-rollouts": ExportRolloutsConfig,
     "pretrain": PretrainConfig,
 }
 """Command -> the dataclass that holds its settings."""
@@ -110,6 +112,11 @@ def keys_of(config_type: type) -> Mapping[str, Key]:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             found[field.name] = Key(field.name, wanted, default, helps.get(field.name, ""))
     return found
+
+
+def is_under(key: str, names: Iterable[str]) -> bool:
+    """True if a key is one of these, or lies in one of these sections (`reward.`)."""
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
 @functools.cache

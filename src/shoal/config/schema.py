@@ -25,7 +25,7 @@ from shoal.types import ShoalError
 
 __all__ = [
     "AlgorithmSection", "BatchSection", "CheckpointSection", "Config", "ConvertConfig", "DiffConfig",
-    "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "MeshSection",
+    "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig", "MeshSection",
     "ModelSection", "OptimizerSection", "PretrainConfig", "ReplayConfig", "ReportSection", "RescoreConfig",
     "RewardSection", "SamplingSection", "ShoalError", "TaskSection", "TeacherSection", "TrainSection",
     "WandbSection", "require",
@@ -68,9 +68,15 @@ class Config:
                 "algorithm.num_minibatches", self.algorithm.num_minibatches,
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
         if slots := self.sampling.slots_per_device * self.mesh.tensor:
-            for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.train.pass_k)):
+            for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
                 require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
                         f"0 (auto), or room for the completions of a prompt ({name}={size})")
+
+
+    @property
+    def pass_k(self) -> int:
+        """Completions a question for pass@k, resolved: by default 8 for word problems, which are quick, else none."""
+        return self.train.pass_k if self.train.pass_k >= 0 else 8 * (self.task.name == "words")
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,7 @@ class DoctorConfig(Config):
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """`shoal replay`: draws a group of a run again and says whether it is the one that was stored."""
+    """`shoal replay`: samples a stored group again and compares it bit for bit."""
 
     run: str = ""
     """The run folder, or `last`."""
@@ -226,7 +232,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """`shoal rescore`: judges a run's stored groups with other rewards and says which advantages flip."""
+    """`shoal rescore`: scores a run's stored groups with other rewards and shows which advantages flip."""
 
     run: str = ""
     """The run folder, or `last`."""
@@ -242,7 +248,7 @@ class RescoreConfig:
 
 @dataclass(frozen=True)
 class DiffConfig:
-    """`shoal diff`: the first step and token where two runs part, and the keys that differ."""
+    """`shoal diff`: the first step and token where two runs differ, and the likeliest cause."""
 
     run: str = ""
     """A run folder, or `last`."""
@@ -250,6 +256,24 @@ class DiffConfig:
     """Another run folder."""
     json: bool = False
     """Print the result as JSON."""
+
+
+@dataclass(frozen=True)
+class GroupsConfig:
+    """`shoal groups`: prints the groups that a step trained on, with rewards and advantages."""
+
+    run: str = ""
+    """The run folder, or `last`."""
+    step: int = 1
+    """The step, from 1."""
+    group: int = -1
+    """The group's place in the step's file, from 0; -1 for all."""
+    json: bool = False
+    """Print them as JSON, token ids and log-probs included."""
+
+    def __post_init__(self) -> None:
+        require(self.step >= 1, "step", self.step, "1 or more")
+        require(self.group >= -1, "group", self.group, "-1 (all) or more")
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,9 @@ class RewardSection:
     on_error: Literal["error", "zero", "skip"] = "error"
     """When a function raises, hangs, dies or returns NaN for a completion: end the run, score it 0, or take that
     completion out of its group (mean, deviation and loss). Each is counted and shown with its example."""
+    max_failed_share: float = 0.5
+    """With on_error=zero or skip: the run ends with an error where a function failed for more than this share of 64
+    completions, the last that it was called for; 1 for no limit."""
     workers: int = 2
     """Processes that call reward functions; 0 calls them in this one, without limits of time and memory."""
     call: Literal["group", "step"] = "group"
@@ -102,6 +105,7 @@ class RewardSection:
 
     def __post_init__(self) -> None:
         require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
+        require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
         require(self.memory_gib >= 0, "reward.memory_gib", self.memory_gib, "0 (no limit) or more")
         require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
                 "-1 (a fifth), 0 (off) or more")
@@ -300,8 +304,9 @@ class BatchSection:
 class TrainSection:
     evaluate_every: int = 0
     """Steps between evaluations; 0 for only before and after."""
-    pass_k: int = 8
-    """Completions a question for pass@k in the first and the last evaluation; 0 leaves it out."""
+    pass_k: int = -1
+    """Completions a question for pass@k in the first and the last evaluation; 0 for off; -1 for 8 with task=words, else
+    off."""
     weight_sync_interval: int = 1
     """Steps between two publications of weights to the sampler; n above 1 means samples up to n-1 versions old."""
     max_staleness: int = -1
@@ -314,7 +319,7 @@ class TrainSection:
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
         require(self.evaluate_every >= 0, "train.evaluate_every", self.evaluate_every, "0 (only at the ends) or more")
-        require(self.pass_k >= 0, "train.pass_k", self.pass_k, "0 (off) or more")
+        require(self.pass_k >= -1, "train.pass_k", self.pass_k, "-1 (auto), 0 (off) or more")
         require(self.weight_sync_interval >= 1, "train.weight_sync_interval", self.weight_sync_interval, "1 or more")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
                 self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")
@@ -374,9 +379,7 @@ class WandbSection:
 @dataclass(frozen=True)
 class ReportSection:
     groups: bool = True
-    """Write every sampled group to `groups/`."""
-    groups_format: Literal["jsonl", "parquet"] = "jsonl"
-    """Format of those files."""
+    """Write every sampled group to `groups/`, a parquet file a step."""
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)

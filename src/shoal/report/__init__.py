@@ -1,1 +1,1 @@
-"""What is told of a run: the names of metrics, the run's folder, the terminal."""
+"""What is reported of a run: metrics, the run's folder and its groups, sinks, the terminal. Imports no trainer."""

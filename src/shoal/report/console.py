@@ -7,26 +7,26 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
-from shoal.report.figures import duration, evaluation_text, figure_text, one_line, step_figures, summary_rows
+from shoal.report.figures import (
+    duration,
+    evaluation_text,
+    figure_text,
+    one_line,
+    step_figures,
+    summary_rows,
+    text_table,
+)
 from shoal.report.notebook import NotebookProgress, in_notebook
+from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
 
 PLAIN_SECONDS = 5.0
 PLAIN_FIRST_STEPS = 3
-ANSWERS_SECONDS = 10.0
+FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
+"""When an evaluation first says how long it will take, and how often it does from then on."""
 _LONGEST_TEXT = 2000
-
-
-@dataclass(frozen=True)
-class SolvedProblem:
-    """A problem that was wrong before training and is right after it: the prompt and both answers."""
-
-    prompt: Prompt
-    before: str
-    after: str
 
 
 class Console:
@@ -46,59 +46,70 @@ class Console:
         self._progress: Any = None
         self._bar: Any = None
         self._pace = Pace(clock())
-        self._said: Counter[tuple[str, str]] = Counter()
+        self._repeats: Counter[str] = Counter()
         self._last_line = (-math.inf, 0)  # when, and at which tenth of the run
-        self._answers = (0.0, 0.0)  # of an evaluation's part: when the first came, when it was last told of
+        self._answers = Pace(clock())  # of an evaluation's part
+        self._answers_due = 0.0
 
     def heading(self, text: str) -> None:
         """Begins a part: evaluation, training."""
-        self._stop_progress()
-        if self._rich is None:
-            self._write(f"== {one_line(text)}")
-        else:
-            self._rich.print(self._text(f"\n{one_line(text)}", "bold cyan"))
+        self.close()
+        self._write(f"== {one_line(text)}" if self._rich is None else f"\n{one_line(text)}", "bold cyan")
 
     def note(self, text: str) -> None:
-        """One fact in one line. Said again, it is only counted; the counts stand in the summary."""
-        self._say("note", one_line(text), "dim")
+        """One fact in one line. A repetition is only counted; the summary shows the counts."""
+        self._write_once(one_line(text), "dim")
 
     def warning(self, text: str) -> None:
-        """One line that asks for attention. Said again, it is only counted; the counts stand in the summary."""
-        self._say("warning", f"warning: {one_line(text)}", "yellow")
+        """One line that asks for attention. A repetition is only counted; the summary shows the counts."""
+        self._write_once(f"warning: {one_line(text)}", "yellow")
 
     def first_prompt(self, text: str) -> None:
         """The first prompt of the run as the model reads it, decoded."""
-        self._write("first prompt:", "dim")
+        self.passage("first prompt", text)
+
+    def passage(self, title: str, text: str) -> None:
+        """A text of many lines under its title, indented; the end of a very long one is left out."""
+        self._write(f"{one_line(title)}:", "dim")
         self._write(_indented(text))
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """`step` of `steps` (from 1) is done. Plain: a line at the first steps, every 5 s, every tenth, the last."""
         now = self._clock()
         self._pace.mark(now, step)
-        figures = step_figures(metrics)
+        figures, left = step_figures(metrics), self._pace.left(steps - step)
+        times = f"{duration(self._pace.elapsed(now))} elapsed"
+        if left is not None:
+            times += f", {duration(left)} left"
+        last, last_tenth = self._last_line
+        tenth = 10 * step // max(steps, 1)
         if self._notebook:
             self._progress = self._progress or NotebookProgress(self._clock)
-            self._progress.update(step, steps, self._times(step, steps, now), figures)
+            self._progress.update(step, steps, times, figures)
         elif self._rich is not None:
-            self._show_progress(step, steps, figures, now)
-        elif self._line_is_due(step, steps, now):
-            self._last_line = (now, _tenth(step, steps))
-            self._write("  ".join([f"step {step}/{steps}", self._times(step, steps, now), *figures]))
+            self._show_progress(step, steps, "  ".join([f"{step}/{steps}", times, *figures]))
+        elif step <= PLAIN_FIRST_STEPS or step >= steps or now - last >= PLAIN_SECONDS or tenth > last_tenth:
+            self._last_line = (now, tenth)
+            self._write("  ".join([f"step {step}/{steps}", times, *figures]))
         if step >= steps:
-            self._stop_progress()
+            self.close()
 
     def answered(self, part: str, done: int, total: int) -> None:
-        """`done` (told of one by one) of the `total` questions of an evaluation's part: a line every 10 s.
+        """`done` (one more at each call) of the `total` questions of an evaluation's part: a line after 2 s where 10 s
+        or more are left, then every 10 s.
 
         >>> console.answered("held_out, greedy", 120, 500)
         held_out, greedy: 120 of 500, 0:48 left
         """
         now = self._clock()
-        first, told = self._answers if done > 1 else (now, now)
-        if due := now - told >= ANSWERS_SECONDS and done < total:
-            left = (now - first) / max(done - 1, 1) * (total - done)
-            self._write(f"{one_line(part)}: {done} of {total}, {duration(left)} left")
-        self._answers = (first, now if due else told)
+        if done == 1:
+            self._answers, self._answers_due = Pace(now, window=total), now + FIRST_ANSWERS_SECONDS
+        self._answers.mark(now, done)
+        left = self._answers.left(total - done)
+        if now >= self._answers_due and left:
+            self._answers_due = now + ANSWERS_SECONDS
+            if left >= ANSWERS_SECONDS or self._answers.elapsed(now) >= ANSWERS_SECONDS:
+                self._write(f"{one_line(part)}: {done} of {total}, {duration(left)} left")
 
     def evaluation(self, name: str, figures: Mapping[str, Any]) -> None:
         """The figures of one set of questions, with their number and protocol.
@@ -114,91 +125,30 @@ class Console:
         """The end: a table of figures by set of questions before and after, facts, a solved problem, counts.
 
         `before`, `after`: name of the set -> its figures, as given to `evaluation`."""
-        self._stop_progress()
-        rows = summary_rows(before, after)
-        if rows:
-            self._table(("", "before", "after", "change"), rows)
+        if rows := summary_rows(before, after):
+            self.table(("", "before", "after", "change"), rows)
         for name, value in (facts or {}).items():
-            self._write(f"{one_line(name)}: {figure_text(name, value)}")
+            self.text(f"{one_line(name)}: {figure_text(name, value)}")
         if solved is not None:
             self._write("a problem that was wrong before and is right after:", "bold")
             for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),
                                 ("after", solved.after)):
-                self._write(f"{title}:", "dim")
-                self._write(_indented(text))
-        for (_, text), count in self._said.items():
+                self.passage(title, text)
+        for text, count in self._repeats.items():
             if count > 1:
                 self._write(f"{count} times: {text}")
 
     def text(self, text: str, style: str = "") -> None:
         """A paragraph as it stands."""
-        self._stop_progress()
+        self.close()
         self._write(text, style)
 
     def table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         """Rows under their head, the first column to the left, the others to the right."""
-        self._stop_progress()
-        self._table(head, rows)
-
-    def close(self) -> None:
-        """Ends the progress bar and gives the terminal back."""
-        self._stop_progress()
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _say(self, kind: str, text: str, style: str) -> None:
-        self._said[kind, text] += 1
-        if self._said[kind, text] == 1:
-            self._write(text, style)
-
-    def _write(self, text: str, style: str = "") -> None:
-        if self._rich is not None:
-            self._rich.print(self._text(text, style))
-            return
-        self._stream.write(self._printable(text) + "\n")
-        self._stream.flush()
-
-    def _printable(self, text: str) -> str:
-        return printable(text, getattr(self._stream, "encoding", None) or "utf-8")
-
-    def _text(self, text: str, style: str = "") -> Any:
-        from rich.text import Text  # Text, not markup: a model's "[bold]" stays what it is
-
-        return Text(self._printable(text), style=style)
-
-    def _line_is_due(self, step: int, steps: int, now: float) -> bool:
-        last, tenth = self._last_line
-        return (step <= PLAIN_FIRST_STEPS or step >= steps or now - last >= PLAIN_SECONDS
-                or _tenth(step, steps) > tenth)
-
-    def _times(self, step: int, steps: int, now: float) -> str:
-        left = self._pace.left(steps - step)
-        return f"{duration(self._pace.elapsed(now))} elapsed" + (f", {duration(left)} left" if left is not None else "")
-
-    def _show_progress(self, step: int, steps: int, figures: list[str], now: float) -> None:
-        if self._progress is None:
-            self._progress = _rich_progress(self._rich)
-            self._bar = self._progress.add_task("", total=max(steps, 1), figures=self._text(""))
-            self._progress.start()
-        line = "  ".join([f"{step}/{steps}", self._times(step, steps, now), *figures])
-        self._progress.update(self._bar, completed=step, figures=self._text(line))
-        self._progress.refresh()
-
-    def _stop_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def _table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         if self._rich is None:
-            widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-            for row in [head, *rows]:
-                self._write("  ".join([row[0].ljust(widths[0]),
-                                       *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]).rstrip())
+            for line in text_table(head, rows):
+                self._write(line)
             return
         from rich import box
         from rich.table import Table
@@ -207,8 +157,48 @@ class Console:
         for i, title in enumerate(head):
             table.add_column(title, justify="right" if i else "left")
         for row in rows:
-            table.add_row(*(self._text(cell) for cell in row))
+            table.add_row(*(self._rich_text(cell) for cell in row))
         self._rich.print(table)
+
+    def close(self) -> None:
+        """Ends the progress bar and gives the terminal back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_once(self, text: str, style: str) -> None:
+        self._repeats[text] += 1
+        if self._repeats[text] == 1:
+            self._write(text, style)
+
+    def _write(self, text: str, style: str = "") -> None:
+        if self._rich is not None:
+            self._rich.print(self._rich_text(text, style))
+            return
+        self._stream.write(self._printable(text) + "\n")
+        self._stream.flush()
+
+    def _printable(self, text: str) -> str:
+        return printable(text, getattr(self._stream, "encoding", None) or "utf-8")
+
+    def _rich_text(self, text: str, style: str = "") -> Any:
+        from rich.text import Text  # Text, not markup: a model's "[bold]" stays what it is
+
+        return Text(self._printable(text), style=style)
+
+    def _show_progress(self, step: int, steps: int, line: str) -> None:
+        if self._progress is None:
+            self._progress = _rich_progress(self._rich)
+            self._bar = self._progress.add_task("", total=max(steps, 1), figures=self._rich_text(""))
+            self._progress.start()
+        self._progress.update(self._bar, completed=step, figures=self._rich_text(line))
+        self._progress.refresh()
 
 
 class Pace:
@@ -277,14 +267,9 @@ def _is_control(character: str) -> bool:
 
 
 def _indented(text: str) -> str:
-    shown = text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT]
-    rest = len(text) - len(shown)
-    lines = [f"    {line}".rstrip() for line in shown.split("\n")]
-    return "\n".join(lines + ([f"    ... {rest} more characters"] if rest else []))
-
-
-def _tenth(step: int, steps: int) -> int:
-    return 10 * step // max(steps, 1)
+    lines = [f"    {line}".rstrip() for line in text[:_LONGEST_TEXT].split("\n")]
+    rest = len(text) - _LONGEST_TEXT
+    return "\n".join(lines + ([f"    ... {rest} more characters"] if rest > 0 else []))
 
 
 def prompt_text(prompt: Prompt) -> str:

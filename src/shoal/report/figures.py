@@ -1,23 +1,23 @@
-"""How figures are read: numbers, shares, times and speeds as text, without a terminal or colours."""
+"""Figures as text: numbers, shares, times and speeds, without a terminal or colours."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.report.metrics import wilson_interval
 
 STEP_FIGURES = (
     ("reward/mean", "reward", "number"),
-    ("groups/nonzero_std", "nonzero_std", "share"),
+    ("groups/nonzero_std", "nonzero std", "share"),
     ("kl", "kl", "number"),
     ("completions/length_mean", "length", "tokens"),
-    ("completions/truncated", "cut", "share"),
+    ("completions/truncated", "truncated", "share"),
     ("throughput/sample_tokens_per_second", "sampling", "speed"),
     ("throughput/train_tokens_per_second", "training", "speed"),
 )
-"""Metric, its word on the step's line, its form; those absent from a step are left out of its line."""
+"""Metric, its name on the step's line, its form; a metric that a step lacks is left out."""
 
 
 def one_line(text: object) -> str:
@@ -26,7 +26,7 @@ def one_line(text: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, hours where there are some: 0:05, 1:02:03."""
+    """Minutes and seconds, with hours if any: 0:05, 1:02:03."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -35,8 +35,8 @@ def duration(seconds: float) -> str:
 
 
 def step_figures(metrics: Mapping[str, float]) -> list[str]:
-    """What a step's line says of its metrics, in the order of STEP_FIGURES; skipped updates where there are any."""
-    figures = [f"{word} {_FORMS[form](metrics[name])}" for name, word, form in STEP_FIGURES
+    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any."""
+    figures = [f"{label} {_FORMS[form](metrics[name])}" for name, label, form in STEP_FIGURES
                if metrics.get(name) is not None]
     skipped = metrics.get("update/skipped")
     return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
@@ -60,7 +60,7 @@ _FORMS: dict[str, Callable[[float], str]] = {
 
 def _is_share(name: str) -> bool:
     return not name.startswith("rewards/") and (name.startswith(("accuracy", "pass", "maj")) or name.endswith(
-        ("accuracy", "share", "fraction", "well_formed", "cut", "_strict", "_loose")))
+        ("accuracy", "share", "fraction", "well_formed", "truncated", "_strict", "_loose")))
 
 
 def _is_number(value: Any) -> bool:
@@ -68,7 +68,7 @@ def _is_number(value: Any) -> bool:
 
 
 def figure_text(name: str, value: Any) -> str:
-    """One figure for reading: shares in percent, seconds as a time, other numbers short, the rest as text."""
+    """One figure as text: shares in percent, seconds with their unit, other numbers in a few digits."""
     if not _is_number(value):
         return one_line(value)
     number = float(value)
@@ -84,13 +84,13 @@ def figure_text(name: str, value: Any) -> str:
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
-    """The figures in one line; the first carries protocol, number of questions and, an accuracy, its interval."""
-    names = [name for name in figures if not _told_beside(name, figures)]
+    """An evaluation's figures in one line; after the first, in brackets: protocol, number of questions, interval."""
+    names = [name for name in figures if not _is_detail(name, figures)]
     sampled = next((name for name in names if name.startswith(("pass@", "sampled_"))), "")
     parts = [_named_figure(name, figures, figures.get("sampled_protocol") if name == sampled else None)
              for name in names]
     terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
-    terms += [f"{figures[name]} {word}" for name, word in _NUMBERS.items() if figures.get(name) is not None]
+    terms += [f"{figures[name]} {unit}" for name, unit in _NUMBERS.items() if figures.get(name) is not None]
     answers = figures.get("num_responses", figures.get("num_questions"))
     about = "; ".join(part for part in (", ".join(terms), _interval_text(names, figures, answers)) if part)
     if about:
@@ -101,17 +101,17 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
 _NUMBERS = {"num_responses": "responses", "num_questions": "questions"}
 
 
-def _told_beside(name: str, figures: Mapping[str, Any]) -> bool:
-    """Protocols, numbers of answers, intervals and errors stand with other figures; pass@1 is the sampled accuracy, and
-    of several pass@k the largest is told."""
+def _is_detail(name: str, figures: Mapping[str, Any]) -> bool:
+    """True for figures that are shown with another one (protocols, numbers, intervals, errors) or not at all: pass@1 is
+    the sampled accuracy, and of several pass@k only the largest is shown."""
     return (name in ("protocol", "data", "accuracy_interval", "sampled_protocol", *_NUMBERS)
             or (name.endswith("_error") and name.removesuffix("_error") in figures)
             or (name == "pass@1" and "sampled_accuracy" in figures)
-            or (name != "pass@1" and 0 < _drawn(name) < max(map(_drawn, figures))))
+            or (name != "pass@1" and 0 < _pass_k(name) < max(map(_pass_k, figures))))
 
 
-def _drawn(name: str) -> int:
-    """The k of a figure `pass@k`; 0 for another."""
+def _pass_k(name: str) -> int:
+    """The k of a figure `pass@k`; 0 for any other."""
     k = name.removeprefix("pass@")
     return int(k) if k != name and k.isdecimal() else 0
 
@@ -133,15 +133,14 @@ def _interval_text(names: list[str], figures: Mapping[str, Any], answers: Any) -
     return f"95% interval {100 * low:.1f}-{100 * high:.1f}"
 
 
-_TOLD_WITH_EVALUATIONS = ("mean_length", "cut", "sampled_mean_reward")
+_NOT_IN_SUMMARY = ("mean_length", "truncated", "sampled_mean_reward")
 
 
 def summary_rows(before: Mapping[str, Mapping[str, Any]],
                  after: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """One row a figure: its name (with the number of questions and the protocol), before, after, change.
+    """One row a figure: its name (with protocol and number of questions), before, after, change.
 
-    Figures only one side has are shown with a dash on the other; each reward's own mean, lengths and cuts stand with
-    the evaluations alone."""
+    A figure that one side lacks has a dash there. Lengths, truncation and each function's mean reward are left out."""
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
@@ -149,13 +148,21 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
         terms = ", ".join(filter(None, [str(about.get("protocol", "")),
                                         f"{about['num_questions']} questions" if "num_questions" in about else ""]))
         for name in dict.fromkeys([*old, *new]):
-            told = name in _TOLD_WITH_EVALUATIONS or name.startswith("rewards/") or _told_beside(name, about)
-            if told or not _is_number(old.get(name, new.get(name))):
+            hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/") or _is_detail(name, about)
+            if hidden or not _is_number(old.get(name, new.get(name))):
                 continue
             main = "accuracy" if "accuracy" in about else "mean_reward"
             title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == main and terms else "")
             rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))
     return rows
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, the first column aligned left and the others right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
+                                                  zip(row[1:], widths[1:], strict=True))]).rstrip()
+            for row in [head, *rows]]
 
 
 def _cell(name: str, figures: Mapping[str, Any]) -> str:

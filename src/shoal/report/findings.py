@@ -1,4 +1,4 @@
-"""What a look at a job found: a line a finding, with its level and the key to turn."""
+"""What a check of a job found: a line a finding, with its level and the key that fixes it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Level = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     >>> Finding("data", "wrong", "the data has 3 prompts, fewer than ...: lower it", key="batch.prompts_per_step")
     """
 
-    check: str  # what was looked at: configuration, devices, tokenizer, data, reward, model, ...
-    level: Level  # wrong: the run would stop, or could not learn
-    text: str  # one line; where something is amiss, the cure too
-    key: str = ""  # the key to turn; empty where there is none
+    check: str  # what was checked: configuration, devices, tokenizer, data, reward, model, ...
+    level: Level  # wrong: the run would fail, or could not train
+    text: str  # one line; for a warning or an error also what fixes it
+    key: str = ""  # the key that fixes it, if any
 
 
 @dataclass
 class Findings:
-    """Findings in the order of the looks, each printed as it is made."""
+    """Findings in the order of the checks, each printed when it is added."""
 
     console: Console
     found: list[Finding] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong; there may be warnings."""
+        """True if nothing is wrong; there may be warnings."""
         return not self.at("wrong")
 
     def records(self) -> list[dict[str, Any]]:

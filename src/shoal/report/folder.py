@@ -1,10 +1,10 @@
 """The run's folder and what is written there: settings, metrics, groups, the summary.
 
     config.yaml  config_difference.yaml      the settings, resolved, and what differs from the defaults
-    config_40.yaml                           those from step 40 on, where a run went on with others
+    config_40.yaml                           the settings from step 40 on, if the run was resumed with others
     metrics.jsonl                            a line a step
     evaluations.jsonl                        a line an evaluation
-    groups/step_000012.jsonl                 a line a group (or .parquet, a row a completion)
+    groups/step_000012.parquet               a row a completion
     checkpoints/                             written by the trainer
     pass_rates.jsonl                         a line a prompt: how often its completions passed
     first_answers.json                       the wrong answers of the first evaluation
@@ -23,8 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.files import appearing, writing
-from shoal.report.groups import TokenArrays, group_records, groups_name
+from shoal.report.groups import TokenLogprobs, groups_name, write_file
 from shoal.report.lines import (
     json_line,
     json_ready,
@@ -32,21 +31,29 @@ from shoal.report.lines import (
     open_text,
     read_lines,
     write_atomically,
+    writing,
 )
 from shoal.report.sink import JsonlSink
 from shoal.types import Group, ShoalError
 
 
 def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None) -> Path:
-    """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... where taken).
+    """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... if that exists).
 
-    Raises ShoalError where a named folder holds something that is no run, or the place cannot be written."""
+    ShoalError if a named folder holds other files than a run's, or cannot be written."""
     base = Path(base).expanduser()
     if "[" in str((base / run_name).absolute()):
-        raise ShoalError(f"the run folder {base / run_name} has a [ in its path, which checkpoints cannot be read "
-                         "from: choose another run_name or base_output_directory")
+        raise ShoalError(f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read from "
+                         "there: choose another run_name or base_output_directory")
     if run_name:
-        return _make_named(base, run_name)
+        path = named_folder(base, run_name)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."]
+        if foreign and CONFIG not in foreign:
+            raise ShoalError(f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
+                             "another run_name, or empty it")
+        return path
     now = now or datetime.now()
     day, second = base / now.strftime("%Y-%m-%d"), now.strftime("%H-%M-%S")
     with writing(day / second):
@@ -60,23 +67,12 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
 
 
 def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
-    """Where a run of this name lies; ShoalError for a name that leads out of `base`."""
+    """The folder of a run of this name; ShoalError for a name that leads out of `base`."""
     name = Path(run_name)
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or a "
                          "leading '/'")
     return Path(base).expanduser() / name
-
-
-def _make_named(base: Path, run_name: str) -> Path:
-    path = named_folder(base, run_name)
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-        foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."]
-    if foreign and CONFIG not in foreign:
-        raise ShoalError(f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
-                         "another run_name, or empty it")
-    return path
 
 
 def is_run(path: Path) -> bool:
@@ -87,13 +83,13 @@ CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 EMPTY = ("metrics.jsonl", "evaluations.jsonl")
-"""What a run folder has, beside hidden files, before its configuration is written."""
+"""What a run folder holds before its configuration is written, apart from hidden files."""
 
 
 class Lock:
-    """Keeps a second process out of a run folder; gone with the process that holds it, however it ends.
+    """Keeps a second process out of a run folder; released when the process that holds it ends, however it ends.
 
-    `missing` says why a file system (some network ones) grants no locks; then nobody is kept out."""
+    `missing` says why a file system (some network ones) grants no locks; then no process is kept out."""
 
     def __init__(self, folder: Path) -> None:
         import fcntl
@@ -121,11 +117,11 @@ class Lock:
 
 
 LAST = "last"
-"""In base_output_directory: a file that names the run started last there; and the word for it on the command line."""
+"""The word for the run started last, and the file in base_output_directory that names it."""
 
 
 def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
-    """The run folder that `name` means: a path, or `last` for the run started last under `base`; else ShoalError."""
+    """The run folder at a path, or for `last` the run started last under `base`; ShoalError if there is none."""
     if name == LAST and not Path(name).is_dir():
         base = Path(base).expanduser()
         pointer = base / LAST
@@ -141,21 +137,21 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
 
 
 def parts_of(run: Path) -> dict[int, Path]:
-    """The files config_40.yaml by their number: the settings of each part of a run that went on with others."""
+    """The files config_40.yaml by their number: the settings of each part of a run that was resumed with others."""
     found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
     return {int(number): file for number, file in found.items() if number.isdigit()}
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """The summary of a run that has ended, else None."""
+    """The summary of a finished run, else None."""
     try:
         return json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # cut short by a power cut: it is made again
+    except (FileNotFoundError, ValueError):  # truncated by a power cut: it is written again
         return None
 
 
 class RunFolder:
-    """What one run leaves behind. Made by `RunFolder.create`; closed at the end, or used in a `with`.
+    """The files of one run. Made by `RunFolder.create`; closed at the end, or used in a `with`.
 
     >>> with RunFolder.create("outputs", "first") as folder:
     ...     folder.write_metrics(1, {"reward/mean": 0.5})
@@ -176,26 +172,26 @@ class RunFolder:
     @classmethod
     def create(cls, base: str | os.PathLike[str] = "outputs", run_name: str = "",
                now: datetime | None = None) -> RunFolder:
-        """A new folder, or the one of this name (see `make_run_folder`); ShoalError where it cannot be written or
-        another process works in it."""
+        """A new folder, or the one of this name (see `make_run_folder`); ShoalError if it cannot be written or another
+        process works in it."""
         return cls(make_run_folder(base, run_name, now))
 
     @property
     def no_locks(self) -> str:
-        """Why nobody is kept out of this folder; empty where a second process is refused."""
+        """Why no process is kept out of this folder; empty if a second one is refused."""
         return self._lock.missing
 
     def remember(self, base: str | os.PathLike[str]) -> None:
-        """Makes this the run that `last` means under `base`."""
+        """Makes `last` mean this run under `base`."""
         base = Path(base).expanduser()
         if self.path.resolve().is_relative_to(base.resolve()):
             write_atomically(base / LAST, [os.path.relpath(self.path, base)])
 
-    # -- going on with a run
+    # -- resuming
 
     def rewind(self, version: int, evaluated: bool = True) -> None:
-        """Takes back what was written of the steps after `version`, and of its evaluation unless that was whole
-        (`evaluated`): torn lines too."""
+        """Removes what was written of the steps after `version`, and its evaluation unless that was complete
+        (`evaluated`); torn lines too."""
         last_evaluation = version if evaluated else version - 1
         self.metrics.close()
         self.evaluations.close()
@@ -214,9 +210,9 @@ class RunFolder:
                     file.unlink()
 
     def missing_steps(self, version: int) -> list[int]:
-        """Steps up to `version` of which metrics.jsonl has no line."""
-        there = {line["step"] for line in read_lines(self.metrics.path)}
-        return [step for step in range(1, version + 1) if step not in there]
+        """Steps up to `version` that have no line in metrics.jsonl."""
+        found = {line["step"] for line in read_lines(self.metrics.path)}
+        return [step for step in range(1, version + 1) if step not in found]
 
     def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
         """version -> data set -> figures."""
@@ -230,18 +226,18 @@ class RunFolder:
         write_atomically(self.first_answers_path, [json_line(answers)])
 
     def read_first_answers(self) -> dict[str, dict[int, str]]:
-        """data set -> row -> the wrong answer; empty where the file is gone."""
+        """data set -> row -> the wrong answer; empty without the file."""
         if not self.first_answers_path.is_file():
             return {}
         try:
             found = json.loads(self.first_answers_path.read_text(encoding="utf-8"))
-        except ValueError:  # it serves the summary's example alone
+        except ValueError:  # only the summary's example needs it
             return {}
         return {subset: {int(row): text for row, text in rows.items()} for subset, rows in found.items()}
 
     def write_config(self, config: str, difference: str, version: int = 0) -> None:
-        """The resolved settings and what differs from the defaults, both as YAML text. Where they are not those that
-        are there, as a run went on at `version` with others, each part keeps its own: config_0.yaml, config_40.yaml."""
+        """Writes the resolved settings and what differs from the defaults, both as YAML text. If a run is resumed at
+        `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
         if self.config_path.is_file() and (before := self.config_path.read_text(encoding="utf-8")) != config:
             if not parts_of(self.path):
                 write_atomically(self.path / "config_0.yaml", [before.rstrip("\n")])
@@ -256,36 +252,20 @@ class RunFolder:
         """One line of evaluations.jsonl: `step`, `name` (of the questions), the figures."""
         self.evaluations.write(step, {"name": name, **figures})
 
-    groups_format = "jsonl"
-    """jsonl: a line a group; parquet: a row a completion (`report.groups_format`)."""
-
     def write_groups(self, step: int, groups: Sequence[Group], advantages: Any = None,
-                     token_arrays: TokenArrays | None = None, name: str = "") -> Path:
-        """Writes a step's groups in `groups_format`, atomically, and returns the file `groups/<name>_<step>.<format>`.
-
-        `advantages`: by group, by completion ([P, G]). `token_arrays`: by group, by completion, name -> [T] (such as
-        `trainer_logprobs`). `name` is `step` for training and `<purpose>_<subset>` otherwise unless given: two sets
-        of one step must differ in it, or the later replaces the earlier. Raises ValueError where lengths differ."""
-        records = group_records(groups, advantages, token_arrays)
-        path = self.groups_path / f"{name or groups_name(groups)}_{step:06d}.{self.groups_format}"
-        if self.groups_format == "parquet":
-            from shoal.report.groups_table import to_parquet
-
-            data = to_parquet(records)
-            with appearing(path) as temporary, writing(path):
-                temporary.write_bytes(data)
-        else:
-            write_atomically(path, map(json_line, records))
-        for other in {".jsonl", ".parquet"} - {path.suffix}:  # a step begun in the other format before a change
-            path.with_suffix(other).unlink(missing_ok=True)
+                     trainer_logprobs: TokenLogprobs | None = None) -> Path:
+        """Writes a step's groups atomically and returns the file, `groups/step_000012.parquet`; groups of an evaluation
+        go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by group, by completion, [P, G]."""
+        path = self.groups_path / f"{groups_name(groups)}_{step:06d}.parquet"
+        write_file(path, groups, advantages, trainer_logprobs)
         return path
 
     def write_pass_rates(self, record: Iterable[Mapping[str, Any]]) -> None:
-        """pass_rates.jsonl, a line a prompt; whole or not at all."""
+        """Writes pass_rates.jsonl atomically, a line a prompt."""
         write_atomically(self.path / "pass_rates.jsonl", map(json_line, record))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """summary.json, whole or not at all."""
+        """Writes summary.json atomically."""
         write_atomically(self.summary_path, [json.dumps(json_ready(summary), indent=2, allow_nan=False)])
 
     def close(self) -> None:

@@ -1,7 +1,4 @@
-"""Strict JSON and whole files: how everything in a run folder is written.
-
-NaN and infinities are `null`.
-"""
+"""Strict JSON, where NaN and infinities are `null`, and files that are written atomically."""
 
 from __future__ import annotations
 
@@ -47,17 +44,13 @@ def _array_ready(array: np.ndarray) -> Any:
     if array.dtype.kind in "biu":
         return array.tolist()
     if array.ndim:
-        return [_array_ready(row) if array.ndim > 1 else _scalar_ready(row) for row in array]
-    return _scalar_ready(array[()])
-
-
-def _scalar_ready(value: Any) -> Any:
-    if isinstance(value, np.generic) and value.dtype.kind in "SUO":
-        return json_ready(value.item())
-    if isinstance(value, np.generic) and value.dtype.kind in "fV":  # V: bfloat16 and its like
+        return [_array_ready(np.asarray(row)) for row in array]
+    if array.dtype.kind in "SUO":
+        return json_ready(array.item())
+    if array.dtype.kind in "fV":  # V: bfloat16 and its like
         with contextlib.suppress(ValueError):
-            return json_ready(float(str(value)))
-    return json_ready(value) if not isinstance(value, np.generic) else str(value)
+            return json_ready(float(str(array[()])))
+    return str(array[()])
 
 
 def json_line(record: Any) -> str:
@@ -71,7 +64,7 @@ def open_text(path: Path, mode: str) -> Any:
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a file that appears whole or not at all; ShoalError where the place cannot be written."""
+    """Writes lines to a file that appears whole or not at all; ShoalError if it cannot be written."""
     with appearing(path) as temporary, writing(path), open_text(temporary, "w") as file:
         file.writelines(line + "\n" for line in lines)
         file.flush()
@@ -79,8 +72,8 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; a last line that a killed process left torn is passed over. Empty where
-    there is no file; ShoalError for any other line that is no JSON."""
+    """The objects of a file of JSON lines, without a last line that a killed process left torn. Empty without the file;
+    ShoalError for any other line that is no JSON."""
     if not path.is_file():
         return []
     found, lines = [], path.read_bytes().split(b"\n")
@@ -95,6 +88,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, last: int) -> None:
-    """Leaves the lines of a file whose `step` is at most `last`."""
+    """Removes the lines of a file whose `step` is above `last`."""
     if path.is_file():
         write_atomically(path, [json_line(line) for line in read_lines(path) if line["step"] <= last])

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import SupportsFloat
 
 from shoal.types import ShoalError
@@ -38,61 +39,61 @@ class Metric:
 
 
 _TABLE = """
-reward/mean | reward | mean | weighted reward of valid completions
+reward/mean | reward | mean | weighted sum of the reward functions, over valid completions
 reward/std | reward | mean | standard deviation of the reward within a group, over groups
 reward/min | reward | min | smallest reward of a valid completion
 reward/max | reward | max | largest reward of a valid completion
-rewards/{function} | reward | mean | one reward function's own value, before its weight
-rewards/failed | completions | sum | completions of which a reward function raised, hung, died or gave NaN
-rewards/failed/{function} | completions | sum | the same of one function; absent where none failed
-rewards/logged/{name} | as logged | mean | what a reward function gave to log_metric
-groups/nonzero_std | share | mean | groups whose rewards differ: the ones that teach
-groups/discarded | groups | sum | groups that were drawn and not learnt from (algorithm.dynamic_sampling)
+rewards/{function} | reward | mean | value of one reward function, before its weight
+rewards/failed | completions | sum | completions for which a reward function raised, timed out, died or returned NaN
+rewards/failed/{function} | completions | sum | the same for one function; absent if there were none
+rewards/logged/{name} | as logged | mean | what a reward function passed to log_metric
+groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0
+groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling (algorithm.dynamic_sampling)
 groups/unscorable | groups | sum | groups with fewer than two scorable completions
 advantage/abs_mean | 1 | mean | absolute advantage of valid completions
 completions/length_mean | tokens | mean | tokens of a completion, its end-of-sequence token included
 completions/length_min | tokens | min | shortest completion
 completions/length_max | tokens | max | longest completion
-completions/length_ended_mean | tokens | mean | tokens of a completion that was not cut
-completions/truncated | share | mean | completions that reached the limit of tokens
+completions/length_ended_mean | tokens | mean | tokens of a completion that was not truncated
+completions/truncated | share | mean | completions that reached the token limit
 completions/stop_eos | share | mean | completions that ended with an end-of-sequence token
 completions/stop_stop | share | mean | completions that ended at a stop string
-completions/stop_length | share | mean | completions that ended at the limit of tokens
+completions/stop_length | share | mean | completions that ended at the token limit
 prompts/length_mean | tokens | mean | tokens of a prompt
-prompts/dropped | prompts | sum | prompts left out for being over the limit
-prompts/retired | prompts | last | prompts that are no longer drawn, being solved
+prompts/dropped | prompts | sum | prompts skipped because they exceed sampling.max_prompt_tokens
+prompts/retired | prompts | last | prompts that are no longer sampled because they are solved (train.retire_above)
 loss | 1 | mean | the loss that was differentiated, over updates
-kl | nats | mean | divergence from the reference by the configured estimator, over trained tokens
-teacher/kl | nats | mean | reverse divergence from the teacher: log-prob of the policy minus the teacher's
-entropy | nats | mean | entropy of the next token, over trained tokens: those of groups and completions in the loss
-clip/fraction | share | mean | trained tokens whose clipped term is the active one (cispo: whose weight is bounded)
-clip/low | share | mean | those at the lower bound of the loss (grpo: 1 - clip_low, the advantage below 0)
-clip/high | share | mean | those at its upper bound (grpo: 1 + clip_high, the advantage above 0; clip_dual, below 0)
-ratio/mean | 1 | mean | exp(lp - old), over trained tokens
-sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens computed
-sampler_gap/logprob_max | nats | max | its largest value
-sampler_gap/ess | share | mean | effective sample size of exp(old - sampler): (sum w)^2 / (N sum w^2), 1 on-policy
-correction/weight | 1 | mean | importance weight of trained tokens for what sampler and trainer disagree on
-correction/zero | share | mean | trained tokens whose weight is 0: left out of the policy term
+kl | nats | mean | KL divergence from the reference by the configured estimator, over trained tokens
+teacher/kl | nats | mean | reverse KL divergence from the teacher: log-prob of the policy minus the teacher's
+entropy | nats | mean | entropy of the next-token distribution, over trained tokens
+clip/fraction | share | mean | trained tokens for which the clipped term is active (cispo: whose weight is bounded)
+clip/low | share | mean | of these, at the lower bound (grpo: ratio below 1 - clip_low, negative advantage)
+clip/high | share | mean | of these, at the upper bound (grpo: ratio above 1 + clip_high, positive advantage)
+ratio/mean | 1 | mean | probability ratio exp(lp - old_logprobs), over trained tokens
+sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens
+sampler_gap/logprob_max | nats | max | the largest such difference
+sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N sum w^2); 1 on-policy
+correction/weight | 1 | mean | importance weight that corrects the gap of sampler and trainer, over trained tokens
+correction/zero | share | mean | trained tokens with weight 0, which the policy loss leaves out
 grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
 lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied
-update/skipped | updates | sum | updates left out because a gradient was not finite
-version | steps | last | steps that the trainer's weights have seen
-staleness | updates | mean | trainer's version minus the version that drew the token
-staleness/max | updates | max | its largest value
-tokens/sampled | tokens | sum | tokens that the sampler drew
-tokens/trained | tokens | sum | tokens that entered an update, prompts (each once a row) and completions
-tokens/prompt_saved | share | mean | prompt tokens not computed, since siblings share their prompt
-time/step_seconds | seconds | sum | a whole step
+update/skipped | updates | sum | updates skipped because a gradient was not finite
+version | steps | last | training steps that the weights have made
+staleness | updates | mean | version of the trainer minus the version that sampled the token
+staleness/max | updates | max | the largest such difference
+tokens/sampled | tokens | sum | tokens sampled
+tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
+tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
+time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples
-time/reward_seconds | seconds | sum | scoring completions
+time/reward_seconds | seconds | sum | waiting for rewards after sampling ended
 time/update_seconds | seconds | sum | the updates
-throughput/sample_tokens_per_second | tokens/second | mean | tokens drawn a second of sampling
-throughput/train_tokens_per_second | tokens/second | mean | tokens trained on a second of updating
-mfu | share | mean | useful floating point operations of the step over what the devices could do in its time
-memory/peak_bytes | bytes | max | most memory in use on one device
-compilations | programs | last | programs compiled since the start
+throughput/sample_tokens_per_second | tokens/second | mean | tokens sampled per second of sampling
+throughput/train_tokens_per_second | tokens/second | mean | tokens trained on per second of the updates
+mfu | share | mean | model FLOPs of the step divided by what the devices can do in its time
+memory/peak_bytes | bytes | max | peak memory in use on one device
+compilations | programs | last | programs compiled since the process started
 """
 
 
@@ -105,7 +106,7 @@ METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 """Name -> Metric. `rewards/{function}` stands for one name a reward function."""
 
 FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{function}")
-"""Rows that stand for many names: whatever follows their prefix. The first that fits counts."""
+"""Rows that stand for many names, whatever follows their prefix. The first that matches counts."""
 
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""
@@ -114,12 +115,12 @@ _CLOCKS = ("time/", "throughput/", "memory/")
 
 
 def is_clock(name: str) -> bool:
-    """Whether a metric tells of the machine and not of the run: an exact resumption need not repeat it."""
+    """True if a metric depends on the machine: an exact resumption does not repeat it."""
     return name.startswith(_CLOCKS) or name in ("compilations", "mfu")
 
 
 def logged_name(name: object) -> str:
-    """The metric of a name given to `log_metric`; what is no letter, digit or one of `_ . - / @` becomes `_`.
+    """The metric of a name given to `log_metric`; other characters than letters, digits and `_ . - / @` become `_`.
 
     >>> logged_name("length (tokens)")
     'rewards/logged/length__tokens_'
@@ -128,26 +129,26 @@ def logged_name(name: object) -> str:
     return f"rewards/logged/{kept.strip('/') or 'unnamed'}"
 
 
-def _row_of(name: str) -> str:
-    """The name under which the table has it; the name itself where it has none."""
-    if name not in METRICS:
-        for family in FAMILIES:
-            prefix = family[: family.index("{")]
-            if name.startswith(prefix) and len(name) > len(prefix):
-                return family
-    return name
-
-
+@lru_cache(4096)
 def metric(name: str) -> Metric:
     """The table's row for a name; ValueError for a name that the table lacks, with the nearest one."""
-    if (family := _row_of(name)) in METRICS:
-        return replace(METRICS[family], name=name)
+    if (row := _row_of(name)) in METRICS:
+        return replace(METRICS[row], name=name)
     near = difflib.get_close_matches(name, METRICS, n=1)
     raise ValueError(f"unknown metric {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
 
+def _row_of(name: str) -> str:
+    """The name under which the table has it: that of its family for one of many."""
+    if name not in METRICS:
+        for family in FAMILIES:
+            if name.startswith(prefix := family[: family.index("{")]) and name != prefix:
+                return family
+    return name
+
+
 class MetricSet:
-    """Gathers one step's metrics as (sum, denominator) pairs, or extremes, by each name's reduction.
+    """One step's metrics as (sum, denominator) pairs, or extremes, by each name's reduction.
 
     >>> metrics = MetricSet()
     >>> metrics.add("kl", 0.6, count=3)        # a sum over 3 tokens
@@ -165,7 +166,7 @@ class MetricSet:
         Raises ValueError for an unknown name or a negative count. NaN is kept: it shows in the result."""
         reduction, amount, weight = metric(name).reduction, float(value), float(count)
         if weight < 0 or math.isnan(weight):
-            raise ValueError(f"metric {name!r}: count must be 0 or more, came {weight}")
+            raise ValueError(f"metric {name!r}: count must be 0 or more, got {weight}")
         if weight == 0:
             return
         if name not in self._pairs:
@@ -177,12 +178,9 @@ class MetricSet:
     def result(self) -> dict[str, float]:
         """Name -> figure, in the table's order. A name to which nothing was added is absent."""
         order = {name: place for place, name in enumerate(METRICS)}
-        names = sorted(self._pairs, key=lambda name: (order[_row_of(name)], name))
-        return {name: self._figure(name) for name in names}
-
-    def _figure(self, name: str) -> float:
-        value, denominator = self._pairs[name]
-        return value / denominator if metric(name).reduction is Reduction.MEAN else value
+        pairs = sorted(self._pairs.items(), key=lambda pair: (order[_row_of(pair[0])], pair[0]))
+        return {name: value / denominator if metric(name).reduction is Reduction.MEAN else value
+                for name, (value, denominator) in pairs}
 
 
 def _join(reduction: Reduction, held: float, new: float) -> float:
@@ -196,7 +194,7 @@ def _join(reduction: Reduction, held: float, new: float) -> float:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The unbiased chance that one of k samples is right: 1 - C(n-c, k) / C(n, k), n samples of which c were right.
+    """The unbiased probability that one of k samples is right: 1 - C(n-c, k) / C(n, k) for n samples, c of them right.
 
     As a product, which does not overflow (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises ShoalError for k > n.
 
@@ -204,10 +202,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     0.5
     """
     if not 1 <= k <= num_samples:
-        raise ShoalError(f"pass@{k} needs k from 1 to the completions of a question, which are {num_samples}: "
-                         "draw more completions or lower k")
+        raise ShoalError(f"pass@{k} needs k from 1 to {num_samples}, the completions of a question: sample more "
+                         "completions or lower k")
     if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"num_correct must be 0 to {num_samples}, came {num_correct}")
+        raise ValueError(f"num_correct must be 0 to {num_samples}, got {num_correct}")
     num_wrong = num_samples - num_correct
     if num_wrong < k:
         return 1.0
@@ -215,10 +213,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
-    """Whether the answer that most of a question's completions agree on is right: that of the first which gave it.
+    """True if the most frequent answer among a question's completions is right.
 
-    Of answers that occur equally often the one drawn first counts. A completion without an answer (None) does not
-    vote; where none has one, the question is not solved.
+    Of answers that are equally frequent the one sampled first counts. A completion without an answer (None) does not
+    vote; a question without any vote is not solved.
 
     >>> majority_at_k(["5", "6", None, "6"], [True, False, False, False])
     False
@@ -231,7 +229,7 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> boo
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of independent values: their deviation (n - 1) by the root of n. None for fewer than two.
+    """The standard error of the mean of independent values, with n - 1; None for fewer than two.
 
     >>> standard_error([0.0, 1.0, 1.0, 0.0])
     0.288...
@@ -244,19 +242,19 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def known_mean(values: Iterable[float]) -> float | None:
-    """Mean of what is not NaN; None where all is."""
+    """Mean of the values that are not NaN; None if there are none."""
     known = [float(value) for value in values if not math.isnan(value)]
     return math.fsum(known) / len(known) if known else None
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:
-    """The 95% interval of a share, `correct` of `total`, which stays in [0, 1] (Wilson 1927).
+    """The 95% interval of a proportion `correct / total`, within [0, 1] (Wilson 1927).
 
     >>> wilson_interval(50, 100)
     (0.4038..., 0.5961...)
     """
     if total < 1 or not 0 <= correct <= total:
-        raise ValueError(f"an interval needs 0 <= correct <= total and a total of 1 or more: came {correct} of {total}")
+        raise ValueError(f"an interval needs 0 <= correct <= total and a total of 1 or more: got {correct} of {total}")
     z = 1.959963984540054
     share = correct / total
     middle = share + z * z / (2 * total)

@@ -15,7 +15,7 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
     "mean_reward": ("reward", "weighted reward of the answers"),
     "rewards/{function}": ("reward", "one reward function's own value"),
     "mean_length": ("tokens", "tokens of an answer"),
-    "cut": ("share", "answers that reached the limit of tokens"),
+    "truncated": ("share", "answers that reached the limit of tokens"),
     "pass@{k}": ("share", "chance that one of k sampled answers is right, unbiased; at the run's ends"),
     "pass@{k}_error": ("share", "its standard error, over questions"),
     "pass@1": ("share", "chance that a sampled answer is right; at the run's ends"),

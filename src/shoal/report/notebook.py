@@ -1,4 +1,4 @@
-"""Progress in a notebook: one display that is brought up to date, in place of many lines."""
+"""Progress in a notebook: one display, updated in place."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 UPDATE_SECONDS = 0.25
-"""Least time between two updates; the last one is always shown."""
+"""Minimum time between two updates; the last one is always shown."""
 
 
 def in_notebook() -> bool:
-    """Whether this process is an IPython kernel, the kind that shows HTML. IPython is not imported for the question."""
+    """True in an IPython kernel, which shows HTML. Does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookProgress:
-    """A bar with the newest step's figures beneath; where HTML is not shown, one line of text."""
+    """A progress bar above the newest step's figures; one line of text where HTML is not shown."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, show: Callable[..., Any] | None = None) -> None:
         self._clock = clock
@@ -30,13 +30,13 @@ class NotebookProgress:
         self._last = 0.0
 
     def update(self, step: int, steps: int, times: str, figures: Sequence[str]) -> None:
-        """`step` of `steps` is done."""
+        """Shows that `step` of `steps` is done, at most every UPDATE_SECONDS."""
         self._pending = bundle(step, steps, times, figures)
         if self._handle is None or step >= steps or self._clock() - self._last >= UPDATE_SECONDS:
             self.stop()
 
     def stop(self) -> None:
-        """Shows what has not been shown yet; the display stays as it is then."""
+        """Shows the newest update, if it has not been shown."""
         if self._pending is None:
             return
         if self._handle is None:
@@ -47,7 +47,7 @@ class NotebookProgress:
 
 
 def bundle(step: int, steps: int, times: str, figures: Sequence[str]) -> dict[str, str]:
-    """A step as text and as HTML, all of it escaped."""
+    """A step as text and as escaped HTML, by MIME type."""
     line = "  ".join([f"step {step}/{steps}", times, *figures])
     parts = "".join(f"<span style='margin-right:1.2em'>{html.escape(part)}</span>" for part in (times, *figures))
     return {"text/plain": line, "text/html": (

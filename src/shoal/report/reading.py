@@ -1,8 +1,7 @@
-"""A run folder read back: its settings, metrics and groups, whole or while the run is still going on."""
+"""Reads a run folder: its settings, metrics, evaluations and groups, of a finished run or of one in progress."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,37 +10,37 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.report.folder import CONFIG, SUMMARY, parts_of
-from shoal.report.groups import StoredGroup, read_record
+from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
 from shoal.types import Group, ShoalError
 
-FORMATS = ("jsonl", "parquet")
-
 
 def read_config(run: Path) -> Config:
-    """The settings that the run was made with."""
+    """The resolved settings of a run; of its newest segment, if it was resumed with others."""
     from shoal.config.compose import compose
 
     return compose(Config, [str(run / CONFIG)])[0]
 
 
-def read_parts(run: Path) -> dict[int, Config]:
-    """The settings of each part of a run, by the version that it began with; config.yaml, the newest, where the run
-    kept none for its parts. `at_version` finds the part of a version."""
+def read_segments(run: Path) -> dict[int, Config]:
+    """The settings of each segment of a run, by the version that it started at.
+
+    A run that was never resumed with other settings has one segment, with those of config.yaml."""
     from shoal.config.compose import compose
 
-    kept = {number: compose(Config, [str(file)])[0] for number, file in parts_of(run).items()}
-    first = {} if 0 in kept else {0: read_config(run)}
-    return dict(sorted((first | kept).items()))
+    segments = {number: compose(Config, [str(file)])[0] for number, file in parts_of(run).items()}
+    if 0 not in segments:
+        segments[0] = read_config(run)
+    return dict(sorted(segments.items()))
 
 
-def at_version(parts: Mapping[int, Config], version: int) -> Config:
-    """The settings under which the step from `version` to the next was made."""
-    return parts[max(start for start in parts if start <= max(version, 0))]
+def at_version(segments: Mapping[int, Config], version: int) -> Config:
+    """The settings of the step from `version` to the next."""
+    return segments[max(start for start in segments if start <= max(version, 0))]
 
 
 def is_finished(run: Path) -> bool:
-    """The run came to its end; else it is still running, or was stopped."""
+    """True if the run has made all its steps; False while it is running, or if it was stopped."""
     return (run / SUMMARY).is_file()
 
 
@@ -50,14 +49,14 @@ def is_finished(run: Path) -> bool:
 
 @dataclass(frozen=True)
 class StoredMetrics:
-    """metrics.jsonl by step. `torn`: its last line is not whole, as a killed process leaves it, and is left out."""
+    """metrics.jsonl by step. `torn`: the last line is incomplete, as a killed process leaves it, and was skipped."""
 
     steps: dict[int, dict[str, Any]]
     torn: bool = False
 
 
 def read_metrics(run: Path) -> StoredMetrics:
-    """ShoalError, naming the line, where anything but the end of the file is damaged; empty without the file."""
+    """The metrics of every step; ShoalError, naming the line, if any but the last is damaged."""
     path = run / "metrics.jsonl"
     rows = read_lines(path)
     steps = {}
@@ -65,26 +64,16 @@ def read_metrics(run: Path) -> StoredMetrics:
         try:
             steps[int(row["step"])] = row
         except (ValueError, KeyError, TypeError) as error:
-            raise ShoalError(f"{path}, line {number} is damaged ({error}): take the file from a backup, or remove the "
-                             "line") from error
-    return StoredMetrics(steps, _num_lines(path) > len(rows))
+            raise ShoalError(f"{path}, line {number} is damaged ({error}): restore the file from a backup, or remove "
+                             "the line") from error
+    num_lines = sum(map(bool, path.read_bytes().split(b"\n"))) if path.is_file() else 0
+    return StoredMetrics(steps, num_lines > len(rows))
 
 
 def read_evaluations(run: Path) -> dict[tuple[int, str], dict[str, Any]]:
     """evaluations.jsonl: (version, data set) -> figures."""
     return {(line["step"], line["name"]): {name: value for name, value in line.items() if name not in ("step", "name")}
             for line in read_lines(run / "evaluations.jsonl")}
-
-
-def _num_lines(path: Path) -> int:
-    return sum(map(bool, path.read_bytes().split(b"\n"))) if path.is_file() else 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 # ---- groups
@@ -95,77 +84,38 @@ def group_files(run: Path, name: str = "step") -> dict[int, Path]:
     found = {}
     for path in sorted((run / "groups").glob(f"{name}_*")):
         matched = re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem)
-        if matched and path.suffix[1:] in FORMATS:
+        if matched and path.suffix == ".parquet":
             found[int(matched[1])] = path
     return dict(sorted(found.items()))
 
 
 def require_groups(run: Path, name: str = "step") -> dict[int, Path]:
-    """`group_files`; ShoalError where there is none, which says why."""
+    """`group_files`; ShoalError if there are none, with the reason."""
     files = group_files(run, name)
     if files:
         return files
     if not read_config(run).report.groups:
         raise ShoalError(f"{run} has no groups: it was made with report.groups=false; run it again with "
                          "report.groups=true")
-    raise ShoalError(f"{run / 'groups'} holds no file {name}_*: the run did not get through its first step"
-                     if name == "step" else f"{run / 'groups'} holds no file {name}_*")
+    reason = ": the run did not finish its first step" if name == "step" else ""
+    raise ShoalError(f"{run / 'groups'} holds no file {name}_*{reason}")
 
 
 def read_groups(run: Path, step: int, name: str = "step") -> list[Group]:
-    """The groups of `groups/<name>_<step>`, to the bit those that were written."""
+    """The groups of `groups/<name>_<step>`, bit for bit as they were written."""
     return [stored.group for stored in read_stored(run, step, name)]
 
 
 def read_stored(run: Path, step: int, name: str = "step") -> list[StoredGroup]:
-    """The same with what was stored beside them: advantages, the trainer's log-probs.
+    """The groups of one step with their advantages and the trainer's log-probs.
 
-    ShoalError where there is no such step (it says which there are), or the file is damaged."""
+    ShoalError if the step has none (it lists those that have), or if the file is damaged."""
     files = require_groups(run, name)
     if step not in files:
-        going = "" if is_finished(run) else ", which has not ended"
-        raise ShoalError(f"step={step}: there are no groups of it in {run}{going}; there are those of steps "
+        running = "" if is_finished(run) else ", which has not finished"
+        raise ShoalError(f"step={step}: {run}{running} has no groups of this step; it has those of steps "
                          f"{ranges(files)}")
     return read_file(files[step])
-
-
-def read_file(path: Path) -> list[StoredGroup]:
-    """The groups of one file, jsonl or parquet; ShoalError, naming it, where it is damaged."""
-    records = _parquet_records(path) if path.suffix == ".parquet" else _jsonl_records(path)
-    found = []
-    for number, record in enumerate(records):
-        try:
-            found.append(read_record(record, number))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise _damaged(path, f"group {number}: {type(error).__name__}: {error}") from error
-    return found
-
-
-def _jsonl_records(path: Path) -> list[Any]:
-    records = []
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        try:
-            if line:
-                records.append(json.loads(line))
-        except ValueError as error:
-            raise _damaged(path, f"line {number}: {error}") from error
-    return records
-
-
-def _parquet_records(path: Path) -> list[dict[str, Any]]:
-    from pyarrow import ArrowException
-
-    from shoal.report.groups_table import from_parquet
-
-    try:
-        return from_parquet(path.read_bytes())
-    except (ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
-
-
-def _damaged(path: Path, reason: str) -> ShoalError:
-    return ShoalError(f"{path} is damaged ({' '.join(reason.split())[:200]}): take it from a backup, or leave out this "
-                      "step")
 
 
 def ranges(numbers: Iterable[int]) -> str:

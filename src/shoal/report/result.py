@@ -1,19 +1,19 @@
-"""What a run came to, from Python: the summary, metrics as a table, evaluations, groups, paths, a plot."""
+"""A run's results in Python: summary, metrics as a table, evaluations, groups, paths, a plot."""
 
 from __future__ import annotations
 
-import difflib
 import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.report.figures import duration, figure_text, summary_rows
+from shoal.report.figures import duration, figure_text, summary_rows, text_table
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup
 from shoal.report.lines import read_lines
 from shoal.report.reading import group_files, read_config, read_metrics, read_stored
+from shoal.text import nearest
 from shoal.types import ShoalError
 
 CURVES = (
@@ -22,11 +22,11 @@ CURVES = (
     ("entropy and KL, nats", (("entropy", "entropy"), ("kl", "KL"))),
     ("length, tokens", (("completions/length_mean", "mean"), ("completions/length_max", "longest"))),
 )
-"""Title -> metric and its word. The panel without metrics shows the evaluations."""
+"""The panels of a plot: title, metrics and their labels. The one without metrics shows the evaluations."""
 
 
 class Table:
-    """Rows with the same columns; None where a row has no value.
+    """A table of rows with the same columns; a missing value is None.
 
     >>> result.metrics["reward/mean"]
     [0.31, 0.4]
@@ -37,15 +37,14 @@ class Table:
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
         self.columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
-        """Name -> values, one a row: what pandas and polars make a data frame of."""
+        """Name -> values, one a row, as pandas and polars take them."""
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
 
     def __getitem__(self, name: str) -> list[Any]:
-        """A column; ShoalError with the nearest name where there is none."""
+        """A column; ShoalError with the nearest name if there is none."""
         if name not in self.columns:
-            near = difflib.get_close_matches(str(name), self.columns, n=1, cutoff=0.0)
-            raise ShoalError(f"there is no column {name!r}" + (f"; did you mean {near[0]!r}?" if near else
-                                                               ": the table is empty"))
+            hint = f"; did you mean {nearest(str(name), self.columns)!r}?" if self.columns else ": the table is empty"
+            raise ShoalError(f"there is no column {name!r}{hint}")
         return self.columns[name]
 
     def __contains__(self, name: object) -> bool:
@@ -58,12 +57,12 @@ class Table:
         return iter(self.rows)
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame, a row a row; ShoalError where pandas is not installed."""
+        """The table as a pandas DataFrame; ShoalError if pandas is not installed."""
         try:
             import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ShoalError("pandas is not installed: `pip install pandas`, or use .columns, which any data frame "
-                             "takes") from error
+            raise ShoalError("pandas is not installed: `pip install pandas`, or use .columns in another "
+                             "library") from error
         return pandas.DataFrame(self.columns)
 
     def __repr__(self) -> str:
@@ -71,24 +70,20 @@ class Table:
 
     def _repr_html_(self) -> str:
         names = [name for name in _SHOWN if name in self.columns] or list(self.columns)[:8]
-        rows = [[_cell(name, row.get(name)) for name in names] for row in self.rows]
-        middle = [["..."] * len(names)] if len(rows) > 2 * _SHOWN_ROWS else []
-        shown = rows[:_SHOWN_ROWS] + middle + rows[-_SHOWN_ROWS:] if middle else rows
+        rows = [["" if row.get(name) is None else figure_text(name, row[name]) for name in names] for row in self.rows]
+        if len(rows) > 2 * _SHOWN_ROWS:
+            rows[_SHOWN_ROWS:-_SHOWN_ROWS] = [["..."] * len(names)]
         more = f"<p>{len(self)} rows, {len(self.columns)} columns: {html.escape(', '.join(self.columns))}</p>"
-        return html_table(names, shown) + more
+        return html_table(names, rows) + more
 
 
-_SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "completions/length_mean", "completions/truncated",
-          "grad_norm", "time/step_seconds")
-_SHOWN_ROWS = 10
-
-
-def _cell(name: str, value: Any) -> str:
-    return "" if value is None else figure_text(name, value)
+_SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "completions/length_mean",
+          "completions/truncated", "grad_norm", "time/step_seconds")
+_SHOWN_ROWS = 10  # at either end
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table, every cell escaped."""
+    """An HTML table with escaped cells."""
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
 
@@ -97,7 +92,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Result(Mapping[str, Any]):
-    """A run, read from its folder. As a mapping it is the summary.
+    """A run read from its folder; as a mapping it is the summary.
 
     >>> result = shoal.train(task=rows, reward=f)
     >>> result["accuracy_after"], result.metrics["reward/mean"], result.evaluations[-1]["accuracy"]
@@ -112,12 +107,12 @@ class Result(Mapping[str, Any]):
         self.checkpoints_path = self.folder / "checkpoints"
         self.summary_path = self.folder / "summary.json"
         self.summary: dict[str, Any] = dict(_read_summary(self.summary_path) if summary is None else summary)
-        """What stands in summary.json; empty while the run has not ended."""
+        """The content of summary.json; empty until the run has finished."""
         stored = read_metrics(self.folder)
         self.metrics = Table(list(stored.steps.values()))
         """A row a step."""
         self.evaluations: list[dict[str, Any]] = read_lines(self.evaluations_path)
-        """An entry for each evaluation and set of questions: `step`, `name`, figures."""
+        """An entry for each evaluation and data set: `step`, `name` and the figures."""
 
     @property
     def finished(self) -> bool:
@@ -129,17 +124,17 @@ class Result(Mapping[str, Any]):
         return list(group_files(self.folder))
 
     def groups(self, step: int) -> list[StoredGroup]:
-        """A training step's groups: `.group` with prompt, texts, rewards; `.advantages`. ShoalError without them."""
+        """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`; ShoalError if none."""
         return read_stored(self.folder, step)
 
     @property
     def before(self) -> dict[str, dict[str, Any]]:
-        """Set of questions -> figures before the first step."""
+        """Data set -> figures before the first step."""
         return self._evaluated(first=True)
 
     @property
     def after(self) -> dict[str, dict[str, Any]]:
-        """Set of questions -> figures after the last step; of an unfinished run, of its newest evaluation."""
+        """Data set -> figures after the last step; of an unfinished run, those of its newest evaluation."""
         return self._evaluated(first=False)
 
     def _evaluated(self, first: bool) -> dict[str, dict[str, Any]]:
@@ -156,8 +151,8 @@ class Result(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if not self.finished:
-            raise ShoalError(f"{self.folder} has no summary: the run has not ended (.metrics and .evaluations hold "
-                             "what is done); go on with it: shoal.train(resume=FOLDER)")
+            raise ShoalError(f"{self.folder} has no summary: the run has not finished (.metrics and .evaluations hold "
+                             "its steps so far); resume it with shoal.train(resume=FOLDER)")
         return self.summary[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -172,12 +167,8 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
-        rows = [("", "before", "after", "change"), *summary_rows(self.before, self.after)]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        table = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
-                                                       zip(row[1:], widths[1:], strict=True))]).rstrip()
-                 for row in rows] if len(rows) > 1 else []
-        return "\n".join([self._headline(), *table])
+        rows = summary_rows(self.before, self.after)
+        return "\n".join([self._headline(), *(text_table(("", "before", "after", "change"), rows) if rows else [])])
 
     def _repr_html_(self) -> str:
         rows = summary_rows(self.before, self.after)
@@ -187,14 +178,13 @@ class Result(Mapping[str, Any]):
     def _headline(self) -> str:
         steps = f"{len(self.metrics)} steps"
         if not self.finished:
-            return f"Run in {self.folder}, not ended: {steps} done"
+            return f"Run in {self.folder}, not finished: {steps} done"
         return f"Run in {self.folder}: {steps} in {duration(float(self.summary['seconds_total']))}"
 
     def plot(self) -> Any:
-        """A matplotlib figure: reward, accuracy of the evaluations (where a task defines none, their mean reward),
-        entropy and KL, length. `.savefig(FILE)` keeps it.
+        """A matplotlib figure of reward, accuracy (mean reward if the task defines none), entropy and KL, and length.
 
-        ShoalError where matplotlib is not installed, or no step was made."""
+        ShoalError if matplotlib is not installed, or if there is no step and no evaluation yet."""
         try:
             from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -209,21 +199,21 @@ class Result(Mapping[str, Any]):
         return figure
 
     def _draw(self, axis: Any, title: str, curves: Sequence[tuple[str, str]]) -> None:
-        drawn = [(word, self.metrics["step"], self.metrics[name]) for name, word in curves if name in self.metrics]
+        lines = [(label, self.metrics["step"], self.metrics[name]) for name, label in curves if name in self.metrics]
         if not curves:
             rewarded = bool(self.evaluations) and not any("accuracy" in row for row in self.evaluations)
             figure, title = ("mean_reward", "mean reward of the answers") if rewarded else ("accuracy", title)
             for name in dict.fromkeys(row["name"] for row in self.evaluations):
                 own = [row for row in self.evaluations if row["name"] == name and row.get(figure) is not None]
-                drawn.append((name, [row["step"] for row in own], [row[figure] for row in own]))
-        for word, steps, values in drawn:
+                lines.append((name, [row["step"] for row in own], [row[figure] for row in own]))
+        for label, steps, values in lines:
             marker = "o" if len(steps) < _FEW_POINTS else ""
-            axis.plot(steps, [float("nan") if value is None else value for value in values], label=word, marker=marker,
+            axis.plot(steps, [float("nan") if value is None else value for value in values], label=label, marker=marker,
                       markersize=3)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-        if len(drawn) > 1 or not curves:
+        if len(lines) > 1 or not curves:
             axis.legend()
 
 
@@ -231,9 +221,9 @@ _FEW_POINTS = 30
 
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
-    """A run folder, or `last` under a base directory, read back: finished, running or stopped. ShoalError else."""
+    """Reads a run folder, or `last`, the newest run under a base directory: finished, running or stopped."""
     path = find_run(str(folder), base_output_directory)
-    read_config(path)  # a folder of something else is met here
+    read_config(path)  # raises for a folder of something else
     return Result(path)
 
 
@@ -243,4 +233,4 @@ def _read_summary(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ShoalError(f"{path} is damaged ({error}): remove it, and the run is read without its summary") from error
+        raise ShoalError(f"{path} is damaged ({error}): remove it to read the run without its summary") from error

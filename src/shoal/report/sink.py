@@ -1,4 +1,4 @@
-"""Where metrics go besides the screen: JSON lines always; TensorBoard and Weights & Biases where asked for."""
+"""Where metrics go besides the screen: JSON lines always; TensorBoard and Weights & Biases if configured."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shoal.report.lines import json_line, open_text
 
 
 class Sink(Protocol):
-    """Takes figures by name, those of a step or of an evaluation (`evaluation_scalars`), in the order of steps."""
+    """Accepts figures by name, of a step or of an evaluation (`evaluation_scalars`), in the order of steps."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 class JsonlSink:
-    """Appends a line a step, `step` first, flushed at once: what was written survives a killed process."""
+    """Appends a line a step, `step` first, and flushes it: what was written survives a killed process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -42,20 +42,20 @@ class JsonlSink:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be flushed has been told by `write`
+        with contextlib.suppress(OSError):  # `write` has raised it before
             self._file.close()
 
 
 class Background:
-    """Another sink in a thread of its own. One that fails or hangs neither ends the run nor holds it up: it is
-    switched off, and `warn` is called once, from the thread that writes here."""
+    """Another sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched off, and `warn`
+    is called once, from the thread that writes here."""
 
     def __init__(self, sink: Sink, name: str, warn: Callable[[str], None], most_pending: int = 1000,
                  seconds_to_close: float = 60.0) -> None:
         self.name = name
         self._sink = sink
         self._warn = warn
-        self._seconds = seconds_to_close
+        self.seconds_to_close = seconds_to_close
         self._pending: queue.Queue[tuple[int, Mapping[str, Any]] | None] = queue.Queue(most_pending)
         self._fault: str | None = None
         self._on = True
@@ -65,28 +65,28 @@ class Background:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._on and self._fault is None:
             self._put((step, dict(metrics)))
-        self._look()
+        self._check()
 
     def close(self) -> None:
-        """Waits for what is pending, and no longer than for so many seconds."""
+        """Waits for pending rows, at most `seconds_to_close`."""
         if self._on and self._fault is None:
             self._put(None)
-            self._thread.join(self._seconds)
+            self._thread.join(self.seconds_to_close)
             if self._thread.is_alive() and self._fault is None:
-                self._fault = f"it has not ended within {self._seconds:g} s"
-        self._look()
+                self._fault = f"it has not ended within {self.seconds_to_close:g} s"
+        self._check()
         self._on = False
 
     def _put(self, item: tuple[int, Mapping[str, Any]] | None) -> None:
         try:
             self._pending.put_nowait(item)
         except queue.Full:
-            self._fault = f"it takes nothing any more, {self._pending.maxsize} rows wait"
+            self._fault = f"it accepts no more rows, {self._pending.maxsize} are waiting"
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._on and self._fault is not None:
             self._on = False
-            self._warn(f"{self.name} is switched off: {self._fault}; metrics.jsonl goes on and holds every step")
+            self._warn(f"{self.name} is switched off: {self._fault}; metrics.jsonl continues and holds every step")
 
     def _work(self) -> None:
         try:
@@ -110,13 +110,13 @@ def evaluation_scalars(name: str, figures: Mapping[str, Any]) -> dict[str, float
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What of it is a number."""
+    """The values that are numbers."""
     return {name: float(value) for name, value in metrics.items()
             if isinstance(value, SupportsFloat) and not isinstance(value, str)}
 
 
 def check_sinks(section: ReportSection) -> None:
-    """ShoalError where a package or a login that `report` needs is missing; nothing is written or sent."""
+    """ShoalError if a package or a login that `report` needs is missing; nothing is written or sent."""
     if section.tensorboard:
         from shoal.report.tensorboard import load
 
@@ -128,11 +128,11 @@ def check_sinks(section: ReportSection) -> None:
 
 
 def make_sinks(folder: Path, section: ReportSection, config: Mapping[str, Any], run_name: str,
-               resumed_at: int | None, note: Callable[[str], None], warn: Callable[[str], None]) -> list[Sink]:
-    """The sinks that `report` asks for. `config` is the resolved configuration, `resumed_at` the version a resumed
-    run goes on from. ShoalError where a package or a login is missing, a place cannot be written or a service
+               resumed_at: int | None, note: Callable[[str], None], warn: Callable[[str], None]) -> list[Background]:
+    """The sinks that `report` configures. `config` is the resolved configuration, `resumed_at` the version that a
+    resumed run continues from. ShoalError if a package or a login is missing, a file cannot be written or a service
     refuses."""
-    sinks: list[Sink] = []
+    sinks: list[Background] = []
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
 

@@ -15,10 +15,10 @@ _PREFIX = "events.out.tfevents."
 
 
 class TensorboardSink:
-    """One event file a start of the run; each row reaches the file before the next is taken.
+    """One event file for each start of the run; each row is flushed before the next is accepted.
 
-    After a resumption the file begins with TensorBoard's mark of a restart, by which it forgets what the killed run
-    wrote beyond the version that is gone on from."""
+    After a resumption the file begins with TensorBoard's mark of a restart: it discards what the killed run wrote beyond
+    the version that is resumed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         events, summaries, writer = load()
@@ -57,6 +57,6 @@ def load() -> tuple[Any, Any, Any]:
 
 
 def _next_name(folder: Path) -> str:
-    """TensorBoard reads a run's files in the order of their names: the time, but always after those that are there."""
+    """TensorBoard reads a run's files in the order of their names: the time, but always after existing files."""
     numbers = [int(path.name[len(_PREFIX) :][:10]) for path in folder.glob(f"{_PREFIX}[0-9]*")]
     return f"{_PREFIX}{max([int(time.time()), *(number + 1 for number in numbers)]):010d}.shoal"

@@ -16,14 +16,14 @@ from shoal.types import ShoalError
 SECONDS_TO_START = 60.0
 SECONDS_TO_FINISH = 30.0
 SECONDS_BETWEEN_FLUSHES = 1.0
-"""What a killed process may lose of the file that offline runs are written to."""
+"""How much a killed process may lose of the file of an offline run."""
 
 
 class WandbSink:
-    """One run at Weights & Biases for a run folder, however often it is resumed: its id stands in `wandb/run_id`.
+    """One run at Weights & Biases for a run folder, however often it is resumed: `wandb/run_id` holds its id.
 
-    A step's metrics have the step as theirs. Evaluations have an axis of their own, `evaluate/step`, since a row that
-    is sent takes nothing more. Steps that the service already has from before a kill are not sent again."""
+    A step's metrics are logged at that step. Evaluations have another axis, `evaluate/step`, since a row that was sent
+    accepts nothing more. Steps that the service has from before a kill are not sent again."""
 
     def __init__(self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str) -> None:
         wandb, offline = load(section), section.mode == "offline"
@@ -57,7 +57,7 @@ class WandbSink:
 
 
 def load(section: WandbSection) -> Any:
-    """The package `wandb`. ShoalError where it is not installed, or where it would ask for a key to send with."""
+    """The package `wandb`. ShoalError if it is not installed, or would ask for a key."""
     if section.mode == "offline":  # without this its package reports to its makers over the network
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:

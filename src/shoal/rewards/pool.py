@@ -1,447 +1,367 @@
-"""The process that starts reward workers, gives them calls, and ends them at their limits.
+"""Scores groups while sampling goes on: groups in, their scores out.
 
-It is forked once, early, from the process that trains; it holds the functions as they were then, has one thread, and
-never calls them. So a worker that was killed is replaced by a fork of a clean process, and limits hold while the
-trainer is busy. Where the trainer ends, however it ends, this process ends its workers and itself.
+    submit -> calls -> supervised workers (`workers.py`) -> results -> ScoreColumn -> collect
 
-    trainer --(job: a batch)--> pool --(task: function, part)--> worker --(outcome)--> pool --(cases)--> trainer
-
-What it costs at most when a function hangs on everything: for the first calls of a step, one limit; then every
-completion of that step alone, `reward.workers` at a time: limit * (1 + P*G / workers).
+Where a call for several completions fails, each of them is called alone, which shows whose fault it is; the others keep
+the values that they get alone. Once a call of a step has hung or died, the rest of that step is called one by one. So a
+function that hangs on everything costs at most one limit for the first calls of a step, and then one limit for each
+completion, `reward.workers` at a time: limit * (1 + P*G / workers); it ends earlier, by `reward.max_failed_share`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
-import select
-import signal
-import socket
+import sys
 import time
-import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 from shoal.config.schema import RewardSection
-from shoal.rewards.call import WRONG
-from shoal.rewards.worker import Link, adopt_orphans, detach, work
-from shoal.types import RewardFunction
+from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, TrainerState, call, call_async
+from shoal.rewards.scores import FunctionCalls, Policy, ScoreColumn, Scores, call_here, sum_scores
+from shoal.types import Example, RewardFunction, ShoalError, StopRequested
+from shoal.workers.pool import WorkerPool
+from shoal.workers.process import Header
+from shoal.workers.supervisor import Limits
 
-_START_SECONDS = 30.0
-"""What a worker may take before its call begins: to start and to read the batch."""
-_GRACE_SECONDS = 1.0
-"""What an event loop may take, beyond the limit, to end a call by itself."""
-_EXIT_SECONDS = 0.5
-"""What a worker that has closed its link may take to end, before it is killed, and then to be gone."""
-_LOOK_SECONDS = 1.0
-"""How often to see whether the trainer is there, should its end of the link be held open by another process."""
-_ALIVE_SECONDS = 1.0
-"""How often the trainer is told that its calls are seen to."""
-
-
-def most_seconds(section: RewardSection) -> float:
-    """What one call may take at most, with the start and the end of its worker."""
-    return section.timeout_seconds + _START_SECONDS + _GRACE_SECONDS + 2 * _EXIT_SECONDS
-
-
-def start(functions: Sequence[RewardFunction], section: RewardSection) -> tuple[int, Link]:
-    """Forks the pool; its process id and the link to it."""
-    here, there = socket.socketpair()
-    trainer = os.getpid()
-    pid = fork()
-    if pid == 0:
-        _live(here, there, functions, section, trainer)
-    there.close()
-    return pid, Link(here)
+SILENT_SECONDS = 120.0
+"""After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
+REPORT_SECONDS = 60.0
+"""After how long a wait is reported; then each time that it has doubled."""
+POLL_SECONDS = 0.2
+"""How often a wait looks whether the run is to stop."""
+GENEROUS = 2.0
+"""By how much calls may pass the time that they take at most, before the supervisor counts as stuck."""
+NUM_RECENT = 64
+"""Of so many last completions, `reward.max_failed_share` may fail."""
+_GIB = 2**30
 
 
-def fork() -> int:
-    """Forks with signals held back until the child has its own handlers, and without warnings of other threads: the
-    child uses none, and touches no device."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    pid = -1
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-    finally:
-        if pid != 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
+@dataclass(eq=False)
+class _Job:
+    """Groups that were submitted together."""
 
-
-def _live(here: socket.socket, there: socket.socket, functions: Sequence[RewardFunction], section: RewardSection,
-          trainer: int) -> NoReturn:
-    code = 1
-    try:
-        gc.freeze()  # nothing that the trainer made is ever taken apart here
-        here.close()
-        warnings.filterwarnings("ignore", message=".*fork")
-        detach()
-        adopt_orphans()
-        Pool(Link(there), functions, section, trainer).run()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-@dataclass
-class _Case:
-    """One function, one batch."""
-
-    left: int = 1  # calls that are to come
-    whole: dict[str, Any] | None = None
-    singles: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ticket: Hashable
+    batch: Batch
+    policy: Policy
+    trial: bool
+    calls: dict[str, FunctionCalls]  # by function
+    open: dict[str, set[int]] = field(default_factory=dict)  # by function: calls without a result
     done: bool = False
 
 
-@dataclass
-class _Job:
-    id: int
-    step: int
-    size: int
-    body: bytes
-    cases: list[_Case]
-    on_error: str
-    trial: bool  # ends a function's calls with the first completion that takes too long
+class RewardPool:
+    """Scores groups with reward functions.
 
+    >>> pool.submit(4, [example], texts=[["5", "6"]], completion_ids=[[[7], [8]]], step=3)
+    >>> pool.collect(wait=True)
+    [(4, Scores(...))]
 
-@dataclass(eq=False)
-class _Task:
-    """A call: a function on completions [low, high) of a job."""
+    The task's own functions are called in this process, and so are all with `reward.workers=0`. The others run in
+    processes that are forked from this one, so that any function can be one, a closure or one of a notebook; best
+    before JAX starts its threads. `async` functions run together on the event loop of one more process. At
+    `reward.timeout_seconds` and `reward.memory_gib` a call is ended with its process and everything that it started.
+    """
 
-    id: int
-    job: _Job
-    function: int
-    low: int
-    high: int
-    together: bool  # on the event loop that `async` functions share
-    deadline: float = 0.0
-    begun: bool = False
+    def __init__(self, functions: Sequence[RewardFunction], section: RewardSection, max_steps: int = 0) -> None:
+        if len({one.name for one in functions}) < len(functions):
+            raise ValueError(f"expected functions each with its own name; got {[one.name for one in functions]}")
+        self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
+        self._remote = [one for one in functions if not one.builtin] if section.workers else []
+        self._here = [one for one in functions if one not in self._remote]
+        self._loop = Loop()
+        self._done: list[tuple[Hashable, Scores | ShoalError]] = []
+        self._jobs: list[_Job] = []
+        self._calls: dict[int, tuple[_Job, RewardFunction, int | None]] = {}  # None: for all completions of the job
+        self._next_call = 0
+        self._hung: set[tuple[str, int]] = set()  # (function, step): call it for one completion at a time
+        self._recent = {one.name: deque[bool](maxlen=NUM_RECENT) for one in functions}  # whether it failed
+        self._first_failures: dict[str, str] = {}
+        self._workers: WorkerPool | None = None
+        self._progress = time.monotonic()  # when a call was last replied to
+        if self._remote:
+            if not hasattr(os, "fork"):
+                raise ShoalError(f"reward.workers={section.workers}: this system cannot fork processes; "
+                                 f"reward.workers=0 calls reward functions in this one, without limits")
+            self._limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * _GIB))
+            handler = _Handler(self._remote, section.timeout_seconds)
+            self._workers = WorkerPool(handler.call, self._limits, handler.call_async)
 
     @property
-    def case(self) -> _Case:
-        return self.job.cases[self.function]
+    def by_step(self) -> bool:
+        """True if all groups of a step are to be submitted at once."""
+        return self.section.call == "step"
 
-    @property
-    def is_whole(self) -> bool:
-        return self.high - self.low == self.job.size
+    def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
+               completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
+               trial: bool = False) -> None:
+        """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
+        `trial` ends with the first completion that takes too long: the later ones are NaN.
 
+        Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
+        if self._remote and self._workers is None:
+            raise ShoalError("the reward workers have ended, so nothing more can be scored: start or resume the run "
+                             "again")
+        policy = on_error or self.section.on_error
+        state = TrainerState.at(step, self.max_steps)
+        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state)
+        job = _Job(ticket, batch, policy, trial, call_here(self._here, batch, self._loop, policy))
+        for one in self._here:
+            calls = job.calls[one.name]
+            for i, result in [(None, calls.whole), *sorted(calls.singles.items())]:
+                if result is not None and not job.done:
+                    self._count(job, one, i, result)
+        if job.done:
+            return
+        if not self._remote:
+            self._finish(job, self.functions)
+            return
+        if not self._jobs:
+            self._progress = time.monotonic()
+        self._hung = {(name, of) for name, of in self._hung if of >= step}
+        self._jobs.append(job)
+        body = _pickled(batch)
+        for one in self._remote:
+            job.calls[one.name] = FunctionCalls()
+            if one.per_completion or ((one.name, step) in self._hung and len(batch) > 1):
+                self._call_singles(job, one)
+            else:
+                self._call(job, one, None, body, one.awaits)
 
-@dataclass(eq=False)
-class _Worker:
-    pid: int
-    link: Link
-    together: bool
-    tasks: dict[int, _Task] = field(default_factory=dict)
-    jobs: set[int] = field(default_factory=set)  # whose batches it holds
-    status: int | None = None  # as waitpid gives it, once it has ended
-    killed: bool = False  # from here
+    def collect(self, wait: bool = False,
+                stopping: Callable[[], bool] | None = None) -> list[tuple[Hashable, Scores]]:
+        """The scores that are complete, each ticket once; with `wait`, not before one is, unless nothing is queued.
 
-    def wait(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended, or does within some time; its status is kept."""
-        if self.status is None:
-            self.status = _reap(self.pid, seconds)
-        return self.status is not None
+        A long wait is reported on stderr, and given up with StopRequested once `stopping()` is true. Raises ShoalError,
+        naming function, step and example, where `reward.on_error` is `error` and a function failed, or too many calls
+        failed (`reward.max_failed_share`), and where the supervisor is stuck."""
+        self._receive()
+        if wait:
+            self._wait(stopping)
+        done, self._done = self._done, []
+        for number, (_, scores) in enumerate(done):
+            if isinstance(scores, ShoalError):
+                self._done = done[number + 1:]
+                raise scores
+        return [(ticket, scores) for ticket, scores in done if isinstance(scores, Scores)]
 
+    def close(self) -> None:
+        """Ends the worker processes, and everything that they started, within 2 s."""
+        self._loop.close()
+        if self._workers is not None:
+            self._workers.close()
+        self._workers = None
+        self._jobs.clear()
+        self._calls.clear()
 
-class Pool:
-    """The life of the pool's process."""
+    def __enter__(self) -> RewardPool:
+        return self
 
-    def __init__(self, link: Link, functions: Sequence[RewardFunction], section: RewardSection, trainer: int) -> None:
-        self.link, self.functions, self.section, self.trainer = link, functions, section, trainer
-        self.workers: list[_Worker] = []
-        self.unreaped: set[int] = set()  # killed, but not gone: such as those that wait for a device
-        self.said = time.monotonic()
-        self.queues: dict[bool, deque[_Task]] = {True: deque(), False: deque()}  # by `together`
-        self.jobs: dict[int, _Job] = {}
-        self.hung: set[tuple[int, int]] = set()  # (function, step): call it for one completion at a time
-        self.next_task = 0
-        self.alarm, self._ring = os.pipe()
-        for end in (self.alarm, self._ring):
-            os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._ring, warn_on_full_buffer=False)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def run(self) -> None:
-        """Until the trainer closes its end or is gone."""
+    # -- calls in workers
+
+    def _call(self, job: _Job, one: RewardFunction, i: int | None, body: bytes, together: bool) -> None:
+        assert self._workers is not None
+        number, self._next_call = self._next_call, self._next_call + 1
+        self._calls[number] = job, one, i
+        job.open.setdefault(one.name, set()).add(number)
         try:
-            while os.getppid() == self.trainer:
-                self._dispatch()
-                ready = self._wait()
-                for header, body in self.link.receive():
-                    self._open(header, body)
-                if self.alarm in ready:
-                    os.read(self.alarm, 4096)
-                ended = [worker for worker in self.workers if worker.wait()]
-                for worker in [worker for worker in self.workers if worker.link.fileno() in ready or worker in ended]:
-                    self._hear(worker)
-                for worker in ended:
-                    self._lose(worker)
-                self._watch()
-                self.unreaped = {pid for pid in self.unreaped if _reap(pid) is None}
-                if self.jobs and not self.link.outbox and time.monotonic() >= self.said + _ALIVE_SECONDS:
-                    self.said = time.monotonic()
-                    self.link.send({"alive": True})
-                self.link.flush()
+            self._workers.submit(number, {"function": self._remote.index(one)}, body, together)
+        except ConnectionError:
+            raise self._lost() from None
+        except TimeoutError:
+            raise self._stuck(SILENT_SECONDS) from None
+
+    def _call_singles(self, job: _Job, one: RewardFunction, together: bool = True) -> None:
+        for i in range(len(job.batch)):
+            self._call(job, one, i, _pickled(job.batch.single(i)), together and one.awaits)
+
+    def _cancel(self, calls: Sequence[int]) -> None:
+        if calls and self._workers is not None:
+            self._workers.cancel(calls)
+
+    def _take(self, number: int, reply: Header) -> None:
+        """Enters the reply to a call; where one for several completions failed, each is to be called alone."""
+        job, one, i = self._calls.pop(number)
+        if job.done or number not in job.open[one.name]:
+            return
+        job.open[one.name].discard(number)
+        alone = reply.pop("alone", False)
+        if reply["kind"] == "cancelled":
+            self._call_singles(job, one)
+            return
+        result = CallResult(**reply)
+        if result.kind in ("timed out", "died"):
+            self._note_hung(one, job.batch.state.global_step)
+        calls = job.calls[one.name]
+        if i is None:
+            calls.whole = result
+            if result.kind not in ("", WRONG) and len(job.batch) > 1:
+                self._call_singles(job, one, together=not alone)
+                return
+        else:
+            calls.singles[i] = result
+        if result.kind == WRONG or (job.policy == "error" and result.failed):
+            self._finish(job, [one])
+            return
+        self._count(job, one, i, result)
+        if result.kind == "timed out" and job.trial:
+            self._cancel([*job.open[one.name]])
+            job.open[one.name].clear()
+        if not job.done and not any(job.open.values()):
+            self._finish(job, self.functions)
+
+    def _note_hung(self, one: RewardFunction, step: int) -> None:
+        """Calls of this step that are not begun are made for one completion at a time."""
+        if (one.name, step) not in self._hung:
+            self._hung.add((one.name, step))
+            self._cancel([number for number, (job, other, i) in self._calls.items() if other is one and i is None
+                          and job.batch.state.global_step == step and len(job.batch) > 1 and not job.done])
+
+    def _count(self, job: _Job, one: RewardFunction, i: int | None, result: CallResult) -> None:
+        """Ends the job with an error where too many of the last completions failed."""
+        size = len(job.batch)
+        if job.policy == "error" or job.trial or result.kind == WRONG or (i is None and result.kind and size > 1):
+            return
+        bad = {place for place, _ in result.bad}
+        recent = self._recent[one.name]
+        recent.extend([True] if result.kind else [place in bad for place in range(size if i is None else 1)])
+        if not result.failed:
+            return
+        column = ScoreColumn(one, job.batch, "skip", self.section.timeout_seconds)
+        column.add(result, range(size) if i is None else range(i, i + 1))
+        first = self._first_failures.setdefault(one.name, column.failures[0].text)
+        if sum(recent) > self.section.max_failed_share * NUM_RECENT:
+            self._drop(job)
+            error = ShoalError(
+                f"reward function {one.name!r} failed for {sum(recent)} of the last {len(recent)} completions, more "
+                f"than reward.max_failed_share={self.section.max_failed_share:g} of {NUM_RECENT}; the first: "
+                f"{first}. Repair the function, or raise reward.max_failed_share (1: no limit)")
+            self._done.append((job.ticket, error))
+
+    def _finish(self, job: _Job, functions: Sequence[RewardFunction]) -> None:
+        """Sums a job's results; those of one function where that ends the run."""
+        self._drop(job)
+        try:
+            scores = sum_scores(functions, job.batch, job.calls, job.policy, self.section.timeout_seconds)
+        except ShoalError as error:
+            scores = error
+        self._done.append((job.ticket, scores))
+
+    def _drop(self, job: _Job) -> None:
+        job.done = True
+        if job in self._jobs:
+            self._jobs.remove(job)
+        self._cancel([number for numbers in job.open.values() for number in numbers])
+
+    # -- waiting
+
+    def _receive(self, seconds: float = 0.0) -> None:
+        if self._workers is None:
+            return
+        try:
+            replies = self._workers.receive(seconds)
+            for number, reply in replies:
+                self._progress = time.monotonic()
+                self._take(number, {"kind": "", **reply})
         except (EOFError, ConnectionError):
-            pass
-        finally:
-            for worker in list(self.workers):
-                self._end(worker)
+            raise self._lost() from None
 
-    def _wait(self) -> set[int]:
-        poll = select.poll()
-        poll.register(self.alarm, select.POLLIN)
-        for link in (self.link, *(worker.link for worker in self.workers)):
-            poll.register(link, select.POLLIN | (select.POLLOUT if link.outbox else 0))
-        deadlines = [task.deadline for worker in self.workers for task in worker.tasks.values()]
-        seconds = max(0.0, min([_LOOK_SECONDS, *(deadline - time.monotonic() for deadline in deadlines)]))
-        ready = {number for number, _ in poll.poll(int(seconds * 1000) + 1)}
-        for worker in self.workers:
-            _send(worker.link)
-        return ready
-
-    # -- jobs
-
-    def _open(self, header: dict[str, Any], body: bytes) -> None:
-        cases = [_Case() for _ in self.functions]
-        job = self.jobs[header["job"]] = _Job(header["job"], header["step"], header["size"], body, cases,
-                                             header["on_error"], header["trial"])
-        self.hung = {(function, step) for function, step in self.hung if step >= job.step}
-        for number, one in enumerate(self.functions):
-            if one.per_completion:
-                self._enqueue_singles(job, number, one.awaits)
-            else:
-                self.queues[one.awaits].append(self._task(job, number, 0, job.size, one.awaits))
-
-    def _task(self, job: _Job, function: int, low: int, high: int, together: bool) -> _Task:
-        self.next_task += 1
-        return _Task(self.next_task, job, function, low, high, together)
-
-    def _enqueue_singles(self, job: _Job, function: int, together: bool, first: bool = False) -> None:
-        tasks = [self._task(job, function, i, i + 1, together) for i in range(job.size)]
-        job.cases[function].left = len(tasks)
-        if first:
-            self.queues[together].extendleft(reversed(tasks))
-        else:
-            self.queues[together].extend(tasks)
-
-    def _settle(self, task: _Task, outcome: dict[str, Any]) -> None:
-        """Notes what a call came to; where one of several completions failed, each is to be called alone."""
-        case, kind = task.case, outcome.get("kind", "")
-        if kind in ("timed out", "died"):
-            self.hung.add((task.function, task.job.step))
-        if case.done:
-            return
-        if task.is_whole and not self.functions[task.function].per_completion:
-            case.whole = outcome
-            if kind not in ("", WRONG) and task.job.size > 1:
-                self._enqueue_singles(task.job, task.function, task.together, first=True)
+    def _wait(self, stopping: Callable[[], bool] | None) -> None:
+        """Until a job is scored, if one is queued. The supervisor is stuck where it says nothing, or has taken much
+        longer than limits allow."""
+        start = time.monotonic()
+        next_report = start + REPORT_SECONDS
+        while self._jobs and not self._done and self._workers is not None:
+            if stopping and stopping():
+                raise StopRequested
+            silent = max(self._workers.heard, start) + SILENT_SECONDS
+            late = max(self._progress, start) + self._most_seconds()
+            wait = min(silent, late, next_report) - time.monotonic()
+            self._receive(max(0.0, min(wait, POLL_SECONDS) if stopping else wait))
+            now = time.monotonic()
+            if self._done or not self._jobs:
                 return
-            case.left = 0
-        else:
-            case.singles[task.low] = outcome
-            case.left -= 1
-            if kind == "timed out" and task.job.trial:
-                case.left = 0
-        case.done = case.left == 0
-        if kind == WRONG or (task.job.on_error == "error" and (kind or "bad" in outcome)):
-            self._close(task.job, [task.function])
-        elif all(one.done for one in task.job.cases):
-            self._close(task.job, range(len(self.functions)))
+            if now >= max(self._workers.heard, start) + SILENT_SECONDS or now >= late:
+                raise self._stuck(now - start)
+            if now >= next_report:
+                print(f"waiting for rewards: {now - start:.0f} s, {self._describe_queue()}; reward.timeout_seconds="
+                      f"{self.section.timeout_seconds:g} is the limit of a call", file=sys.stderr, flush=True)
+                next_report = now + (now - start)
 
-    def _close(self, job: _Job, functions: Sequence[int]) -> None:
-        """Tells the trainer what its functions came to, or the one that ends the run."""
-        for case in job.cases:
-            case.done = True
-        del self.jobs[job.id]
-        for worker in self.workers:
-            if job.id in worker.jobs:
-                worker.jobs.discard(job.id)
-                _send(worker.link, {"forget": job.id})
-        cases = {number: {"whole": job.cases[number].whole, "singles": list(job.cases[number].singles.items())}
-                 for number in functions}
-        self.link.send({"job": job.id, "cases": list(cases.items())})
+    def _most_seconds(self) -> float:
+        """What everything that is queued may take, however its functions behave."""
+        calls = sum(1 + len(job.batch) for job in self._jobs) * len(self._remote)
+        return GENEROUS * self._limits.most_seconds * (1 + calls / self._limits.num_workers)
 
-    # -- workers
+    def _describe_queue(self) -> str:
+        names = ", ".join(one.name for one in self._remote)
+        return f"completions with {names}: {sum(len(job.batch) for job in self._jobs)}"
 
-    def _dispatch(self) -> None:
-        """Gives calls to workers that are free, as many as there may be; that of the event loop is always free."""
-        for together, queue in self.queues.items():
-            while queue:
-                task = queue[0]
-                if task.case.done:
-                    queue.popleft()
-                elif task.is_whole and task.job.size > 1 and (task.function, task.job.step) in self.hung:
-                    queue.popleft()
-                    self._enqueue_singles(task.job, task.function, together, first=True)
-                elif worker := self._free(together):
-                    self._ask(worker, queue.popleft())
-                else:
-                    break
+    def _lost(self) -> ShoalError:
+        self.close()
+        return ShoalError("the process that starts reward workers has ended, killed from outside or for want of "
+                          "memory; free some, or take fewer reward.workers")
 
-    def _free(self, together: bool) -> _Worker | None:
-        mine = [worker for worker in self.workers if worker.together == together]
-        free = next((worker for worker in mine if together or not worker.tasks), None)
-        most = 1 if together else self.section.workers
-        return free or (self._spawn(together) if len(mine) < most else None)
+    def _stuck(self, seconds: float) -> ShoalError:
+        queue = self._describe_queue()
+        self.close()
+        return ShoalError(f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward workers "
+                          f"is stopped or stuck; check what holds it, such as storage that does not answer, and start "
+                          f"or resume the run again")
 
-    def _spawn(self, together: bool) -> _Worker:
-        here, there = socket.socketpair()
-        pool = os.getpid()
-        pid = fork()
-        if pid == 0:
-            code = 1
+
+# ---- in a worker
+
+
+class _Handler:
+    """Calls a function in a worker for the batch that it is sent."""
+
+    def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
+        self.functions, self.timeout_seconds = functions, timeout_seconds
+        self.loop = Loop()
+
+    def call(self, header: Header, body: bytes) -> Header:
+        batch = _unpickled(body)
+        return _as_reply(batch if isinstance(batch, CallResult) else
+                         call(self.functions[header["function"]], batch, self.loop.run))
+
+    async def call_async(self, header: Header, body: bytes) -> Header:
+        batch = _unpickled(body)
+        return _as_reply(batch if isinstance(batch, CallResult) else
+                         await call_async(self.functions[header["function"]], batch, self.timeout_seconds))
+
+
+def _as_reply(result: CallResult) -> Header:
+    return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
+
+
+def _unpickled(body: bytes) -> Batch | CallResult:
+    try:
+        return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception as error:
+        return CallResult(kind=WRONG, text=f"cannot be sent its batch: {type(error).__name__}: {error}; "
+                                           f"reward.workers=0 calls it in this process")
+
+
+def _pickled(batch: Batch) -> bytes:
+    try:
+        return bytes(ForkingPickler.dumps(batch))
+    except Exception as error:
+        for i, name, value in _values(batch):
             try:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.close(self.alarm)
-                os.close(self._ring)
-                for end in (here, self.link.end, *(worker.link.end for worker in self.workers)):
-                    end.close()
-                work(there, self.functions, self.section.memory_gib, self.section.timeout_seconds, together, pool)
-                code = 0
-            except (ConnectionError, TimeoutError):
-                pass
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        there.close()
-        worker = _Worker(pid, Link(here), together)
-        self.workers.append(worker)
-        return worker
-
-    def _ask(self, worker: _Worker, task: _Task) -> None:
-        worker.tasks[task.id] = task
-        self._put_off(worker)
-        known = task.job.id in worker.jobs
-        worker.jobs.add(task.job.id)
-        _send(worker.link, {"task": task.id, "job": task.job.id, "function": task.function, "low": task.low,
-                            "high": task.high}, b"" if known else task.job.body)
-
-    def _hear(self, worker: _Worker) -> None:
-        try:
-            frames = worker.link.receive()
-        except (EOFError, ValueError):  # it is going, or its function wrote into the link
-            worker.wait(_EXIT_SECONDS)
-            self._lose(worker)
-            return
-        for header, _ in frames:
-            task = worker.tasks.get(header.get("task", -1))
-            if task is None or not ("begun" in header or "outcome" in header):
-                self._lose(worker)
-                return
-            if "begun" in header:
-                grace = _GRACE_SECONDS if worker.together else 0.0
-                task.deadline = time.monotonic() + self.section.timeout_seconds + grace
-                task.begun = True
-                continue
-            del worker.tasks[task.id]
-            self._put_off(worker)
-            self._settle(task, header["outcome"])
-            if header["spent"]:  # what it holds may leave too little for the next call
-                self._lose(worker)
-                return
-
-    def _put_off(self, worker: _Worker) -> None:
-        """Calls that have not begun: on an event loop each may have to wait for one before it, which has its limit."""
-        for task in worker.tasks.values():
-            if not task.begun:
-                task.deadline = time.monotonic() + self.section.timeout_seconds + _START_SECONDS
-
-    def _watch(self) -> None:
-        """Ends the workers whose calls are over the limit."""
-        now = time.monotonic()
-        for worker in list(self.workers):
-            if late := [task for task in worker.tasks.values() if task.deadline <= now]:
-                if not worker.together:
-                    worker.tasks.clear()
-                self._lose(worker)
-                if not worker.together:
-                    self._settle(late[0], {"kind": "timed out"})
-
-    def _lose(self, worker: _Worker) -> None:
-        """Ends a worker. What it was at has died with it; of several calls on an event loop, each is made again in a
-        worker of its own."""
-        self._end(worker)
-        tasks, worker.tasks = list(worker.tasks.values()), {}
-        for task in tasks:
-            if worker.together:
-                task.together = False
-                self.queues[False].append(task)
-            else:
-                self._settle(task, {"kind": "died", "text": _manner(worker)})
-
-    def _end(self, worker: _Worker) -> None:
-        """Ends a worker and everything that it started."""
-        if worker not in self.workers:
-            return
-        self.workers.remove(worker)
-        worker.link.end.close()
-        worker.wait()
-        _kill(os.killpg, worker.pid)
-        if worker.status is None:
-            worker.killed = True
-            _kill(os.kill, worker.pid)
-            if not worker.wait(_EXIT_SECONDS):
-                self.unreaped.add(worker.pid)
-        self._end_orphans()
-
-    def _end_orphans(self) -> None:
-        """On Linux, processes that a worker started in sessions of their own are now children of this one."""
-        listed = Path(f"/proc/self/task/{os.getpid()}/children")
-        while listed.exists():
-            pids = {int(pid) for pid in listed.read_text().split()} - {worker.pid for worker in self.workers}
-            pids -= self.unreaped
-            if not pids:
-                return
-            for pid in pids:
-                _kill(os.kill, pid)
-                if _reap(pid, _EXIT_SECONDS) is None:
-                    self.unreaped.add(pid)
+                ForkingPickler.dumps(value)
+            except Exception:
+                raise ShoalError(f"column {name!r} of example row {batch.rows[i][0]} holds a {type(value).__name__}, "
+                                 f"which cannot be sent to a reward process ({error}); leave it out, or call rewards "
+                                 f"in this process: reward.workers=0") from error
+        raise
 
 
-def _reap(pid: int, seconds: float = 0.0) -> int | None:
-    """The status of a child that has ended, or does within some time; never waits longer, whatever holds it."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return status
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.001)
-
-
-def _kill(how: Callable[[int, int], None], pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        how(pid, signal.SIGKILL)
-
-
-def _send(link: Link, header: dict[str, Any] | None = None, body: bytes = b"") -> None:
-    """To a worker; that it is gone shows elsewhere."""
-    with contextlib.suppress(ConnectionError):
-        if header is None:
-            link.flush()
-        else:
-            link.send(header, body)
-
-
-def _manner(worker: _Worker) -> str:
-    status = worker.status or 0
-    if worker.killed:
-        return "it closed or spoilt its link to the trainer"
-    if os.WIFEXITED(status):
-        return f"exit code {os.WEXITSTATUS(status)}"
-    number = os.WTERMSIG(status)
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"{name}, out of memory?" if number == signal.SIGKILL else name
+def _values(batch: Batch) -> Iterator[tuple[int, str, Any]]:
+    return ((i, name, value) for name, values in batch.columns.items() for i, value in enumerate(values))

@@ -1,6 +1,6 @@
 """Sampling in the trainer's own process: a `RolloutSource` over engines on the same devices.
 
-    request -> pending (by version) -> load -> Engine of the group's size -> completions -> Judge -> take
+    request -> pending (by version) -> load -> Engine of the group's size -> completions -> RewardPool -> take
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import jax
 
 from shoal.mesh import Role
 from shoal.model.transformer import Model, checksum, is_param_spec, param_specs, shardings
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, Scores
 from shoal.rollout.group import make_group, sample_request
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
-from shoal.types import Completion, Group, GroupRequest, Params, Purpose
+from shoal.types import Completion, Group, GroupRequest, Params, Purpose, StopSignal
 
 
 @dataclass
@@ -47,7 +47,7 @@ class LocalSource:
     model: Model
     make_engine: Callable[[int], Engine]
     task: Task
-    judge: Judge
+    judge: RewardPool
     decode: Callable[[Sequence[int]], str]
     seed: int
     clock: SamplingClock = field(default_factory=SamplingClock)
@@ -57,6 +57,7 @@ class LocalSource:
     next_id: int = 0
     keep_from: int = 0  # the oldest version that may yet be asked for
     answered: Callable[[str, int, int], None] | None = None  # told of an evaluation's part: groups done, of how many
+    stop: StopSignal = field(default_factory=StopSignal)
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         self.pending.extend(requests)
@@ -105,7 +106,7 @@ class LocalSource:
         drawn: dict[int, list[Completion]] = {}
         texts: dict[int, list[str]] = {}
         scores: dict[Hashable, Scores] = {}
-        for id, siblings in finished(engine):
+        for id, siblings in finished(engine, self.stop):
             drawn[id], texts[id] = siblings, [self.decode(one.token_ids.tolist()) for one in siblings]
             if not self.judge.by_step:
                 self._submit(id, [asked[id]], [siblings], [texts[id]])
@@ -119,7 +120,8 @@ class LocalSource:
             self._submit("step", requests, [drawn[id] for id in asked], [texts[id] for id in asked])
         tickets = ["step"] if self.judge.by_step else list(asked)
         while not scores.keys() >= set(tickets):
-            scores |= self.judge.collect(wait=True)
+            with self.stop.raising_at_once():
+                scores |= self.judge.collect(wait=True)
         self.clock.sample_seconds += sampled - started
         self.clock.reward_seconds += time.perf_counter() - sampled
         self.clock.tokens += sum(len(completion) for siblings in drawn.values() for completion in siblings)
@@ -134,7 +136,8 @@ class LocalSource:
     def _submit(self, ticket: Hashable, requests: Sequence[GroupRequest], siblings: Sequence[Sequence[Completion]],
                 texts: Sequence[Sequence[str]]) -> None:
         token_ids = [[completion.token_ids.tolist() for completion in group] for group in siblings]
-        self.judge.submit(ticket, [request.example for request in requests], texts, token_ids, requests[0].step)
+        with self.stop.raising_at_once():  # functions that are called in this process may hang
+            self.judge.submit(ticket, [request.example for request in requests], texts, token_ids, requests[0].step)
 
     def _count(self, scores: Scores) -> None:
         self.clock.failures.extend(scores.failures)
@@ -175,11 +178,13 @@ def drive(engine: Engine) -> dict[tuple[int, int], Completion]:
     return {(id, completion.index): completion for id, siblings in finished(engine) for completion in siblings}
 
 
-def finished(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
+def finished(engine: Engine, stop: StopSignal | None = None) -> Iterator[tuple[int, list[Completion]]]:
     """Runs an engine until nothing is left: each request with its completions, in order of their index, as it ends.
 
-    While the caller looks at one, the next piece of device work is under way."""
+    While the caller looks at one, the next piece of device work is under way. `stop` is checked between the pieces."""
     while not engine.idle:
+        if stop is not None:
+            stop.check()
         started = _start(engine)
         if not started and not engine.in_flight and not engine.finished:
             raise RuntimeError(f"the sampler waits for nothing: {engine.scheduler}")

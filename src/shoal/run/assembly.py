@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,11 +28,12 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, is_run
+from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
-from shoal.run.interrupt import StopRequest
+from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import LoadedModel, copy_model_files, make_model, open_run_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, prepare_sets, schedule_of, training_engines
 from shoal.run.preflight.inputs import unused_devices
@@ -39,12 +42,11 @@ from shoal.run.preflight.settings import algorithm_warnings, check_before_weight
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, fingerprint, restore_latest
 from shoal.run.task import load_task, with_overlong
-from shoal.tasks.task import Task
+from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
 from shoal.trainer.curriculum import PassRates, Prepared, PromptStream
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
-from shoal.trainer.recorder import Recorder
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import ShoalError
@@ -90,36 +92,38 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, model.architecture, model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
     resumed_at = (restored.version if restored else 0) if plan.run else None
-    recorder = open_recorder(config, folder, resumed_at, data.prompts, source, console, stack, started=started,
+    recorder = open_recorder(config, folder, resumed_at, source, console, stack, started=started,
                              compilations=compilations.read, utilisation=utilisation)
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:
         weights = loaded.load()
     recorder.spent("start", time.perf_counter() - started)
+    source.stop = stop = stack.enter_context(stop_on_signals())
     return Run(
         config=config,
         parameters=None if restored else weights,
-        updater=updater,
+        updater=replace(updater, stop=stop),
         source=source,
         prompts=data.prompts,
-        evaluator=Evaluator(data.sets, sampling_params(config.sampling), config.train.pass_k, task),
+        evaluator=Evaluator(data.sets, sampling_params(config.sampling), config.pass_k, task),
         checkpoints=checkpoints,
         recorder=recorder,
         schedule=schedule_of(config.train),
         restored=restored,
         fingerprint=facts,
-        stopping=stack.enter_context(StopRequest()),
+        stop=stop,
+        resume_command=resume_command(folder.path, config),
         around_step=Profiler(config.report.profile, folder.path / "profile", console.warning).step,
     )
 
 
 def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitStack,
-              task: Task | None = None) -> tuple[Task, Judge]:
+              task: Task | None = None) -> tuple[Task, RewardPool]:
     """The task, and the worker processes that judge its completions."""
     task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
-    return task, stack.enter_context(closing(Judge(task.rewards, config.reward, config.steps)))
+    return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))
 
 
 def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
@@ -160,7 +164,7 @@ def open_data(config: Config, task: Task, tokenizer: Tokenizer, console: Console
     return RunData(prompts, sets, first)
 
 
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: Judge) -> LocalSource:
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: RewardPool) -> LocalSource:
     """The source of groups in this process; `model` is the sampler's."""
     return LocalSource(model, training_engines(config, model, tokenizer), task, judge, tokenizer.decode, config.seed)
 
@@ -176,7 +180,6 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFold
     if folder.no_locks:
         console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
                         "process out of this run")
-    folder.groups_format = config.report.groups_format
     console.note(f"run folder {folder.path}")
     return folder
 
@@ -191,16 +194,25 @@ def write_head(folder: RunFolder, loaded: LoadedModel, config: Config, version: 
             copy_model_files(loaded, folder.path / MODEL_FOLDER)
 
 
-def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, prompts: PromptStream,
-                  source: LocalSource, console: Console, stack: ExitStack, *, started: float,
+def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, source: LocalSource,
+                  console: Console, stack: ExitStack, *, started: float,
                   compilations: Callable[[], int], utilisation: Utilisation | None) -> Recorder:
     """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
     sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
                        console.note, console.warning)
     for sink in sinks:
         stack.callback(sink.close)
-    return Recorder(folder, console, prompts, config.steps, config.report.groups, source.read_clock, compilations,
-                    peak_bytes, sinks=sinks, started=started, utilisation=utilisation)
+    return stack.enter_context(closing(Recorder(
+        folder, console, config.steps, config.report.groups, source.read_clock, compilations, peak_bytes, sinks,
+        utilisation and utilisation.share, started)))
+
+
+def resume_command(folder: Path, config: Config) -> str:
+    """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
+    from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
+    if from_python:
+        return f'shoal.train(resume="{folder}", ...), with its task and reward'
+    return f"shoal train {shlex.quote(f'resume={folder}')}"
 
 
 def peak_bytes() -> int:

@@ -1,38 +1,38 @@
-"""Ctrl-C and SIGTERM as a wish to stop: the step is finished and saved; the second one ends the process at once."""
+"""Ctrl-C and SIGTERM as a request to stop: the step under way is given up, the last complete state is saved."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+
+from shoal.types import StopSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopRequest:
-    """Listens while it is entered; false until somebody asks. Outside the main thread nothing can be listened to."""
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopSignal]:
+    """The signal that SIGINT and SIGTERM set while this is entered; a second one raises KeyboardInterrupt anywhere.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._old: dict[int, Any] = {}
+    Outside the main thread Python handles no signals: there nothing sets it."""
+    stop = StopSignal()
 
-    def __call__(self) -> bool:
-        return self.asked
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.requested_at is not None:
+            raise KeyboardInterrupt("stopped at once: the newest checkpoint stands, what came after it is lost")
+        os.write(2, b"\nstopping: the last complete step is saved; once more to stop at once\n")
+        stop.request()
 
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._hear) for number in _SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-        self._old = {}
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt("stopped at once: what came after the newest checkpoint is lost")
-        self.asked = True
-        os.write(2, b"\nstopping: this step is finished and saved first; once more to stop at once\n")

@@ -27,11 +27,10 @@ from shoal.config.compose import (
     recompose,
 )
 from shoal.config.convert import convert_value, leaves_of
-from shoal.config.keys import command_of, keys_of
+from shoal.config.keys import command_of, is_under, keys_of
 from shoal.config.schema import Config
 from shoal.files import check_local
 from shoal.report.console import Console
-from shoal.report.difference import is_under
 from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder
 from shoal.report.lines import json_line
 from shoal.report.reading import read_config

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards.overlong import PENALTY, overlong_punishment
-from shoal.rewards.scores import load_functions, name_functions
+from shoal.rewards.functions import load_functions, name_functions
+from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
 from shoal.types import RewardFunction, ShoalError
@@ -44,6 +44,13 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
     return loaded
 
 
+def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunction]:
+    """The functions that are named: ready ones, or `file.py:function`."""
+    ready = {spec: one for spec in specs if (one := find_builtin(spec))}
+    loaded = iter(load_functions([spec for spec in specs if spec not in ready]))
+    return [ready.get(spec) or next(loaded) for spec in specs]
+
+
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
                  functions: Sequence[Callable[..., Any]] = ()) -> Task:
     """The task with evaluation sets cut to `task.num_questions`, and with the reward functions given, if any."""
@@ -52,7 +59,7 @@ def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(f"reward.functions={list(reward.functions)}: this reward came from Python; give it again "
                          f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, reward=file.py:function")
-    given = [*load_functions(files), *functions]
+    given = [*find_functions(files), *functions]
     count = task.num_questions or None
     return replace(loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()},
                    rewards=name_functions(given, reward.weights) if given else _weigh(loaded.rewards, reward.weights))

@@ -1,4 +1,4 @@
-"""Where a task's rows are, and reading them: a jsonl, json or parquet file, a folder of them, or a data set on the hub.
+"""Where a task's rows are, and reading them: a file, a folder of files, or a data set on the hub.
 
 A folder (the hub's are folders too, once fetched) has its splits where its README declares them under `configs`, else
 in files named after them: `train.jsonl`, `train-00000-of-00002.parquet`, either of them under `data/` or a subset's
@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data_file import read_file
+from shoal.tasks.data_file import SUFFIXES, read_file
 from shoal.text import suggest
 from shoal.types import ShoalError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
 _TRAIN = "train"
-_READERS = ("json", "parquet")
+_READERS = ("json", "parquet", "csv", "arrow")
 """Given as task.path, these say of what kind the files in task.files are; they stand for no data set."""
 _HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 """What splits to evaluate on are called."""
+
+_CONVERTED = "refs/convert/parquet"
+"""The branch of a hub's data set that holds it as parquet, in folders SUBSET/SPLIT."""
 
 _EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
 
@@ -211,7 +213,8 @@ def _split_files(folder: Path, declared: _Declared, subset: str, split: str, pub
     if found and found.folder:
         bases = [f"{found.folder}/"]
     else:
-        bases = [f"{subset}/"] if subset else ["", "data/", *([f"{published.subset}/"] if published.subset else [])]
+        others = ("", "data/", "default/", *([f"{published.subset}/"] if published.subset else []))
+        bases = [f"{subset}/"] if subset else others
     patterns = (base + name for base in bases for name in _names(split, published))
     return next((files for pattern in patterns if (files := _matching(folder, pattern))), [])
 
@@ -344,6 +347,8 @@ def _fetch(task: TaskSection, published: Published) -> tuple[Path, _Declared]:
     names = [file.relative_to(folder).as_posix() for file in _data_files(folder)]
     if not any(fnmatch(name, pattern) for name in names for pattern in wanted):
         folder = _download(path, published, [f"*{suffix}" for suffix in SUFFIXES])
+    if not _data_files(folder):  # of another format: the hub keeps a copy of public data sets as parquet
+        folder, declared = _download(path, published, ["*.parquet"], revision=_CONVERTED), {}
     return folder, declared
 
 
@@ -360,12 +365,12 @@ def _wanted(declared: _Declared, task: TaskSection, published: Published, path: 
             for suffix in SUFFIXES]
 
 
-def _download(path: str, published: Published, patterns: list[str]) -> Path:
+def _download(path: str, published: Published, patterns: list[str], **options: str) -> Path:
     from huggingface_hub import snapshot_download
 
     name = path or published.hub_id
     try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, **options))
     except Exception as error:  # no network, no such data set, no permission: all are mended by a local copy
         what = f"task.path={path!r}: there is no such file or folder here, and" if path else f"task {published.task}:"
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,12 +1,16 @@
-"""The rows of one data file: jsonl, json or parquet."""
+"""The rows of one data file: jsonl, json, parquet, csv, tsv or arrow."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 from shoal.types import ShoalError
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 
 
 def read_file(file: Path, task: str) -> list[tuple[str, Any]]:
@@ -15,6 +19,10 @@ def read_file(file: Path, task: str) -> list[tuple[str, Any]]:
     A json file holds a list of objects, or lines as in jsonl."""
     if file.suffix == ".parquet":
         return _parquet(file, task)
+    if file.suffix == ".arrow":
+        return _arrow(file, task)
+    if file.suffix in (".csv", ".tsv"):
+        return _table(file, task)
     text = _text(file, task)
     return _list(text, file, task) if file.suffix == ".json" and text.lstrip().startswith("[") else \
         _lines(text, file, task)
@@ -84,4 +92,38 @@ def _parquet(file: Path, task: str) -> list[tuple[str, Any]]:
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ShoalError(f"task {task}: {file} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    return [(f"row {i}", row) for i, row in enumerate(rows)]
+
+
+def _table(file: Path, task: str) -> list[tuple[str, Any]]:
+    """A table with a header; all values are text, so that of the answer `007` nothing is lost."""
+    reader = csv.reader(io.StringIO(_text(file, task), newline=""), delimiter="\t" if file.suffix == ".tsv" else ",",
+                        strict=True)
+    rows = []
+    try:
+        header = next(reader, [])
+        for values in reader:
+            if values and len(values) != len(header):
+                raise ShoalError(f"task {task}: {file}, line {reader.line_num} has {len(values)} values, the header "
+                                 f"has {len(header)}: quote a value that holds the separator")
+            if values:
+                rows.append((f"line {reader.line_num}", dict(zip(header, values, strict=True))))
+    except csv.Error as error:
+        raise ShoalError(f"task {task}: {file}, line {reader.line_num} cannot be read as a table: {error}") from error
+    return rows
+
+
+def _arrow(file: Path, task: str) -> list[tuple[str, Any]]:
+    """Arrow's stream format, in which the `datasets` library stores, or its file format."""
+    import pyarrow
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            is_file = bytes(source.read(6)) == b"ARROW1"
+            source.seek(0)
+            open_arrow = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+            rows = open_arrow(source).read_all().to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ShoalError(f"task {task}: {file} cannot be read as arrow: {str(error).splitlines()[0]}") from error
     return [(f"row {i}", row) for i, row in enumerate(rows)]

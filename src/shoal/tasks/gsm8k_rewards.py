@@ -38,7 +38,7 @@ _TAIL_CHARS = 300
 _MAX_NUMBER_CHARS = 400
 """What is longer is no number to Python's `float` here."""
 
-_DIGITS = re.compile(r"[0-9.]+")
+_DIGITS = re.compile(r"[\d.]+")  # of any script, as `float` reads them
 _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 
 Points = Callable[[str, str], float]

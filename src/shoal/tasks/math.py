@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits, without_held_out
-from shoal.tasks.graders import math_check
+from shoal.tasks.graders import math_check, math_worker
 from shoal.tasks.graders.answer import completion_text, extract_answer, format_reward, well_formed
 from shoal.tasks.graders.final_answer import behind_hashes, last_boxed, said_answer, solution_of
 from shoal.tasks.task import Task
@@ -47,7 +47,7 @@ def load(task: TaskSection) -> Task:
 
     Raises `ShoalError` for data that is missing or without answers, and where math-verify is not installed.
     """
-    math_check.require_math_verify()
+    math_worker.require_math_verify()
     train, held_out, notes = _rows(task)
     train = _gold(train, notes, "training") if train else []
     held_out = _gold(held_out, notes, "held-out")
@@ -57,7 +57,7 @@ def load(task: TaskSection) -> Task:
 
 def blank(task: TaskSection) -> Task:
     """The task without data: it judges rows that bring their own answer."""
-    math_check.require_math_verify()
+    math_worker.require_math_verify()
     return _task((), {}, ())
 
 

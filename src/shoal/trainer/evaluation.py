@@ -17,16 +17,16 @@ from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingPar
 
 @dataclass(frozen=True)
 class Answers:
-    """What one version answered to the Q questions of a set."""
+    """The answers of one version to the Q questions of a set."""
 
     greedy: Sequence[Group]  # Q, of one completion each
-    sampled: Sequence[Group] = ()  # Q, of `pass_k` completions each; none where none were asked for
+    sampled: Sequence[Group] = ()  # Q, of `pass_k` completions each; empty where none were requested
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Asks for each data set's questions one greedy completion each; of the first set, where asked, `pass_k` sampled
-    ones beside. `task` says what is counted of them."""
+    """Evaluates one version: a greedy completion for each question of each data set; where requested, also `pass_k`
+    sampled ones for each question of the first. `task` decides what is counted of them."""
 
     sets: Mapping[str, Sequence[Prepared]]
     params: SamplingParams
@@ -44,6 +44,11 @@ class Evaluator:
             source.request([ask(question, 1, greedy) for question in questions])
             if sampled and self.is_sampled(subset):
                 source.request([ask(question, self.pass_k, self.params) for question in questions])
+
+    def num_completions(self, sampled: bool) -> int:
+        """How many completions an evaluation takes."""
+        return sum(len(questions) * (1 + (self.pass_k if sampled and self.is_sampled(subset) else 0))
+                   for subset, questions in self.sets.items())
 
     def is_sampled(self, subset: str) -> bool:
         """The main set, the first, is; at temperature 0 every sample would be the greedy answer."""
@@ -66,8 +71,8 @@ class Evaluator:
                  sampled: bool) -> tuple[dict[str, dict[str, Any]], list[Group]]:
         """Figures by data set, and the greedy groups; nothing where there is no data set."""
         answers = self.answers(source, step, version, sampled)
-        return ({subset: self.figures(own) for subset, own in answers.items()},
-                [group for own in answers.values() for group in own.greedy])
+        return ({subset: self.figures(found) for subset, found in answers.items()},
+                [group for found in answers.values() for group in found.greedy])
 
 
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     for name in groups[0].reward_components:
         figures[f"rewards/{name}"] = known_mean(group.reward_components[name][0] for group in groups)
     figures["mean_length"] = float(np.mean([len(group.completions[0]) for group in groups]))
-    figures["cut"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
+    figures["truncated"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
     return figures
 
 

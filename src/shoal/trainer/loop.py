@@ -1,7 +1,9 @@
-"""The loop, in life-cycle order: evaluate, then at each step take groups, learn, publish; evaluate again.
+"""The loop, in life-cycle order: evaluate; at each step take groups, update, publish, record; evaluate again.
 
-Synchronous is asynchronous with zero staleness: each step's groups are asked for at a named version as soon as that
+Synchronous is asynchronous with zero staleness: each step's groups are requested at a named version as soon as that
 version is published (`lag` steps ahead), and the loop never knows where the tokens come from.
+
+A step that is given up leaves no trace: state, prompts and pending requests are those that it began with.
 """
 
 from __future__ import annotations
@@ -17,15 +19,25 @@ import numpy as np
 from shoal.algorithm.advantage import nonzero_std
 from shoal.config.compose import to_dict
 from shoal.config.schema import AlgorithmSection, Config, SamplingSection
-from shoal.rewards.overlong import PENALTY
+from shoal.report.recorder import Recorder, StepRecord
 from shoal.rewards.scores import weighted_sum
+from shoal.tasks.library import PENALTY
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.curriculum import DataExhausted, Prepared, PromptStream
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.recorder import Recorder
-from shoal.trainer.step import TrainState
-from shoal.trainer.update import Updater
-from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, SamplingParams, ShoalError
+from shoal.trainer.step import TrainState, is_intact
+from shoal.trainer.update import Updater, UpdateResult
+from shoal.types import (
+    Group,
+    GroupRequest,
+    Params,
+    Purpose,
+    RolloutSource,
+    SamplingParams,
+    ShoalError,
+    StopRequested,
+    StopSignal,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,11 @@ class Schedule:
 
     def version(self, step: int) -> int:
         return self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
+
+    def older_versions(self, version: int) -> list[int]:
+        """Versions before this one from which the steps that follow it sample."""
+        steps = range(version, version + self.lag + self.weight_sync_interval)
+        return sorted({self.version(step) for step in steps if self.version(step) < version})
 
     def publishes(self, version: int) -> bool:
         return version % self.weight_sync_interval == 0
@@ -56,45 +73,54 @@ class Run:
     recorder: Recorder
     schedule: Schedule = field(default_factory=Schedule)
     restored: Restored | None = None
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # what each checkpoint tells of machine and data
-    stopping: Callable[[], bool] = lambda: False  # somebody asked the run to stop
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # of machine and data, stored in each checkpoint
+    stop: StopSignal = field(default_factory=StopSignal)
+    resume_command: str = ""
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
-    asked: int = 0  # steps whose groups have been asked for
-    pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows asked for and not learnt from yet
-    saved: int = -1  # the newest version of which there is a checkpoint
+    asked: int = 0  # steps whose groups have been requested
+    pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
+    saved: int = -1  # the newest version that has a checkpoint
 
     def train(self) -> dict[str, Any]:
-        state, first = self.begin()
+        """All steps that remain, and the summary. Raises KeyboardInterrupt, whose text says how to resume, where
+        somebody asked the run to stop."""
+        try:
+            return self.run_steps(*self.begin())
+        except StopRequested:
+            self.recorder.stop()
+            self.checkpoints.finish()
+            raise KeyboardInterrupt(self.stopped_text()) from None
+
+    def run_steps(self, state: TrainState, first: int) -> dict[str, Any]:
         self.recorder.begin_training(first)
         last = self.config.steps
         for step in range(first, self.config.steps):
-            self.stop_if_asked(step, state)
             started = time.perf_counter()
+            with self.saved_if_given_up(step, state):
+                self.stop.check()
             self.ask(published=step)
-            if step not in self.pending:  # every prompt is learnt
+            if step not in self.pending:  # the data is exhausted
                 last = step
                 break
             with self.around_step(step + 1):
-                with self.saved_on_failure(step, state):
+                with self.saved_if_given_up(step, state):
                     groups, discarded = self.take(step)
-                state, outcome = self.updater.update(state, groups, step)
+                    state, outcome = self.updater.update(state, groups, step)
                 self.step_done(step, groups, discarded)
                 if self.publication_due(step + 1):
-                    self.publish(step + 1, state.trainable, step + 1)
-                metrics = self.recorder.step(step, groups, outcome, time.perf_counter() - started, len(discarded))
+                    self.publish(step + 1, state.trainable)
+                metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
             if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
-                with self.saved_on_failure(step + 1, state):
-                    self.evaluate(step + 1)
+                self.evaluate(step + 1, state)
             if self.save_due(step + 1):
                 self.save(step + 1, state)
             if self.after_step:
                 self.after_step(step, metrics)
-        self.stop_if_asked(last, state)
         if last < self.config.steps:
             self.save(last, state)
-            self.publish(last, state.trainable, last)
-        self.evaluate(last, ends=True)
+            self.publish(last, state.trainable)
+        self.evaluate(last, state, ends=True)
         self.checkpoints.finish()
         return self.recorder.finish(last)
 
@@ -103,8 +129,8 @@ class Run:
         if self.restored is None:
             state = self.updater.learner.init(self.parameters)
             self.parameters = None  # the first weights must not outlive their use
-            self.publish(0, state.trainable, 0)
-            self.evaluate(0, ends=True)
+            self.publish(0, state.trainable)
+            self.evaluate(0, state, ends=True)
             return state, 0
         version, state, extra = self.restored.version, self.restored.state, self.restored.extra
         self.prompts.restore(extra["prompts"])
@@ -114,27 +140,38 @@ class Run:
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
         if extra["version_is_published"] or version == self.config.steps:
-            self.publish(version, state.trainable, version)
+            self.publish(version, state.trainable)
         self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"])
         self.restored = None
-        failed = self.evaluation_due(version) and version not in self.recorder.evaluations
-        if failed and not self.ends_at(version):
-            self.evaluate(version)
+        missing = self.evaluation_due(version) and version not in self.recorder.evaluations
+        if missing and not self.ends_at(version):
+            self.evaluate(version, state)
         return state, version
 
     @contextmanager
-    def saved_on_failure(self, version: int, state: TrainState) -> Iterator[None]:
-        """Where groups cannot be had (a reward that raises), what was learnt so far is saved."""
+    def saved_if_given_up(self, version: int, state: TrainState) -> Iterator[None]:
+        """Where a step or an evaluation that starts from `state` is given up (a reward raises, somebody asks the run to
+        stop), a checkpoint is saved from which it starts again."""
+        prompts = self.prompts.state() if self.config.algorithm.dynamic_sampling else None
         try:
             yield
-        except ShoalError:
-            if version > 0:
+        except (ShoalError, StopRequested) as reason:
+            if prompts is not None:
+                self.prompts.restore(prompts)
+            self.ask_again()
+            stopped_before_first = isinstance(reason, StopRequested) and version in self.recorder.evaluations
+            if (version > 0 or stopped_before_first) and is_intact(state):
                 self.save(version, state)
             raise
 
+    def stopped_text(self) -> str:
+        if self.saved < 0:
+            return f"stopped before the first checkpoint; start again: {self.resume_command}"
+        return f"stopped after step {self.saved} of {self.config.steps}, which is saved; resume: {self.resume_command}"
+
     def ask(self, published: int) -> None:
-        """Asks for the groups of every step whose version exists by now; of none any more where all is learnt."""
+        """Requests the groups of every step whose version is published; none once the data is exhausted."""
         while self.asked < self.config.steps and self.schedule.version(self.asked) <= published:
             try:
                 prompts = self.prompts.next(self.config.batch.prompts_per_step)
@@ -145,11 +182,11 @@ class Run:
             self.asked += 1
 
     def ends_at(self, version: int) -> bool:
-        """Whether the data is learnt and no step follows: what is evaluated of this version is evaluated at the end."""
+        """True if the data is exhausted and no step follows, so that the final evaluation is of this version."""
         return version not in self.pending and self.prompts.is_exhausted(self.config.batch.prompts_per_step)
 
     def request(self, step: int, prompts: Sequence[Prepared]) -> None:
-        """A step's groups; asked again after a restart, the same addresses give the same tokens."""
+        """Requests a step's groups. Requested again after a restart, the same addresses give the same tokens."""
         self.pending[step] = [prompt.example.row for prompt in prompts]
         self.source.request(self.group_requests(step, prompts))
 
@@ -160,28 +197,21 @@ class Run:
                 for prompt in prompts]
 
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
-        """The step's groups; with dynamic sampling, further ones stand in for those without variance, which come second
-        (DAPO, arXiv 2503.14476, eq. 11). They are asked for like any others, by address: at the same version, in the
-        order of the prompts."""
+        """The step's groups, and those that were discarded. With dynamic sampling more groups replace those without
+        variance (DAPO, arXiv 2503.14476, eq. 11): requested at the same version, in the order of the prompts."""
         a, wanted = self.config.algorithm, len(self.pending[step])
         groups = self.source.take(Purpose.TRAIN, step)
         if not a.dynamic_sampling:
             return groups, []
-        before = self.prompts.state()
-        try:
-            for _ in range(a.max_sampling_rounds):
-                useful = sum(map(self.is_useful, groups))
-                if useful >= wanted:
-                    break
-                count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
-                if not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
-                    break
-                self.source.request(self.group_requests(step, prompts))
-                groups += self.source.take(Purpose.TRAIN, step)
-        except ShoalError:
-            self.prompts.restore(before)
-            self.ask_again()
-            raise
+        for _ in range(a.max_sampling_rounds):
+            useful = sum(map(self.is_useful, groups))
+            if useful >= wanted:
+                break
+            count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
+            if not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
+                break
+            self.source.request(self.group_requests(step, prompts))
+            groups += self.source.take(Purpose.TRAIN, step)
         order = sorted(range(len(groups)), key=lambda n: (not self.is_useful(groups[n]), n))
         chosen = sorted(order[:wanted])
         return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
@@ -190,7 +220,7 @@ class Run:
         return has_variance(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
 
     def ask_again(self) -> None:
-        """Puts every pending step as a whole before the source, in order: as a checkpoint will ask for them."""
+        """Requests every pending step again, in order, as a run that resumes from a checkpoint does."""
         for step in self.pending:
             self.source.cancel(Purpose.TRAIN, step)
         for step, rows in sorted(self.pending.items()):
@@ -200,12 +230,10 @@ class Run:
         del self.pending[step]
         self.prompts.rates.add([*groups, *discarded])
 
-    def publish(self, version: int, params: Params, step: int) -> None:
-        """Before `step`. What it samples from stays as long as it may ask for further groups; at the run's end too,
-        that may be given more steps, or another bound where the data is learnt."""
-        ends = step >= self.config.steps or self.prompts.ended is not None
-        stays = self.config.algorithm.dynamic_sampling or ends
-        self.source.publish(version, params, keep_from=self.schedule.version(step) if stays else None)
+    def publish(self, version: int, params: Params, step: int | None = None) -> None:
+        """Publishes weights before `step` (None: the version's own). The version that this step samples from is kept,
+        since the step may ask for more groups, or be given up and start again."""
+        self.source.publish(version, params, keep_from=self.schedule.version(version if step is None else step))
 
     def publication_due(self, version: int) -> bool:
         """On schedule, and where the version is to be evaluated."""
@@ -215,12 +243,21 @@ class Run:
         every = self.config.train.evaluate_every
         return every > 0 and version % every == 0 and version < self.config.steps
 
-    def evaluate(self, version: int, ends: bool = False) -> None:
-        """Files the figures of one version by data set, and its greedy answers; pass@k only at the run's ends."""
-        started = time.perf_counter()
-        self.recorder.begin_evaluation(version)
-        figures, groups = self.evaluator.evaluate(self.source, version, version, sampled=ends)
-        self.recorder.evaluation(version, figures, groups, time.perf_counter() - started)
+    def evaluate(self, version: int, state: TrainState, ends: bool = False) -> None:
+        """Records the figures of one version by data set, and its greedy answers; pass@k only at the run's ends."""
+        with self.saved_if_given_up(version, state):
+            self.stop.check()
+            started, count = time.perf_counter(), self.evaluator.num_completions(sampled=ends)
+            self.recorder.begin_evaluation(version, count)
+            figures, groups = self.evaluator.evaluate(self.source, version, version, sampled=ends)
+            self.recorder.evaluation(version, figures, groups, count, time.perf_counter() - started)
+
+    def record(self, step: int, groups: Sequence[Group], discarded: Sequence[Group], outcome: UpdateResult,
+               seconds: float) -> dict[str, float]:
+        table = outcome.table
+        return self.recorder.step(StepRecord(
+            step, groups, table.advantages, table.nonzero_std, outcome.logprobs, outcome.metrics, seconds,
+            len(discarded), self.prompts.dropped, len(self.prompts.rates.retired())))
 
     def save_due(self, version: int) -> bool:
         c = self.config.checkpoint
@@ -231,6 +268,7 @@ class Run:
         if version == self.saved:
             return
         started = time.perf_counter()
+        self.recorder.sync(self.prompts.rates.record())
         source = self.source.state()
         published = source.pop("published", {})
         extra = {
@@ -244,18 +282,10 @@ class Run:
             "config": to_dict(self.config),
             "facts": dict(self.fingerprint),
         }
-        older = {number: params for number, params in published.items() if number != version}
+        older = {number: published[number] for number in self.schedule.older_versions(version) if number in published}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
-        self.recorder.after_save()
         self.recorder.spent("checkpoint", time.perf_counter() - started)
-
-    def stop_if_asked(self, version: int, state: TrainState) -> None:
-        """Saves and raises KeyboardInterrupt, whose text says how to go on."""
-        if self.stopping():
-            self.save(version, state)
-            self.checkpoints.finish()
-            raise KeyboardInterrupt(self.recorder.stopped(version, self.config))
 
 
 def has_variance(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:

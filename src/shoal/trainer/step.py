@@ -112,6 +112,11 @@ class Objective:
         return (*SUMS, *(["kl"] if self.kl_coef else []), *corrected)
 
 
+def is_intact(state: TrainState) -> bool:
+    """True while no update has spent the state's buffers."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+
+
 def assemble(trainable: Params, frozen: Params) -> Params:
     """The whole parameters from their two parts."""
     return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None)

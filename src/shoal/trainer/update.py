@@ -21,7 +21,11 @@ from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, choose_shape, pack
 from shoal.trainer.step import Applied, Learner, Objective, ParameterScorer, TrainState
-from shoal.types import Address, Group, Scorer, StopReason
+from shoal.types import Address, Group, Scorer, StopReason, StopSignal
+
+PATIENCE_SECONDS = 5.0
+"""What the updates of a step that follow its first may take after a request to stop. The first one spent the moments
+that the step began with, so a step that is given up then goes back to the newest checkpoint."""
 
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
@@ -100,9 +104,10 @@ class Updater:
     teacher_coef: float = 1.0
     max_tokens: int = 1
     max_support: int = 0
+    stop: StopSignal = field(default_factory=StopSignal)
 
     def update(self, state: TrainState, groups: Sequence[Group], step: int) -> tuple[TrainState, UpdateResult]:
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), state
         shards = self.learner.model.role.row_shards
         prompts = -(-self.batch.prompts_per_step // self.algorithm.num_minibatches)
         shape = choose_shape(groups, prompts, self.batch.group_size, self.batch.micro_tokens,
@@ -119,7 +124,8 @@ class Updater:
         for epoch in range(self.algorithm.num_epochs):
             for members in self._minibatches(len(groups), step, epoch):
                 batches = self._pack(groups, table, members, shape, old_logprobs, precomputed.ref_logprobs, teacher_bonus)
-                state = self._one(state, batches, outcome, keep=precomputed.old_logprobs is None)
+                state = self._one(state, batches, outcome, keep=precomputed.old_logprobs is None,
+                                  patience_seconds=0.0 if state is begun else PATIENCE_SECONDS)
                 trained += sum(int((batch.arrays.segment > 0).sum() + batch.arrays.prefix_len.sum())
                                for batch in batches)
                 self._saved(batches, outcome.metrics)
@@ -204,16 +210,21 @@ class Updater:
         return {key: np.float32(self.teacher_coef) * values for key, values in log_ratio.items()}
 
     def _scores(self, scorer: Scorer, batches: Sequence[MicroBatch]) -> TokenValues:
-        values = [scorer.score(batch.arrays) for batch in batches]
+        values = []
+        for batch in batches:
+            self.stop.check()
+            values.append(scorer.score(batch.arrays))
         found: TokenValues = {}
         for batch, value in zip(batches, values, strict=True):
             found |= batch.take(np.asarray(value))
         return found
 
-    def _one(self, state: TrainState, batches: Sequence[MicroBatch], outcome: UpdateResult, keep: bool) -> TrainState:
+    def _one(self, state: TrainState, batches: Sequence[MicroBatch], outcome: UpdateResult, keep: bool,
+             patience_seconds: float) -> TrainState:
         """One update from its micro-batches; their log-probs are kept where they are those before the first update."""
         total, lps = None, []
         for batch in batches:
+            self.stop.check(patience_seconds)
             total, lp = self.learner.accumulate(total, state, batch.arrays)
             lps.append(lp)
         assert total is not None

@@ -64,7 +64,7 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     questions, main = sum(sets.values()), next(iter(sets.values()), 0)
     every = config.train.evaluate_every
     between = max(0, -(-config.steps // every) - 1) if every else 0
-    return 2 * (questions + main * config.train.pass_k) + between * questions
+    return 2 * (questions + main * config.pass_k) + between * questions
 
 
 def estimate_times(config: Config, trial: Trial, slot_groups: int, evaluated: int) -> Times:

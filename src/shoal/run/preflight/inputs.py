@@ -136,7 +136,7 @@ def _check_evaluations(config: Config, task: Task, tokenizer: Tokenizer, report:
     if config.steps and evaluated > 2 * trained:
         report.warning(f"evaluation samples {evaluated} completions, training {trained}: lower "
                        f"task.num_questions={config.task.num_questions} (0 is all) or "
-                       f"train.pass_k={config.train.pass_k}")
+                       f"train.pass_k={config.pass_k}")
 
 
 def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, report: Reporter) -> None:

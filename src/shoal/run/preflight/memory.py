@@ -188,7 +188,7 @@ def suggest_saving(config: Config, budget: MemoryBudget, roles: Roles, num_devic
         return "fewer sampling.max_completion_tokens would take less", "sampling.max_completion_tokens"
     if part.startswith("KV caches") or part == "sampler's temporaries":
         slots = s.slots_per_device or completions // mesh
-        least = max(config.batch.group_size, config.train.pass_k)
+        least = max(config.batch.group_size, config.pass_k)
         if slots > least:
             half = max(least, slots // 2)
             return f"sampling.slots_per_device={half} (now {slots}) would take about " \

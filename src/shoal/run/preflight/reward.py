@@ -16,8 +16,8 @@ import numpy as np
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Finding, Level
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import Policy, Scores, made_steps
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Policy, Scores, describe_step
 from shoal.run.preflight.settings import step_line
 from shoal.tasks.graders.answer import extract_answer, parse_number
 from shoal.trainer.curriculum import Prepared
@@ -148,7 +148,7 @@ def right_answer(example: Example, form: str = "") -> str | None:
 # ---- their scores
 
 
-def probe(judge: Judge, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
+def probe(judge: RewardPool, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
           on_error: Policy | None = None) -> Probe:
     """Scores the known answers of the first examples; stops once a function has taken too long. ShoalError where a
     function breaks the convention, or fails under `on_error=error` (by default `reward.on_error`)."""
@@ -181,7 +181,7 @@ def _failures(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tu
     stopped = {failure.function for failure in scores.failures if failure.kind == "timed out"}
     for failure in scores.failures:
         index = failure.completion or 0
-        text = failure.text.replace(f" {made_steps(0)} ", " ", 1)
+        text = failure.text.replace(f" {describe_step(0)} ", " ", 1)
         texts.append(text.replace(f", completion {index} (", f", {kinds[index]} answer (", 1))
         values = scores.components[failure.function]
         same = [one for one in scores.failures if one.function == failure.function and one.completion is not None]
@@ -190,7 +190,7 @@ def _failures(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tu
     return tuple(texts), tuple(useless.values()), bool(stopped)
 
 
-def score(judge: Judge, examples: Sequence[Example], texts: Sequence[Sequence[str]],
+def score(judge: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
           completion_ids: Sequence[Sequence[Sequence[int]]], on_error: Policy | None = None,
           trial: bool = False) -> Scores:
     """Scores of texts[P][G], waited for; nothing else may be under way in the pool."""
@@ -246,7 +246,7 @@ def _compare_totals(probe: Probe, totals: Mapping[str, float]) -> Iterable[tuple
                               f"({right:.3g}): the model will find that out; count one answer only")
 
 
-def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, judge: Judge) -> list[Finding]:
+def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, judge: RewardPool) -> list[Finding]:
     """The short check before each run: the size of a step, the reward of known answers to the first prompt, warnings.
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or

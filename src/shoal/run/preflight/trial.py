@@ -16,7 +16,7 @@ from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
-from shoal.rewards.judge import Judge
+from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.source import publish_to
 from shoal.run.parts import max_support
@@ -84,7 +84,7 @@ class Trial:
         return max(0.0, 1 - real / (self.num_batches * self.shape.tokens))
 
 
-def try_step(config: Config, task: Task, tokenizer: Tokenizer, judge: Judge, engine: Engine, learner: Learner,
+def try_step(config: Config, task: Task, tokenizer: Tokenizer, judge: RewardPool, engine: Engine, learner: Learner,
              parameters: Params, prompts: Sequence[Prepared]) -> Trial:
     """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
     them. The weights that it gives are discarded."""

@@ -1,46 +1,20 @@
-"""Whether two answers in mathematics are the same: by text and value, else by math-verify in processes of its own.
+"""Whether two answers in mathematics are the same: by text and value, else by math-verify.
 
-math-verify hands a model's text to a parser and to sympy, which some texts keep busy for ever. So it runs in child
-processes, each check with a limit of processor time and memory: at the limit the process ends, the answer counts as
-wrong, and another process takes its place. Nothing of it is imported here.
+The rules of text and value are here; `math_worker.py` asks math-verify.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib.util
-import json
-import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
-import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 
-from shoal.types import ShoalError
+from shoal.tasks.graders import math_worker
 
 MAX_CHARS = 1000
 """A longer answer is wrong without being looked at."""
 MAX_DEPTH = 25
 """So is one with more brackets inside one another."""
-CPU_SECONDS = 3.0
-"""Processor time of one check."""
-WALL_SECONDS = 30.0
-"""Time of one check by the clock, and of a process to start: a machine that is busy with other things gets it."""
-MEMORY_BYTES = 2**30
-NUM_CHILDREN = 4
-_ENDED = "ended"
-_CHECKS_A_CHILD = 5000
-_REMEMBERED = 20_000
-_CHILD = Path(__file__).with_name("math_child.py")
 
 _NUMBER = re.compile(r"([+-]?)([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.([0-9]+))?")
 _RATIO = re.compile(r"([+-]?)(?:\\frac\{([+-]?[0-9]{1,30})\}\{([0-9]{1,30})\}|([0-9]{1,30})/([0-9]{1,30}))")
@@ -69,8 +43,8 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     found: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
     asked = [i for i, (_, answer) in enumerate(pairs) if found[i] is None and _is_readable(answer)]
     if asked:
-        said = checker().ask([(latex(pairs[i][0]), latex(pairs[i][1])) for i in asked])
-        for i, one in zip(asked, said, strict=True):
+        checked = math_worker.checker().ask([(latex(pairs[i][0]), latex(pairs[i][1])) for i in asked])
+        for i, one in zip(asked, checked, strict=True):
             found[i] = one
     return found
 
@@ -169,166 +143,3 @@ def value(text: str) -> Fraction | None:
         return None if below == 0 else Fraction(-above if match[1] == "-" else above, below)
     match = _NUMBER.fullmatch(text)
     return Fraction(text.replace(",", "")) if match and (match[2] or match[3]) else None
-
-
-# ---- processes
-
-
-def require_math_verify() -> None:
-    """ShoalError where it is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ShoalError("task math checks answers with math-verify, which is not installed: pip install 'shoal[math]'")
-
-
-@functools.cache
-def _checker(process: int) -> Checker:
-    return Checker()
-
-
-def checker() -> Checker:
-    """This process's own; a forked one starts another."""
-    return _checker(os.getpid())
-
-
-class Checker:
-    """Child processes that are asked, in parallel; started when they are needed, remembering what they said.
-
-    >>> Checker().ask([("x^2", "x x"), ("1", "9^{9^{9^{9}}}")])
-    [True, None]
-    """
-
-    def __init__(self, num_children: int = NUM_CHILDREN, cpu_seconds: float = CPU_SECONDS) -> None:
-        self.num_children = max(1, min(num_children, os.cpu_count() or 1))
-        self.cpu_seconds = cpu_seconds
-        self._children: list[_Child] = []
-        self._known: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
-        self._lock = threading.Lock()
-        self._end = weakref.finalize(self, _end_all, self._children, os.getpid())
-
-    def ask(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """Whether each (gold, answer) is the same; None where a check was ended at its limit or failed."""
-        with self._lock:
-            fresh = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
-            found = dict(zip(fresh, self._check(fresh), strict=True))
-            came = [found[pair] if pair in found else self._known[pair] for pair in pairs]
-            self._known.update(found)
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-            return came
-
-    def close(self) -> None:
-        """Ends the processes."""
-        with self._lock:
-            _end_all(self._children, os.getpid())
-
-    def _check(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        found: list[bool | None] = [None] * len(pairs)
-        left = deque(enumerate(pairs))
-        busy: dict[_Child, int] = {}
-        try:
-            while left or busy:
-                self._give(left, busy)
-                for child in _first(busy):
-                    if said := child.hear():
-                        number = busy.pop(child)
-                        found[number] = {"1": True, "0": False}.get(said)
-                        if said == _ENDED:
-                            self._drop(child)
-        finally:
-            for child in busy:  # of a call that was broken off: what it says next would be taken for another's
-                self._drop(child)
-        return found
-
-    def _give(self, left: deque[tuple[int, tuple[str, str]]], busy: dict[_Child, int]) -> None:
-        """Gives pairs to processes that are free, starting as many as are needed and may be."""
-        for child in [child for child in self._children if child not in busy and child.is_spent]:
-            self._drop(child)
-        while left:
-            child = next((child for child in self._children if child not in busy), None)
-            if child is None:
-                if len(self._children) >= self.num_children:
-                    return
-                child = _Child(self.cpu_seconds)
-                self._children.append(child)
-            number, pair = left.popleft()
-            busy[child] = number
-            child.ask(*pair)
-
-    def _drop(self, child: _Child) -> None:
-        self._children.remove(child)
-        child.end()
-
-
-def _first(busy: Iterable[_Child]) -> list[_Child]:
-    """The processes that have said something, ended or used up their time, once there is one."""
-    poll = select.poll()
-    children = {child.output: child for child in busy}
-    for output in children:
-        poll.register(output, select.POLLIN)
-    seconds = max(0.0, min(child.deadline for child in children.values()) - time.monotonic())
-    ready = {number for number, _ in poll.poll(int(1000 * seconds) + 1)}
-    now = time.monotonic()
-    return [child for child in children.values() if child.output in ready or child.deadline <= now]
-
-
-class _Child:
-    """A process of math-verify, which is asked one pair at a time."""
-
-    def __init__(self, cpu_seconds: float) -> None:
-        self.asked = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD), str(cpu_seconds), str(MEMORY_BYTES)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"})
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
-        self.deadline = time.monotonic() + WALL_SECONDS
-        self._inbox = b""
-        self._ready = False
-
-    @property
-    def is_spent(self) -> bool:
-        """It has ended by itself, or been asked so often that what it remembers takes room."""
-        return self.asked >= _CHECKS_A_CHILD or self._process.poll() is not None
-
-    def ask(self, gold: str, answer: str) -> None:
-        self.asked += 1
-        self.deadline = time.monotonic() + WALL_SECONDS * (1 if self._ready else 2)
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen where it is heard
-            os.write(self.input, json.dumps([gold, answer]).encode() + b"\n")
-
-    def hear(self) -> str:
-        """What it has said by now: a word, `""` for nothing yet, `ended` once it has or its time is up."""
-        if self.deadline <= time.monotonic():
-            return _ENDED
-        if b"\n" not in self._inbox:  # else it has said two things at once, and reading would wait for a third
-            data = os.read(self.output, 4096)
-            if not data:
-                return _ENDED
-            self._inbox += data
-        line, newline, rest = self._inbox.partition(b"\n")
-        if not newline:
-            return ""
-        self._inbox = rest
-        said = line.decode("utf-8", "replace")
-        if said.startswith("no "):
-            raise ShoalError(f"math-verify cannot be used ({said[3:]}): pip install 'shoal[math]'")
-        if said == "ready":
-            self._ready = True
-            return self.hear() if b"\n" in rest else ""
-        return said
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        self._process.wait(WALL_SECONDS)
-
-
-def _end_all(children: list[_Child], process: int) -> None:
-    """Ends the processes, where this is the one that started them."""
-    while children and os.getpid() == process:
-        children.pop().end()

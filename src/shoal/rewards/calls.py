@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is given, what it may return, and the plain form of how it ended.
+"""One call of a reward function: its arguments, the values it may return, and the result in a plain form.
 
 A function in TRL's convention is called once a batch, with keywords only: `prompts`, `completions`, `completion_ids`,
 every data column, `trainer_state`, `log_extra`, `log_metric`. The lists are flat, P*G long, the G completions of a
@@ -16,7 +16,7 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ground_tr
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 WRONG = "wrong"
-"""The kind of an outcome whose function breaks the convention: an error under every policy."""
+"""The kind of a result whose function breaks the convention: an error under every policy."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a function reads of the run: the fields of transformers' `TrainerState` that rewards use."""
+    """The run's progress as functions get it: the fields of transformers' `TrainerState` that rewards use."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -42,17 +42,21 @@ class TrainerState:
     log_history: tuple[dict[str, float], ...] = ()
     is_world_process_zero: bool = True
 
+    @classmethod
+    def at(cls, step: int, max_steps: int, num_input_tokens_seen: int = 0) -> TrainerState:
+        return cls(step, max_steps, step / max_steps if max_steps else 0.0, 1, num_input_tokens_seen)
+
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResult:
     """How a call for `n` completions ended; all of it but `cause` is JSON.
 
-    >>> Outcome(values=[1.0, None], bad=[(1, "nan")])      # None where it cannot judge, and where `bad` says what came
-    >>> Outcome(kind="raised", text="ValueError: ...", where="rewards.py, line 3")
+    >>> CallResult(values=[1.0, None], bad=[(1, "nan")])   # None where it cannot judge, and where `bad` has a reason
+    >>> CallResult(kind="raised", text="ValueError: ...", where="rewards.py, line 3")
     """
 
     values: list[float | None] = field(default_factory=list)
-    bad: list[tuple[int, str]] = field(default_factory=list)  # (index in the call, what came instead of a number)
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (index in the call, the value that is no number)
     extra: dict[str, list[Any]] = field(default_factory=dict)  # log_extra: column -> n values
     metrics: dict[str, list[float]] = field(default_factory=dict)  # log_metric: name -> values
     kind: str = ""  # of failure: "raised", "timed out", "died" or `WRONG`; "" where it returned
@@ -64,7 +68,7 @@ class Outcome:
     def failed(self) -> bool:
         return bool(self.kind or self.bad)
 
-    def plain(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         return {one.name: value for one in fields(self) if one.name != "cause" and (value := getattr(self, one.name))}
 
 
@@ -101,36 +105,43 @@ class Batch:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def place(self, i: int) -> str:
+    def single(self, i: int) -> Batch:
+        """The batch of its completion `i` alone."""
+        return replace(self, shape=(1, 1), rows=[self.rows[i]], prompts=[self.prompts[i]], texts=[self.texts[i]],
+                       completion_ids=[self.completion_ids[i]],
+                       columns={name: [values[i]] for name, values in self.columns.items()})
+
+    def describe(self, i: int) -> str:
         row, index = self.rows[i]
         prompt = self.prompts[i]
         asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
-        return f"example row {row}, completion {index} (prompt {shorten(asked)!r}, completion {shorten(self.texts[i])!r})"
+        answer = shorten(self.texts[i])
+        return f"example row {row}, completion {index} (prompt {shorten(asked)!r}, completion {answer!r})"
 
 
 # ---- calling
 
 
-def call(one: RewardFunction, batch: Batch, part: range, wait: Callable[[Awaitable[Any]], Any]) -> Outcome:
-    """Calls a function for `part` of a batch; `wait` runs what it returns where that must be awaited."""
-    journal = _Journal(len(part))
+def call(one: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any]) -> CallResult:
+    """Calls a function for a batch; `wait` runs what it returns where that must be awaited."""
+    journal = _Journal(len(batch))
     try:
-        result = one.function(**_arguments(one, batch, part, journal))
-        return _read(one, wait(result) if inspect.isawaitable(result) else result, batch, part, journal)
+        result = one.function(**_arguments(one, batch, journal))
+        return _read(one, wait(result) if inspect.isawaitable(result) else result, batch, journal)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return _failed(one, error)
 
 
-async def call_async(one: RewardFunction, batch: Batch, part: range, limit_seconds: float | None = None) -> Outcome:
-    """The same for an `async` function, on the running event loop."""
-    journal = _Journal(len(part))
+async def call_async(one: RewardFunction, batch: Batch, limit_seconds: float | None = None) -> CallResult:
+    """`call` for an `async` function, on the running event loop."""
+    journal = _Journal(len(batch))
     scope = asyncio.timeout(limit_seconds)
     try:
         async with scope:
-            result = await one.function(**_arguments(one, batch, part, journal))
-        return _read(one, result, batch, part, journal)
+            result = await one.function(**_arguments(one, batch, journal))
+        return _read(one, result, batch, journal)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return Outcome(kind="timed out") if scope.expired() else _failed(one, error)
+        return CallResult(kind="timed out") if scope.expired() else _failed(one, error)
 
 
 class Loop:
@@ -162,13 +173,13 @@ def _outside_loops(function: Callable[..., Any], *args: Any) -> Any:
         return thread.submit(function, *args).result()
 
 
-class _Wrong(Exception):
-    """What a function does against its convention."""
+class _BrokenConvention(Exception):
+    """A function's signature or result is against its convention."""
 
 
 @dataclass
 class _Journal:
-    """What a call logs besides its rewards."""
+    """The values that a call logs besides its rewards."""
 
     size: int
     extra: dict[str, list[Any]] = field(default_factory=dict)
@@ -183,43 +194,42 @@ class _Journal:
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
-def _failed(one: RewardFunction, error: BaseException) -> Outcome:
-    if isinstance(error, _Wrong):
-        return Outcome(kind=WRONG, text=str(error), cause=error.__cause__)
+def _failed(one: RewardFunction, error: BaseException) -> CallResult:
+    if isinstance(error, _BrokenConvention):
+        return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
     function = one.function.func if isinstance(one.function, functools.partial) else one.function
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
              if code is not None and frame.filename == code.co_filename]
     where = f"{Path(code.co_filename).name}, line {lines[-1]}" if code is not None and lines else ""
     limit = " (reward.memory_gib is the limit)" if isinstance(error, MemoryError) else ""
-    return Outcome(kind="raised", text=shorten(told(error), 300) + limit, where=where, cause=error)
+    return CallResult(kind="raised", text=shorten(describe_error(error), 300) + limit, where=where, cause=error)
 
 
-# ---- what a function is given
+# ---- arguments
 
 
-def _arguments(one: RewardFunction, batch: Batch, part: range, journal: _Journal) -> dict[str, Any]:
-    """Lists of their own for each call, so that a function that changes them in place harms no other."""
-    columns = {name: values[part.start:part.stop] for name, values in batch.columns.items()}
+def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str, Any]:
+    """Fresh lists for each call, so that a function that changes them in place harms no other."""
     if one.per_completion:
-        return _accepted(one.function, _verl_arguments(batch.texts[part.start],
-                                                       {name: values[0] for name, values in columns.items()}))
-    prompts = batch.prompts[part.start:part.stop]
-    completions = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                   for prompt, text in zip(prompts, batch.texts[part.start:part.stop], strict=True)]
-    own = [prompt if isinstance(prompt, str) else [dict(message) for message in prompt] for prompt in prompts]
-    ids = [list(tokens) for tokens in batch.completion_ids[part.start:part.stop]]
+        columns = {name: values[0] for name, values in batch.columns.items()}
+        return _accepted(one.function, _verl_arguments(batch.texts[0], columns))
     return _accepted(one.function, {
-        **columns, "prompts": own, "completions": completions, "completion_ids": ids,
+        **{name: list(values) for name, values in batch.columns.items()},
+        "prompts": [prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+                    for prompt in batch.prompts],
+        "completions": [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                        for prompt, text in zip(batch.prompts, batch.texts, strict=True)],
+        "completion_ids": [list(tokens) for tokens in batch.completion_ids],
         "trainer_state": batch.state, "log_extra": journal.log_extra, "log_metric": journal.log_metric})
 
 
 def _verl_arguments(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     gold = ground_truth(columns)
     if gold is None and not {"reward_model", *GOLD_COLUMNS} & columns.keys():
-        raise _Wrong("wants a ground truth: a column `reward_model` with `ground_truth` in it, or a column "
-                     f"`ground_truth`, `answer`, `solution`, `target` or `label`; there are: "
-                     f"{', '.join(columns) or 'none'}")
+        raise _BrokenConvention("wants a ground truth: a column `reward_model` with `ground_truth` in it, or a column "
+                                f"`ground_truth`, `answer`, `solution`, `target` or `label`; there are: "
+                                f"{', '.join(columns) or 'none'}")
     info = columns.get("extra_info")
     turns = {"num_turns": 2, "rollout_reward_scores": {}}  # the prompt's and the completion's
     return {"data_source": columns.get("data_source") or "", "solution_str": text, "ground_truth": gold,
@@ -230,54 +240,50 @@ def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, 
     """All keywords for a function with `**kwargs`, else those that it names."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some compiled functions tell no signature
+    except (TypeError, ValueError):  # some compiled functions have no signature
         return given
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for p in parameters:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            raise _Wrong(f"takes {p.name!r} by position only, but is called with keywords; remove the `/`")
+            raise _BrokenConvention(f"takes {p.name!r} by position only, but is called with keywords; remove the `/`")
     for name, p in named.items():
         if p.default is p.empty and name not in given:
-            raise _Wrong(f"wants {name!r}, which is no column of the data{suggest(name, list(given))}")
+            raise _BrokenConvention(f"wants {name!r}, which is no column of the data{suggest(name, list(given))}")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return given
     return {name: value for name, value in given.items() if name in named}
 
 
-# ---- what it may return
+# ---- results
 
 
-def _read(one: RewardFunction, result: Any, batch: Batch, part: range, journal: _Journal) -> Outcome:
-    found = [_verl_score(result, journal)] if one.per_completion else _listed(result, batch, part)
-    values: list[float | None] = []
-    bad = []
-    for i, value in enumerate(found):
-        number = _number(value)
-        values.append(None if isinstance(number, str) else number)
-        if isinstance(number, str):
-            bad.append((i, number))
-    return Outcome(values, bad, journal.extra, journal.metrics)
+def _read(one: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> CallResult:
+    found = [_number(value) for value in
+             ([_verl_score(result, journal)] if one.per_completion else _listed(result, batch))]
+    return CallResult([None if isinstance(number, str) else number for number in found],
+                      [(i, number) for i, number in enumerate(found) if isinstance(number, str)],
+                      journal.extra, journal.metrics)
 
 
-def _listed(result: Any, batch: Batch, part: range) -> list[Any]:
-    wanted = f"expected a list of {len(part)} numbers (or None), one for each completion"
+def _listed(result: Any, batch: Batch) -> list[Any]:
+    wanted = f"expected a list of {len(batch)} numbers (or None), one for each completion"
     if isinstance(result, str | bytes | Mapping) or not (hasattr(result, "__len__") and hasattr(result, "__iter__")):
-        raise _Wrong(f"returned {shorten(repr(result))} for {batch.place(part.start)} and others: {wanted}")
+        raise _BrokenConvention(f"returned {shorten(repr(result))} for {batch.describe(0)} and others: {wanted}")
     values = list(result)
-    if len(values) != len(part):
-        raise _Wrong(f"returned {len(values)} values for {len(part)} completions, "
-                     f"the first {batch.place(part.start)}: {wanted}")
+    if len(values) != len(batch):
+        raise _BrokenConvention(f"returned {len(values)} values for {len(batch)} completions, "
+                                f"the first {batch.describe(0)}: {wanted}")
     return values
 
 
 def _verl_score(result: Any, journal: _Journal) -> Any:
-    """The score of a float or of a dict with `score`; what else there is, is logged."""
+    """The score of a float or of a dict with `score`; a dict's other values are logged."""
     if not isinstance(result, Mapping):
         if isinstance(number := _number(result), float):
             journal.log_metric("acc", number)
         return result
     if "score" not in result:
-        raise _Wrong(f"returned {shorten(repr(result))}: expected a number, or a dict with `score`")
+        raise _BrokenConvention(f"returned {shorten(repr(result))}: expected a number, or a dict with `score`")
     for name, value in result.items():
         if name != "score":
             number = _number(value)
@@ -289,7 +295,7 @@ def _verl_score(result: Any, journal: _Journal) -> Any:
 
 
 def _number(value: Any) -> float | str | None:
-    """The number, None for None, or what came instead of a finite number."""
+    """The number, None for None, or the text of a value that is no finite number."""
     if value is None:
         return None
     try:
@@ -318,9 +324,10 @@ def _plain(value: Any) -> Any:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
+    """The name, with a number added where it is taken."""
     taken = set(taken)
     return next(free for n in range(1, len(taken) + 2) if (free := name if n == 1 else f"{name}_{n}") not in taken)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

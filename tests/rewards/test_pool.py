@@ -1,4 +1,4 @@
-"""Rewards that hang, die, leak and lie: limits, blame and policies of the judge, and that nothing is left behind."""
+"""Rewards that hang, die, leak and lie: limits, blame and policies of the pool, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ import pytest
 
 from shoal.commands import export_rollouts
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards import judge as judge_module
 from shoal.rewards import pool as pool_module
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import Scores, name_functions, score
+from shoal.rewards.functions import name_functions
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Scores, score
 from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
-from shoal.types import Example, RewardFunction, ShoalError, ground_truth
+from shoal.types import Example, RewardFunction, ShoalError, StopRequested, ground_truth
+from shoal.workers import process, supervisor
 
 EXAMPLES = [Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"}),
             Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8"})]
@@ -45,11 +46,11 @@ def section(**keys: Any) -> RewardSection:
     return RewardSection(**{"timeout_seconds": 20.0, "memory_gib": 0.5, **keys})
 
 
-def judged(*functions: Any, examples: Sequence[Example] = EXAMPLES, texts: Any = TEXTS, ids: Any = IDS,
+def scored(*functions: Any, examples: Sequence[Example] = EXAMPLES, texts: Any = TEXTS, ids: Any = IDS,
            weights: Sequence[float] = (), **keys: Any) -> Scores:
-    with Judge(name_functions(functions, weights), section(**keys), 10) as judge:
-        judge.submit("here", examples, texts, ids, step=3)
-        [(ticket, scores)] = judge.collect(wait=True)
+    with RewardPool(name_functions(functions, weights), section(**keys), 10) as pool:
+        pool.submit("here", examples, texts, ids, step=3)
+        [(ticket, scores)] = pool.collect(wait=True)
     assert ticket == "here"
     return scores
 
@@ -111,52 +112,53 @@ def complain() -> None:
 FAULTS = [
     (hang, "timed out", r"took longer than reward.timeout_seconds=0.6 for BAD"),
     (hang_with_a_family, "timed out", r"took longer than reward.timeout_seconds=0.6 for BAD"),
-    (allocate, "raised", r"raised MemoryError \(reward.memory_gib is the limit\) for BAD; test_judge.py, line \d+"),
+    (allocate, "raised", r"raised MemoryError \(reward.memory_gib is the limit\) for BAD; test_pool.py, line \d+"),
     (functools.partial(os._exit, 3), "died", r"ended its process \(exit code 3\) for BAD"),
     (crash, "died", r"ended its process \(SIGSEGV\) for BAD"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "died", r"ended its process \(SIGKILL, out of memory\?\) for BAD"),
     (functools.partial(os.closerange, 3, 256), "died", r"ended its process \(exit code 1\) for BAD"),
-    (complain, "raised", r"raised KeyError: 'no such\\nthing' for BAD; test_judge.py, line \d+"),
+    (complain, "raised", r"raised KeyError: 'no such\\nthing' for BAD; test_pool.py, line \d+"),
     (functools.partial(sys.exit, 2), "raised", "raised SystemExit: 2 for BAD"),
     (lambda: math.nan, "not a number", "returned nan for BAD: expected a finite number"),
     (lambda: "1.0", "not a number", "returned '1.0' for BAD: expected a finite number"),
 ]
 
 
-@pytest.mark.parametrize(("act", "kind", "told"), FAULTS)
+@pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
 @pytest.mark.parametrize("on_error", ["zero", "skip"])
 def test_one_completion_fails_and_the_others_keep_their_rewards(
-        act: Callable[[], Any], kind: str, told: str, on_error: str) -> None:
+        act: Callable[[], Any], kind: str, message: str, on_error: str) -> None:
     seconds = 0.6 if kind == "timed out" else 20.0
     started = time.monotonic()
-    scores = judged(at_bad(act), lambda **kwargs: [10.0] * len(kwargs["completions"]), on_error=on_error,
+    scores = scored(at_bad(act), lambda **kwargs: [10.0] * len(kwargs["completions"]), on_error=on_error,
                     timeout_seconds=seconds, memory_gib=0.1)
     assert time.monotonic() - started < 20  # two limits and some
     [failure] = scores.failures
     assert (failure.function, failure.row, failure.completion, failure.kind) == ("checker", 4, 0, kind)
-    assert re.fullmatch(f"reward function 'checker' after 3 steps {told.replace('BAD', BAD)}.*", failure.text)
+    assert re.fullmatch(f"reward function 'checker' after 3 steps {message.replace('BAD', BAD)}.*", failure.text)
     skip = on_error == "skip"
     np.testing.assert_array_equal(scores.components["checker"], [[1, 1], [np.nan if skip else 0, 1]])
     np.testing.assert_array_equal(scores.rewards, [[11, 11], [np.nan if skip else 10, 11]])
     np.testing.assert_array_equal(scores.valid, [[True, True], [not skip, True]])
 
 
-@pytest.mark.parametrize(("act", "kind", "told"), FAULTS)
-def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], kind: str, told: str) -> None:
-    with pytest.raises(ShoalError, match=f"'checker' after 3 steps {told.replace('BAD', BAD)}.*reward.on_error=zero"):
-        judged(at_bad(act), timeout_seconds=0.6 if kind == "timed out" else 20.0, memory_gib=0.1)
+@pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
+def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], kind: str, message: str) -> None:
+    happened = message.replace("BAD", BAD)
+    with pytest.raises(ShoalError, match=f"'checker' after 3 steps {happened}.*reward.on_error=zero"):
+        scored(at_bad(act), timeout_seconds=0.6 if kind == "timed out" else 20.0, memory_gib=0.1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
-@pytest.mark.parametrize(("result", "told"), [
+@pytest.mark.parametrize(("result", "message"), [
     ([1.0] * 3, "returned 3 values for 4 completions.*row 17"), (1.0, "returned 1.0 .*expected a list of 4 numbers"),
     (None, "returned None .*expected a list of 4"),
 ])
-def test_what_is_no_list_of_as_many_is_an_error_under_every_policy(result: Any, told: str, on_error: str,
+def test_what_is_no_list_of_as_many_is_an_error_under_every_policy(result: Any, message: str, on_error: str,
                                                                    workers: int) -> None:
-    with pytest.raises(ShoalError, match=rf"'<lambda>' after 3 steps {told}"):
-        judged(lambda **kwargs: result, on_error=on_error, workers=workers)
+    with pytest.raises(ShoalError, match=rf"'<lambda>' after 3 steps {message}"):
+        scored(lambda **kwargs: result, on_error=on_error, workers=workers)
 
 
 def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
@@ -164,7 +166,7 @@ def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
         return []
 
     with pytest.raises(ShoalError, match=r"'checker' after 3 steps wants 'answr'.*did you mean 'answer'\?"):
-        judged(checker, on_error="skip")
+        scored(checker, on_error="skip")
 
 
 def test_a_function_that_hangs_on_everything_costs_one_limit_a_completion() -> None:
@@ -172,13 +174,13 @@ def test_a_function_that_hangs_on_everything_costs_one_limit_a_completion() -> N
         time.sleep(1000)
         return []
 
-    with Judge(name_functions([checker]), section(on_error="skip", timeout_seconds=0.5, workers=4)) as judge:
+    with RewardPool(name_functions([checker]), section(on_error="skip", timeout_seconds=0.5, workers=4)) as pool:
         started = time.monotonic()
         for ticket in range(3):
-            judge.submit(ticket, EXAMPLES[:1], [["a", "b", "c"]], [[[1]] * 3], step=3)
+            pool.submit(ticket, EXAMPLES[:1], [["a", "b", "c"]], [[[1]] * 3], step=3)
         found: dict[Any, Scores] = {}
         while len(found) < 3:
-            found |= judge.collect(wait=True)
+            found |= pool.collect(wait=True)
         seconds = time.monotonic() - started
     assert [len(scores.failures) for scores in found.values()] == [3, 3, 3]
     assert not any(scores.valid.any() for scores in found.values())
@@ -191,31 +193,31 @@ def test_a_batch_that_fails_though_no_part_does() -> None:
             raise RuntimeError("too many")
         return [2.0]
 
-    told = r"raised RuntimeError: too many in a batch of 4 that starts with example row 17.*for no part of it alone"
+    message = r"raised RuntimeError: too many in a batch of 4 that starts with example row 17.*for no part of it alone"
     for workers in (0, 2):
-        with pytest.raises(ShoalError, match=told):
-            judged(checker, workers=workers)
-        scores = judged(checker, workers=workers, on_error="skip")
+        with pytest.raises(ShoalError, match=message):
+            scored(checker, workers=workers)
+        scores = scored(checker, workers=workers, on_error="skip")
         np.testing.assert_array_equal(scores.rewards, np.full((2, 2), 2.0))
         [failure] = scores.failures
         assert (failure.row, failure.completion, failure.kind) == (17, None, "raised")
-        assert re.search(told, failure.text)
+        assert re.search(message, failure.text)
 
 
 def test_none_is_no_failure() -> None:
-    scores = judged(lambda **kwargs: [None, 1.0, None, 2.0], on_error="zero")
+    scores = scored(lambda **kwargs: [None, 1.0, None, 2.0], on_error="zero")
     np.testing.assert_array_equal(scores.valid, [[False, True], [False, True]])
     assert np.isnan(scores.rewards[:, 0]).all()
     assert scores.failures == ()
 
 
 def test_the_run_goes_on_with_the_next_step_after_a_worker_is_lost() -> None:
-    with Judge(name_functions([at_bad(hang)]), section(on_error="zero", timeout_seconds=0.6, workers=1)) as judge:
-        judge.submit(0, EXAMPLES, TEXTS, IDS, step=3)
-        judge.submit(1, EXAMPLES[:1], [["55", "6"]], [[[1], [1]]], step=4)
+    with RewardPool(name_functions([at_bad(hang)]), section(on_error="zero", timeout_seconds=0.6, workers=1)) as pool:
+        pool.submit(0, EXAMPLES, TEXTS, IDS, step=3)
+        pool.submit(1, EXAMPLES[:1], [["55", "6"]], [[[1], [1]]], step=4)
         found: dict[Any, Scores] = {}
         while len(found) < 2:
-            found |= judge.collect(wait=True)
+            found |= pool.collect(wait=True)
     np.testing.assert_array_equal(found[1].rewards, [[2.0, 1.0]])
     assert found[1].failures == ()
 
@@ -249,7 +251,7 @@ def test_closures_notebook_functions_partials_and_objects_run_in_workers() -> No
         def brief(completions, **kwargs):
             return [float(len(c[0]["content"]) <= limit) for c in completions]
         """)
-    scores = judged(closure, Grader(threading.Lock()), cells["brief"],
+    scores = scored(closure, Grader(threading.Lock()), cells["brief"],
                     functools.partial(lambda completions, value, **kwargs: [value] * 4, value=7.0))
     assert list(scores.components) == ["closure", "Grader", "brief", "<lambda>"]
     np.testing.assert_array_equal(scores.components["closure"], np.full((2, 2), 0.25))
@@ -269,8 +271,8 @@ def test_results_equal_those_of_the_same_process() -> None:
     columns = {"table": np.arange(6.0).reshape(2, 3), "when": datetime.datetime(2020, 2, 29, 12),
                "nested": {"a": {"b": [1, 2.5]}}, "answer": "5"}
     examples = [Example(one.row, one.prompt, columns) for one in EXAMPLES]
-    there = judged(checker, examples=examples, weights=(0.3,))
-    here = judged(checker, examples=examples, weights=(0.3,), workers=0)
+    there = scored(checker, examples=examples, weights=(0.3,))
+    here = scored(checker, examples=examples, weights=(0.3,), workers=0)
     np.testing.assert_array_equal(there.rewards, here.rewards)
     np.testing.assert_array_equal(there.components["checker"], here.components["checker"])
     assert there.extra == here.extra
@@ -283,13 +285,13 @@ def test_plain_prompts_bring_plain_completions_through_workers() -> None:
     def checker(prompts: Any, completions: Any) -> list[float]:
         return [float(prompt == "Once" and text == "b") for prompt, text in zip(prompts, completions, strict=True)]
 
-    scores = judged(checker, examples=[Example(0, "Once")], texts=[["a", "b"]], ids=[[[1], [2]]])
+    scores = scored(checker, examples=[Example(0, "Once")], texts=[["a", "b"]], ids=[[[1], [2]]])
     np.testing.assert_array_equal(scores.rewards, [[0.0, 1.0]])
 
 
 def test_a_column_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(ShoalError, match=r"column 'lock' of example row 8 holds a lock.*reward.workers=0"):
-        judged(lambda **kwargs: [0.0] * 2, examples=[Example(8, "p", {"lock": threading.Lock()})], texts=[["a", "b"]],
+        scored(lambda **kwargs: [0.0] * 2, examples=[Example(8, "p", {"lock": threading.Lock()})], texts=[["a", "b"]],
                ids=[[[1], [2]]])
 
 
@@ -300,7 +302,7 @@ def test_logs_of_completions_that_were_called_alone_are_joined() -> None:
         log_extra("seen", texts_of(completions))
         return values
 
-    scores = judged(checker, on_error="skip")
+    scores = scored(checker, on_error="skip")
     assert scores.extra == {"seen": [["5", "6"], [None, "7"]]}
     assert scores.metrics == {"size": [1.0, 1.0, 1.0]}
 
@@ -311,13 +313,13 @@ def test_tickets_get_their_own_scores_in_any_order() -> None:
         time.sleep(0.2 if number == 0 else 0.0)
         return [number] * len(completions)
 
-    with Judge(name_functions([checker]), section(workers=2)) as judge:
+    with RewardPool(name_functions([checker]), section(workers=2)) as pool:
         for ticket in range(12):
-            judge.submit(ticket, EXAMPLES[:1], [[str(ticket)] * 2], [[[1]] * 2], step=3)
+            pool.submit(ticket, EXAMPLES[:1], [[str(ticket)] * 2], [[[1]] * 2], step=3)
         order: list[tuple[Any, Scores]] = []
         while len(order) < 12:
-            order += judge.collect(wait=True)
-        assert judge.collect(wait=True) == []  # nothing is queued
+            order += pool.collect(wait=True)
+        assert pool.collect(wait=True) == []  # nothing is queued
     assert sorted(ticket for ticket, _ in order) == list(range(12))
     assert all((scores.rewards == ticket).all() for ticket, scores in order)
 
@@ -326,10 +328,10 @@ def test_a_call_a_step_sees_all_groups() -> None:
     def checker(completions: Any, **kwargs: Any) -> list[float]:
         return [float(len(completions))] * len(completions)
 
-    with Judge(name_functions([checker]), section(call="step")) as judge:
-        assert judge.by_step
-        judge.submit("step", EXAMPLES, TEXTS, IDS, step=1)
-        [(_, scores)] = judge.collect(wait=True)
+    with RewardPool(name_functions([checker]), section(call="step")) as pool:
+        assert pool.by_step
+        pool.submit("step", EXAMPLES, TEXTS, IDS, step=1)
+        [(_, scores)] = pool.collect(wait=True)
     np.testing.assert_array_equal(scores.rewards, np.full((2, 2), 4.0))
 
 
@@ -346,14 +348,14 @@ def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
     def other(completions: Any, **kwargs: Any) -> list[float]:
         return [2.0] * len(completions)
 
-    with Judge((RewardFunction("own", own, builtin=True), RewardFunction("other", other, 0.5)), section()) as judge:
-        judge.submit(0, EXAMPLES, TEXTS, IDS, step=1)
-        [(_, scores)] = judge.collect(wait=True)
+    with RewardPool((RewardFunction("own", own, builtin=True), RewardFunction("other", other, 0.5)), section()) as pool:
+        pool.submit(0, EXAMPLES, TEXTS, IDS, step=1)
+        [(_, scores)] = pool.collect(wait=True)
     assert seen == [os.getpid()]
     assert list(scores.components) == ["own", "other"]
     np.testing.assert_array_equal(scores.rewards, np.full((2, 2), 2.0))
     before = children()
-    with Judge(rewards, section()):
+    with RewardPool(rewards, section()):
         assert children() == before
 
 
@@ -373,15 +375,15 @@ def test_asynchronous_calls_of_a_step_run_together() -> None:
         return [1.0] * len(completions)
 
     for workers in (0, 1):
-        with Judge(name_functions([slow, Slow(), plain]), section(workers=workers, call="step")) as judge:
+        with RewardPool(name_functions([slow, Slow(), plain]), section(workers=workers, call="step")) as pool:
             started = time.monotonic()
-            judge.submit(0, EXAMPLES * 4, TEXTS * 4, IDS * 4, step=1)
+            pool.submit(0, EXAMPLES * 4, TEXTS * 4, IDS * 4, step=1)
             if workers:
                 for ticket in range(1, 8):
-                    judge.submit(ticket, EXAMPLES, TEXTS, IDS, step=1)
+                    pool.submit(ticket, EXAMPLES, TEXTS, IDS, step=1)
             found: dict[Any, Scores] = {}
             while len(found) < (8 if workers else 1):
-                found |= judge.collect(wait=True)
+                found |= pool.collect(wait=True)
             assert time.monotonic() - started < 3  # one by one, the calls with workers would take 8
         pids = {pid for scores in found.values() for pid in np.unique(scores.components["slow"])}
         assert len(pids) == 1
@@ -399,12 +401,12 @@ def test_an_asynchronous_call_that_hangs_spoils_no_other(block: bool) -> None:
             await asyncio.sleep(1000)
         return [float(len(text)) for text in texts_of(completions)]
 
-    with Judge(name_functions([checker]), section(on_error="skip", timeout_seconds=0.6)) as judge:
+    with RewardPool(name_functions([checker]), section(on_error="skip", timeout_seconds=0.6)) as pool:
         for ticket, texts in enumerate(TEXTS):
-            judge.submit(ticket, EXAMPLES[1:], [texts], [[[1], [1]]], step=3)
+            pool.submit(ticket, EXAMPLES[1:], [texts], [[[1], [1]]], step=3)
         found: dict[Any, Scores] = {}
         while len(found) < 2:
-            found |= judge.collect(wait=True)
+            found |= pool.collect(wait=True)
     np.testing.assert_array_equal(found[0].rewards, [[1, 1]])
     np.testing.assert_array_equal(found[1].rewards, [[np.nan, 1]])
     assert found[0].failures == ()
@@ -418,7 +420,7 @@ def test_a_plain_function_may_return_what_must_be_awaited() -> None:
         return [5.0] * len(completions)
 
     for workers in (0, 1):
-        scores = judged(lambda completions, **kwargs: later(completions), workers=workers)
+        scores = scored(lambda completions, **kwargs: later(completions), workers=workers)
         np.testing.assert_array_equal(scores.rewards, np.full((2, 2), 5.0))
 
 
@@ -450,7 +452,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Path) -> None:
-    scores = judged(compute_score, examples=VERL, texts=[["5", "six"]], ids=[[[1], [2]]], workers=workers)
+    scores = scored(compute_score, examples=VERL, texts=[["5", "six"]], ids=[[[1], [2]]], workers=workers)
     np.testing.assert_array_equal(scores.components["compute_score"], [[1, 0]])
     assert scores.metrics == {"length": [1.0, 3.0]}
     assert scores.extra == {"read": [["5", "six"]]}
@@ -459,7 +461,7 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
         await asyncio.sleep(0)
         return float(solution_str == ground_truth)
 
-    scores = judged(later, examples=[Example(0, "p", {"answer": "5"})], texts=[["5", "6"]], ids=[[[1], [2]]],
+    scores = scored(later, examples=[Example(0, "p", {"answer": "5"})], texts=[["5", "6"]], ids=[[[1], [2]]],
                     workers=workers)
     np.testing.assert_array_equal(scores.rewards, [[1, 0]])
     assert scores.metrics == {"acc": [1.0, 0.0]}
@@ -468,9 +470,9 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
     path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
                     "    return float('nan') if solution_str == 'bad' else 1.0\n")
     task = load_task(TaskSection(num_questions=1), RewardSection((f"{path}:compute_score",)))
-    with Judge(task.rewards, section(workers=workers, on_error="skip")) as judge:
-        judge.submit(0, EXAMPLES, TEXTS, IDS, step=3)
-        [(_, scores)] = judge.collect(wait=True)
+    with RewardPool(task.rewards, section(workers=workers, on_error="skip")) as pool:
+        pool.submit(0, EXAMPLES, TEXTS, IDS, step=3)
+        [(_, scores)] = pool.collect(wait=True)
     np.testing.assert_array_equal(scores.valid, [[True, True], [False, True]])
     assert [failure.kind for failure in scores.failures] == ["not a number"]
 
@@ -479,13 +481,13 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
 def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
     with pytest.raises(ShoalError, match="'compute_score' after 3 steps wants a ground truth: a column `reward_model`"):
-        judged(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)
+        scored(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)
 
     def without(solution_str: str, ground_truth: str) -> Any:
         return {"value": 1.0}
 
     with pytest.raises(ShoalError, match=r"returned {'value': 1\.0}: expected a number, or a dict with `score`"):
-        judged(without, examples=VERL, **one)
+        scored(without, examples=VERL, **one)
 
 
 @pytest.mark.parametrize("columns", [
@@ -500,7 +502,7 @@ def test_what_is_right_is_one_thing_for_rewards_the_doctor_and_exports(columns: 
         return float(solution_str == ground_truth)
 
     example = Example(0, "p", columns)
-    scores = judged(right, examples=[example], texts=[["1", "2"]], ids=[[[1], [1]]], workers=0)
+    scores = scored(right, examples=[example], texts=[["1", "2"]], ids=[[[1], [1]]], workers=0)
     np.testing.assert_array_equal(scores.rewards, [[1, 0]])
     assert gold_of(example) == ground_truth(columns) == "1"
     assert export_rollouts.ground_truth is ground_truth
@@ -509,51 +511,56 @@ def test_what_is_right_is_one_thing_for_rewards_the_doctor_and_exports(columns: 
 # ---- waits that end
 
 
+def supervisor_of(pool: RewardPool) -> int:
+    assert pool._workers is not None
+    return pool._workers.pid
+
+
 def lone(text: str) -> tuple[Any, ...]:
     return EXAMPLES[1:], [[text]], [[[1]]], 3
 
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(judge_module, "_SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(judge_module, "_TOLD_SECONDS", 0.3)
-    with Judge(name_functions([at_bad(hang)]), section(timeout_seconds=1.0)) as judge:
-        os.kill(judge._pid, signal.SIGSTOP)
-        yield judge
-    assert gone(judge._pid)
+    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(process, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "REPORT_SECONDS", 0.3)
+    with RewardPool(name_functions([at_bad(hang)]), section(timeout_seconds=1.0)) as pool:
+        pid = supervisor_of(pool)
+        os.kill(pid, signal.SIGSTOP)
+        yield pool
+    assert gone(pid)
 
 
-def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_told(stopped: Judge,
+def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_message(stopped: RewardPool,
                                                                    capsys: pytest.CaptureFixture[str]) -> None:
     stopped.submit(0, *lone("5"))
     with pytest.raises(ShoalError, match=r"waited \d+ s for rewards \(completions with checker: 1\), but .* stuck"):
         stopped.collect(wait=True)
     assert "waiting for rewards: 0 s, completions with checker: 1; reward.timeout_seconds=1 " in capsys.readouterr().err
-    with pytest.raises(ShoalError, match="the reward workers have ended, so nothing more can be judged"):
+    with pytest.raises(ShoalError, match="the reward workers have ended, so nothing more can be scored"):
         stopped.submit(1, *lone("5"))
 
 
-def test_a_pool_that_takes_nothing_is_an_error(stopped: Judge) -> None:
+def test_a_pool_that_takes_nothing_is_an_error(stopped: RewardPool) -> None:
     with pytest.raises(ShoalError, match="is stopped or stuck"):
         stopped.submit(0, *lone("5" * 10_000_000))
 
 
 def test_a_long_call_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(pool_module, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(judge_module, "_SILENT_SECONDS", 1.5)
-    scores = judged(lambda completions, **kwargs: [float(time.sleep(2.5) is None)] * len(completions))
+    monkeypatch.setattr(supervisor, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.5)
+    scores = scored(lambda completions, **kwargs: [float(time.sleep(2.5) is None)] * len(completions))
     assert (scores.rewards == 1).all()
 
 
 def test_a_pool_that_takes_longer_than_it_can_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "_GENEROUS", 0.0)
-    with Judge(name_functions([at_bad(hang)]), section()) as judge:
-        judge.submit(0, *lone("bad"))
+    monkeypatch.setattr(pool_module, "GENEROUS", 0.0)
+    with RewardPool(name_functions([at_bad(hang)]), section()) as pool:
+        pool.submit(0, *lone("bad"))
         with pytest.raises(ShoalError, match="is stopped or stuck"):
-            judge.collect(wait=True)
-    whole = section(timeout_seconds=7.0)
-    assert 7.0 < pool_module.most_seconds(whole) < 7.0 + 60
+            pool.collect(wait=True)
+    assert 7.0 < supervisor.Limits(1, 7.0).most_seconds < 7.0 + 60
 
 
 def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,14 +571,14 @@ def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "waitpid", never)
-        judge = Judge(name_functions([at_bad(hang)]), section(timeout_seconds=0.5, workers=1, on_error="skip"))
-    with judge:
+        pool = RewardPool(name_functions([at_bad(hang)]), section(timeout_seconds=0.5, workers=1, on_error="skip"))
+    with pool:
         started = time.monotonic()
-        judge.submit(0, *lone("bad"))
-        judge.submit(1, *lone("77"))
+        pool.submit(0, *lone("bad"))
+        pool.submit(1, *lone("77"))
         found: dict[Any, Scores] = {}
         while len(found) < 2:
-            found |= judge.collect(wait=True)
+            found |= pool.collect(wait=True)
         assert time.monotonic() - started < 12
     assert [failure.kind for failure in found[0].failures] == ["timed out"]
     np.testing.assert_array_equal(found[1].rewards, [[2.0]])
@@ -584,23 +591,23 @@ def test_a_call_that_never_begins_behind_another_is_made_elsewhere(monkeypatch: 
             asyncio.get_running_loop().call_soon(time.sleep, 1000)
         return [3.0] * len(completions)
 
-    monkeypatch.setattr(pool_module, "_START_SECONDS", 1.0)
-    with Judge(name_functions([checker]), section(timeout_seconds=1.0)) as judge:
-        judge.submit(0, *lone("bad"))
+    monkeypatch.setattr(supervisor, "START_SECONDS", 1.0)
+    with RewardPool(name_functions([checker]), section(timeout_seconds=1.0)) as pool:
+        pool.submit(0, *lone("bad"))
         time.sleep(0.2)
-        judge.submit(1, *lone("5"))
+        pool.submit(1, *lone("5"))
         found: dict[Any, Scores] = {}
         deadline = time.monotonic() + 20
         while len(found) < 2 and time.monotonic() < deadline:
-            found |= judge.collect()
+            found |= pool.collect()
             time.sleep(0.02)
     assert sorted(found) == [0, 1]
     assert all((scores.rewards == 3).all() for scores in found.values())
 
 
-def test_a_judge_closes_at_once_though_a_younger_one_holds_its_link() -> None:
+def test_a_pool_closes_at_once_though_a_younger_one_holds_its_link() -> None:
     functions = name_functions([at_bad(hang)])
-    with Judge(functions, section()) as old, Judge(functions, section()) as young:
+    with RewardPool(functions, section()) as old, RewardPool(functions, section()) as young:
         started = time.monotonic()
         old.close()
         assert time.monotonic() - started < 6
@@ -609,14 +616,14 @@ def test_a_judge_closes_at_once_though_a_younger_one_holds_its_link() -> None:
         np.testing.assert_array_equal(scores.rewards, [[1.0]])
 
 
-def test_a_judge_that_is_closed_judges_nothing_by_halves() -> None:
+def test_a_pool_that_is_closed_judges_nothing_by_halves() -> None:
     functions = (RewardFunction("own", lambda completions, **kwargs: [1.0] * len(completions), builtin=True),
                  *name_functions([at_bad(hang)]))
-    judge = Judge(functions, section())
-    judge.close()
+    pool = RewardPool(functions, section())
+    pool.close()
     with pytest.raises(ShoalError, match="the reward workers have ended"):
-        judge.submit(0, *lone("5"))
-    assert judge.collect() == []
+        pool.submit(0, *lone("5"))
+    assert pool.collect() == []
 
 
 @pytest.mark.parametrize("singly", [False, True])
@@ -629,10 +636,10 @@ def test_a_trial_ends_with_the_first_completion_that_takes_too_long(singly: bool
     def one(solution_str: str, ground_truth: str) -> float:
         return whole([[{"content": solution_str}]])[0]
 
-    with Judge(name_functions([one if singly else whole]), section(timeout_seconds=0.5, workers=1)) as judge:
+    with RewardPool(name_functions([one if singly else whole]), section(timeout_seconds=0.5, workers=1)) as pool:
         started = time.monotonic()
-        judge.submit(0, EXAMPLES[:1], [["5"] + ["6"] * 20], [[[1]] * 21], 0, on_error="skip", trial=True)
-        [(_, scores)] = judge.collect(wait=True)
+        pool.submit(0, EXAMPLES[:1], [["5"] + ["6"] * 20], [[[1]] * 21], 0, on_error="skip", trial=True)
+        [(_, scores)] = pool.collect(wait=True)
         assert time.monotonic() - started < 7  # each alone takes 10
     assert [failure.completion for failure in scores.failures] == [1]
     np.testing.assert_array_equal(scores.valid, [[True] + [False] * 20])
@@ -671,21 +678,21 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
             time.sleep(1000)
         return [1.0] * len(completions)
 
-    judge = Judge(name_functions([checker]), section(workers=2))
-    judge.submit(0, EXAMPLES[:1], [["a", "b"]], [[[1], [1]]], step=1)
-    judge.collect(wait=True)
-    judge.submit(1, EXAMPLES[:1], [["hang", "b"]], [[[1], [1]]], step=1)
+    pool = RewardPool(name_functions([checker]), section(workers=2))
+    pool.submit(0, EXAMPLES[:1], [["a", "b"]], [[[1], [1]]], step=1)
+    pool.collect(wait=True)
+    pool.submit(1, EXAMPLES[:1], [["hang", "b"]], [[[1], [1]]], step=1)
     deadline = time.monotonic() + 20
     while len(list(tmp_path.iterdir())) < 7 and time.monotonic() < deadline:
         time.sleep(0.02)  # the second call may be made by the first worker
     pids = [int(file.name) for file in tmp_path.iterdir()]
     assert len(pids) >= 7
-    judge.close()
+    pool.close()
     assert all(gone(pid, 5) for pid in pids)
     assert children() == before
     assert set(os.listdir("/proc/self/fd")) == files
     assert threading.active_count() == threads
-    judge.close()  # a second time does nothing
+    pool.close()  # a second time does nothing
 
 
 @linux
@@ -697,20 +704,20 @@ def test_a_hung_call_takes_its_children_with_it(tmp_path: Path) -> None:
         time.sleep(1000)
         return []
 
-    with Judge(name_functions([checker]), section(timeout_seconds=1.0, on_error="skip")) as judge:
-        judge.submit(0, EXAMPLES[:1], [["a"]], [[[1]]], step=1)
-        [(_, scores)] = judge.collect(wait=True)
+    with RewardPool(name_functions([checker]), section(timeout_seconds=1.0, on_error="skip")) as pool:
+        pool.submit(0, EXAMPLES[:1], [["a"]], [[[1]]], step=1)
+        [(_, scores)] = pool.collect(wait=True)
         pids = [int(file.name) for file in tmp_path.iterdir()]
         assert len(pids) == 2
-        assert all(gone(pid, 5) for pid in pids)  # while the judge lives on
+        assert all(gone(pid, 5) for pid in pids)  # while the pool lives on
     assert [failure.kind for failure in scores.failures] == ["timed out"]
 
 
 SCRIPT = """
 import os, subprocess, sys, time
 from shoal.config.schema import RewardSection
-from shoal.rewards.judge import Judge
-from shoal.rewards.scores import name_functions
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.functions import name_functions
 from shoal.types import Example
 
 def checker(completions, **kwargs):
@@ -719,14 +726,14 @@ def checker(completions, **kwargs):
     print("calling", flush=True)
     time.sleep(1000)
 
-judge = Judge(name_functions([checker]), RewardSection(workers=2))
+pool = RewardPool(name_functions([checker]), RewardSection(workers=2))
 for ticket in range(2):
-    judge.submit(ticket, [Example(0, "p")], [["a"]], [[[1]]], 1)
+    pool.submit(ticket, [Example(0, "p")], [["a"]], [[[1]]], 1)
 try:
-    judge.collect(wait=True)
+    pool.collect(wait=True)
 except KeyboardInterrupt:
     print("stopped", flush=True)
-    judge.close()
+    pool.close()
 """
 
 
@@ -762,45 +769,45 @@ def test_an_interrupt_reaches_the_trainer_alone() -> None:
 @linux
 def test_a_pool_that_was_killed_is_an_error() -> None:
     before = children()
-    with Judge(name_functions([at_bad(hang)]), section()) as judge:
-        [pool] = children() - before
-        judge.submit(0, EXAMPLES, TEXTS, IDS, step=1)
+    with RewardPool(name_functions([at_bad(hang)]), section()) as pool:
+        [watched] = children() - before
+        pool.submit(0, EXAMPLES, TEXTS, IDS, step=1)
         deadline = time.monotonic() + 20
-        while not (workers := descendants(pool)) and time.monotonic() < deadline:
+        while not (workers := descendants(watched)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(pool, signal.SIGKILL)
+        os.kill(watched, signal.SIGKILL)
         with pytest.raises(ShoalError, match="the process that starts reward workers has ended"):
-            judge.collect(wait=True)
+            pool.collect(wait=True)
         assert workers
         assert all(gone(pid) for pid in workers)
 
 
-def test_a_judge_works_after_jax_has_started_and_from_a_thread() -> None:
+def test_a_pool_works_after_jax_has_started_and_from_a_thread() -> None:
     import jax
 
     assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
     scores: list[Scores] = []
-    thread = threading.Thread(target=lambda: scores.append(judged(at_bad(lambda: 8.0))))
+    thread = threading.Thread(target=lambda: scores.append(scored(at_bad(lambda: 8.0))))
     thread.start()
     thread.join(60)
-    scores.append(judged(at_bad(lambda: 8.0)))
+    scores.append(scored(at_bad(lambda: 8.0)))
     for one in scores:
         np.testing.assert_array_equal(one.rewards, [[1, 1], [8, 1]])
     assert len(scores) == 2
 
 
-def test_a_judge_that_is_dropped_ends_its_processes() -> None:
-    judge = Judge(name_functions([at_bad(hang)]), section())
-    pid = judge._pid
-    del judge
+def test_a_pool_that_is_dropped_ends_its_processes() -> None:
+    pool = RewardPool(name_functions([at_bad(hang)]), section())
+    pid = supervisor_of(pool)
+    del pool
     assert gone(pid)
 
 
-def test_a_system_without_forks_is_told_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_forks_is_message_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     with pytest.raises(ShoalError, match=r"reward.workers=2: this system cannot fork.*reward.workers=0"):
-        Judge(name_functions([at_bad(hang)]), section(workers=2))
-    assert (judged(at_bad(lambda: 0.0), workers=0).rewards >= 0).all()
+        RewardPool(name_functions([at_bad(hang)]), section(workers=2))
+    assert (scored(at_bad(lambda: 0.0), workers=0).rewards >= 0).all()
 
 
 def test_input_is_empty_and_prints_are_seen(capfd: pytest.CaptureFixture[str]) -> None:
@@ -808,5 +815,74 @@ def test_input_is_empty_and_prints_are_seen(capfd: pytest.CaptureFixture[str]) -
         print("read", repr(sys.stdin.read()))
         return [0.0] * len(completions)
 
-    judged(checker)
+    scored(checker)
     assert capfd.readouterr().out == "read ''\n"
+
+
+# ---- functions that fail for everything, and runs that are to stop
+
+
+@pytest.mark.parametrize("policy", ["zero", "skip"])
+@pytest.mark.parametrize(("act", "happened", "keys"), [
+    (hang, r"took longer than reward.timeout_seconds=0.1", {"timeout_seconds": 0.1, "workers": 8}),
+    (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 2}),
+    (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 0}),
+    (lambda: math.nan, "returned nan", {"workers": 2}),
+])
+def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any], happened: str, keys: dict[str, Any],
+                                                           policy: str) -> None:
+    started = time.monotonic()
+    with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
+        expected = (rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
+                    rf"64; the first: reward function 'checker' after 3 steps {happened} for example row 4, comple")
+        with pytest.raises(ShoalError, match=expected):
+            for ticket in range(500):
+                pool.submit(ticket, *lone("bad"))
+            for _ in range(500):
+                pool.collect(wait=True)
+    assert time.monotonic() - started < 15  # all of them would take 500 * 0.1 / 8 s and as many forks
+
+
+def test_failures_within_the_share_do_not_end_the_run() -> None:
+    for share, texts in ((0.5, ["5", "bad"]), (1.0, ["bad"])):
+        with RewardPool(name_functions([at_bad(complain)]),
+                        section(on_error="zero", workers=0, max_failed_share=share)) as pool:
+            for ticket in range(200):
+                pool.submit(ticket, *lone(texts[ticket % len(texts)]))
+            assert len(pool.collect()) == 200
+    with pytest.raises(ShoalError, match=r"reward\.max_failed_share=1\.5"):
+        section(max_failed_share=1.5)
+
+
+def test_a_wait_is_given_up_once_the_run_is_to_stop() -> None:
+    pool = RewardPool(name_functions([at_bad(hang_with_a_family)]), section(timeout_seconds=60.0))
+    pool.submit(0, *lone("bad"))
+    started = time.monotonic()
+    with pytest.raises(StopRequested):
+        pool.collect(wait=True, stopping=lambda: time.monotonic() > started + 0.5)
+    assert time.monotonic() - started < 1.5
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 2
+
+
+def test_pools_start_while_threads_of_jax_are_busy() -> None:
+    """As in a second run of a notebook: a process is forked while other threads hold whatever locks they hold."""
+    import jax
+    import jax.numpy as jnp
+
+    multiply = jax.jit(lambda x: x @ x / 100)
+    ended = threading.Event()
+
+    def compute() -> None:
+        while not ended.is_set():
+            multiply(jnp.ones((200, 200))).block_until_ready()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(15):
+            np.testing.assert_array_equal(scored(at_bad(lambda: 8.0)).rewards, [[1, 1], [8, 1]])
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,215 @@
+"""A run opened from its folder to sample its groups again: its model, its sampler and the weights of any version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.commands.diff import INERT_KEYS
+from shoal.config.compose import to_dict
+from shoal.config.keys import is_under
+from shoal.config.schema import Config, MeshSection
+from shoal.mesh import Roles, make_roles
+from shoal.model import hf
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Model
+from shoal.report.console import Console
+from shoal.report.groups import StoredGroup
+from shoal.report.lines import json_ready
+from shoal.report.reading import at_version, group_files, ranges, read_file, read_segments, read_stored
+from shoal.rollout.group import sample_request
+from shoal.rollout.source import drive, publish_to
+from shoal.run.loading import LoadedModel, make_model, open_model, open_teacher
+from shoal.run.parts import make_learner, make_updater, training_engines
+from shoal.run.resume import machine
+from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
+from shoal.trainer.loop import sampling_params
+from shoal.trainer.step import Learner, TrainState
+from shoal.trainer.update import Updater, UpdateResult
+from shoal.types import Completion, Group, GroupRequest, Params, Purpose, ShoalError
+
+
+@dataclass
+class WeightsOrigin:
+    """How the weights of a version were made, and whether they are those of the run."""
+
+    source: str  # `checkpoint 2`, or the first weights
+    steps_retrained: int
+    machine: dict[str, list[str]]  # what has changed since the checkpoint: name -> [then, now]
+    settings: dict[str, list[Any]]  # keys that changed between segments -> their values, in order
+    updates_retrained: int = 0
+    diverged_at: int | None = None  # the first step whose log-probs differ from the stored ones
+    verified: bool | None = None  # by the stored log-probs of the step after them; None where there are none
+
+
+@dataclass
+class Replayer:
+    """A run's model, tokenizer and devices, opened from its folder."""
+
+    run: Path
+    config: Config  # the settings that sampled the group
+    segments: Mapping[int, Config]  # first version -> settings
+    roles: Roles
+    model_files: LoadedModel
+    console: Console
+    checkpoint_records: Mapping[int, Mapping[str, Any]]  # by version
+    _updater_of: tuple[Config, Updater] | None = field(default=None)  # of one segment: each compiles its own
+
+    @classmethod
+    def open(cls, run: Path, group: Group, mesh: MeshSection, console: Console) -> Replayer:
+        """Opens the run on its own mesh, unless another is given."""
+        segments = read_segments(run)
+        config = at_version(segments, group.step if group.purpose is Purpose.TRAIN else group.step - 1)
+        roles = make_roles(config.mesh if mesh == MeshSection() else mesh)
+        folder = run / MODEL_FOLDER
+        files = LoadedModel(folder, hf.architecture_of(folder), Tokenizer.load(folder), dict)
+        return cls(run, config, segments, roles, files, console, read_checkpoint_records(run))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model_files.tokenizer
+
+    def model(self, config: Config) -> Model:
+        return make_model(config.model, self.model_files, self.roles.trainer, config.batch.micro_tokens)
+
+    # ---- weights
+
+    def weights(self, version: int) -> tuple[Params, WeightsOrigin]:
+        """The sampler's parameters of any version, from the nearest checkpoint before it."""
+        found = self._nearest(version)
+        start, state = (found.version, found.state) if found else (0, None)
+        origin = WeightsOrigin(f"checkpoint {start}" if start else f"first weights ({self.config.model.path})",
+                               version - start, self._machine_changes(start, version), self._settings_changes())
+        retrains = version > start
+        kl = any(at_version(self.segments, step).algorithm.kl_coef > 0 for step in range(start, version + 1))
+        first = None
+        if state is None or (kl and retrains):  # a KL term refers to the first weights
+            first = open_model(self.config.model, self.roles.trainer, self.console).load()
+        updater = self._updater(start, first, retrains)
+        state = updater.learner.init(first) if state is None else state
+        if retrains:
+            self.console.note(f"version {version} has no checkpoint: retraining on the stored groups of step "
+                              f"{ranges(range(start + 1, version + 1))}, from {origin.source}")
+            before = int(state.updates)
+            for step in range(start, version):
+                state = self._retrain(self._updater(step, first), state, read_stored(self.run, step + 1), step, origin)
+            origin.updates_retrained, origin.verified = int(state.updates) - before, None
+        params = publish_to(self.model(self.config).on(self.roles.sampler), state.trainable)
+        if retrains and (file := group_files(self.run).get(version + 1)):  # its log-probs are those before its update
+            self._retrain(self._updater(version, first), state, read_file(file), version, origin)
+        return params, origin
+
+    def _nearest(self, version: int) -> Restored | None:
+        """The newest readable checkpoint up to `version`."""
+        for saved in sorted((v for v in versions(self.run) if v <= version), reverse=True):
+            try:
+                return restore(self.run, saved, self._learner(at_version(self.segments, saved)))
+            except ShoalError as error:
+                self.console.warning(f"{error}; the one before it is used")
+        return None
+
+    def _learner(self, config: Config) -> Learner:
+        return make_learner(config, self.model(config))
+
+    def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
+        """The updater of the step from `version` to the next."""
+        config = at_version(self.segments, version)
+        if self._updater_of is None or self._updater_of[0] is not config:
+            teacher = open_teacher(config, self.model_files, self.roles.reference, self.console) if with_teacher \
+                else None
+            self._updater_of = config, make_updater(config, self._learner(config), first, teacher)
+        return self._updater_of[1]
+
+    def _retrain(self, updater: Updater, state: TrainState, stored: Sequence[StoredGroup], step: int,
+                 origin: WeightsOrigin) -> TrainState:
+        """Makes one step's updates; the trainer's log-probs, compared with the stored ones, verify the weights."""
+        state, outcome = updater.update(state, [entry.group for entry in stored], step)
+        origin.verified = equal_logprobs(stored, outcome)
+        if origin.diverged_at is None and origin.verified is False:
+            origin.diverged_at = step + 1
+            self.console.warning(f"retraining step {step + 1} gives other log-probs than the run's trainer had: this "
+                                 "machine, its threads or versions differ, or the settings or first weights have "
+                                 "changed since")
+        return state
+
+    # ---- what has changed
+
+    def _machine_changes(self, start: int, version: int) -> dict[str, list[str]]:
+        """Against the checkpoint retrained from; without one, the first after `version`; else any."""
+        records = self.checkpoint_records
+        if not records:
+            return {}
+        nearest = min(records, key=lambda saved: (saved != start, saved < version, saved))
+        saved = records[nearest]["facts"]["machine"]
+        return {name: [saved.get(name, "unknown"), value] for name, value in machine().items()
+                if saved.get(name) != value}
+
+    def _settings_changes(self) -> dict[str, list[Any]]:
+        """The keys that changed during the run, by its segments and its checkpoints."""
+        newest = max(self.checkpoint_records, default=0)  # config.yaml alone stands for the newest segment
+        dated = [(start if len(self.segments) > 1 else newest, 1, json_ready(to_dict(config)))
+                 for start, config in self.segments.items()]
+        dated += [(saved, 0, record["config"]) for saved, record in self.checkpoint_records.items()
+                  if "config" in record]
+        values: dict[str, list[Any]] = {}
+        for _, _, settings in sorted(dated, key=lambda one: one[:2]):
+            for key, value in _flat(settings):
+                known = values.setdefault(key, [])
+                if not known or known[-1] != value:
+                    known.append(value)
+        return {key: known for key, known in values.items() if len(known) > 1 and not is_under(key, INERT_KEYS)}
+
+    # ---- sampling
+
+    def sample(self, group: Group, params: Params) -> list[Completion]:
+        """The group's completions from its address, by a sampler compiled as the run's own was."""
+        engine = training_engines(self.config, self.model(self.config).on(self.roles.sampler),
+                                  self.tokenizer)(group.size)
+        how = sampling_params(self.config.sampling)
+        if group.purpose is Purpose.EVALUATE and group.size == 1:
+            how = how.as_greedy()
+        request = GroupRequest(group.purpose, group.step, group.version, group.example, group.prompt_ids, group.size,
+                               how, group.subset)
+        engine.load(group.version, params)
+        engine.submit([sample_request(request, 0, self.config.seed)])
+        sampled = drive(engine)
+        return [sampled[0, index] for index in range(group.size)]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by dotted key."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, list(value) if isinstance(value, tuple) else value
+
+
+def read_checkpoint_records(run: Path) -> dict[int, dict[str, Any]]:
+    """The record that each readable checkpoint keeps with its arrays, by version."""
+    found = {}
+    for version in versions(run):
+        try:
+            found[version] = json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_bytes())
+        except (OSError, ValueError):
+            continue
+    return {version: record for version, record in found.items() if "facts" in record}
+
+
+def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:
+    """True if an update computed the stored trainer's log-probs, bit for bit; None where none are stored."""
+    compared = 0
+    for number, entry in enumerate(stored):
+        for index, arrays in enumerate(entry.token_arrays):
+            before, now = arrays.get("trainer_logprobs"), outcome.logprobs.get((number, index))
+            if (before is None) != (now is None):
+                return False
+            if before is not None and np.asarray(now, np.float32).tobytes() != before.tobytes():
+                return False
+            compared += before is not None
+    return True if compared else None

@@ -1,0 +1,235 @@
+"""What a run leaves behind and shows: each step's metrics and groups, evaluations, the summary."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal.report.console import Console
+from shoal.report.figures import duration
+from shoal.report.folder import RunFolder
+from shoal.report.group_metrics import add_group_metrics
+from shoal.report.group_writer import GroupWriter
+from shoal.report.groups import TokenLogprobs
+from shoal.report.metrics import MetricSet, logged_name
+from shoal.report.sink import Background, evaluation_scalars
+from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
+from shoal.types import Group
+
+SECONDS_TO_STOP = 3.0
+"""What a service for metrics may take to end when somebody asked the run to stop."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as the recorder reads it: P groups of G completions, and what the updates made of them."""
+
+    step: int  # from 0
+    groups: Sequence[Group]
+    advantages: np.ndarray  # [P, G]
+    nonzero_std: np.ndarray  # [P]
+    logprobs: TokenLogprobs  # the trainer's, before its first update
+    metrics: MetricSet  # of the updates
+    seconds: float
+    num_discarded: int = 0  # groups that dynamic sampling replaced
+    prompts_dropped: int = 0  # since the run began
+    prompts_retired: int = 0
+
+
+@dataclass
+class Recorder:
+    """Turns what happened into metrics, files and lines on the screen. Groups are written by a thread.
+
+    `read_clock` gives the sampler's seconds and tokens since the last call, `compilations` the number of programs
+    compiled so far, `mfu` the share of the devices' peak rate that a step used: of groups, the (group, completion)
+    that were trained on, seconds."""
+
+    folder: RunFolder
+    console: Console
+    steps: int
+    keep_groups: bool
+    read_clock: Callable[[], Any]
+    compilations: Callable[[], int]
+    peak_bytes: Callable[[], int]
+    sinks: Sequence[Background] = ()
+    mfu: Callable[[Sequence[Group], Container[tuple[int, int]], float], float] | None = None
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # tokens, by metric
+    evaluations: dict[int, Figures] = field(default_factory=dict)  # by version
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
+    prompts_dropped: int = 0  # up to the last recorded step
+    _exhausted: bool = False
+    _evaluation_rate: float | None = None  # seconds a completion
+    _wrong_at_first: WrongAnswers = field(default_factory=dict)
+    _solved: SolvedProblem | None = None
+
+    def __post_init__(self) -> None:
+        self._groups = GroupWriter(self.folder.write_groups)
+
+    # -- steps
+
+    def begin_training(self, first: int) -> None:
+        if self.steps > first:
+            self.console.heading(f"training, {self.steps} steps" + (f", from step {first + 1} on" if first else ""))
+
+    def step(self, record: StepRecord) -> dict[str, float]:
+        """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
+        number, metrics, clock = record.step + 1, record.metrics, self.read_clock()
+        started = time.perf_counter()
+        add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
+        metrics.add("groups/discarded", record.num_discarded)
+        metrics.add("version", number)
+        metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)
+        metrics.add("prompts/retired", record.prompts_retired)
+        self.prompts_dropped = record.prompts_dropped
+        self._add_rewards(metrics, clock)
+        if self.mfu:
+            metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
+        metrics.add("tokens/sampled", clock.tokens)
+        metrics.add("time/sample_seconds", clock.sample_seconds)
+        metrics.add("time/reward_seconds", clock.reward_seconds)
+        metrics.add("throughput/sample_tokens_per_second", clock.tokens, clock.sample_seconds)
+        metrics.add("time/step_seconds", record.seconds)
+        metrics.add("memory/peak_bytes", self.peak_bytes())
+        metrics.add("compilations", self.compilations())
+        result = metrics.result()
+        for phase in ("sample", "reward", "update"):
+            self.seconds[phase] += result[f"time/{phase}_seconds"]
+        self.seconds["training"] += record.seconds
+        for name in ("tokens/sampled", "tokens/trained"):
+            self.totals[name] += result[name]
+        self.folder.write_metrics(number, result)
+        for sink in self.sinks:
+            sink.write(number, result)
+        if self.keep_groups:
+            self._groups.put(number, record.groups, record.advantages, record.logprobs)
+        self.spent("record", time.perf_counter() - started)
+        self.console.step(number, self.steps, result)
+        if result.get("update/skipped"):
+            self.console.warning("an update was skipped: its gradient was not finite (metric update/skipped)")
+        if result.get("groups/unscorable"):
+            self.console.warning("some groups have fewer than two scorable completions (metric groups/unscorable)")
+        return result
+
+    def _add_rewards(self, metrics: MetricSet, clock: Any) -> None:
+        """What reward functions logged, and the completions that they failed on."""
+        for name, values in clock.logged.items():
+            metrics.add(logged_name(name), sum(values), len(values))
+        failed = [failure for failure in clock.failures if failure.completion is not None]
+        metrics.add("rewards/failed", len(failed))
+        for failure in failed:
+            metrics.add(f"rewards/failed/{failure.function}", 1)
+        self._warn_of(clock.failures)
+
+    def _warn_of(self, failures: Sequence[Any]) -> None:
+        """Shows the first example of each way in which a reward function failed; all are counted."""
+        for failure in failures:
+            self.failures[failure.function, failure.kind] += 1
+            if self.failures[failure.function, failure.kind] == 1:
+                self.console.warning(failure.text)
+
+    def spent(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] += seconds
+
+    # -- evaluations
+
+    def begin_evaluation(self, version: int, num_completions: int) -> None:
+        """Says how many completions are needed, and how long that took last time."""
+        rate = self._evaluation_rate
+        about = f", about {duration(rate * num_completions)}" if rate is not None else ""
+        self.console.heading(f"evaluation of version {version}, {num_completions:,} completions{about}")
+
+    def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], num_completions: int,
+                   seconds: float) -> None:
+        """Records the figures of one version by data set, and its greedy answers."""
+        self.spent("evaluate", seconds)
+        self._evaluation_rate = seconds / num_completions if num_completions else None
+        self._warn_of(self.read_clock().failures)  # read here: an evaluation's tokens are not the next step's
+        if version == 0:
+            self._wrong_at_first = wrong_answers(groups)
+            self.folder.write_first_answers(self._wrong_at_first)
+        self._solved = solved_problem(self._wrong_at_first, groups)
+        for subset, values in figures.items():
+            self.console.evaluation(subset, values)
+            self.folder.write_evaluation(version, subset, values)
+            for sink in self.sinks:
+                sink.write(version, evaluation_scalars(subset, values))
+            if self.keep_groups:
+                self._groups.put(version, [group for group in groups if group.subset == subset])
+        self.evaluations[version] = figures
+
+    def scores(self) -> dict[int, float]:
+        """Accuracy on the main set by evaluated version; the mean reward where the task defines no right answer."""
+        mains = {version: next(iter(figures.values()), {}) for version, figures in self.evaluations.items()}
+        scores = {version: main.get("accuracy", main.get("mean_reward")) for version, main in mains.items()}
+        return {version: score for version, score in scores.items() if score is not None}
+
+    # -- checkpoints and resumption
+
+    def sync(self, pass_rates: Sequence[Mapping[str, Any]]) -> None:
+        """Returns when everything recorded so far would survive a power cut, with the prompts' pass rates of now."""
+        self._groups.flush()
+        self.folder.sync()
+        self.folder.write_pass_rates(pass_rates)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON."""
+        failures = [[*key, count] for key, count in self.failures.items()]
+        return {"dropped": self.prompts_dropped, "failures": failures, "seconds": dict(self.seconds),
+                "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
+
+    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
+        """Continues after `version`: removes what the folder holds of later steps, and the evaluation of `version`
+        unless it was `evaluated` completely."""
+        self.prompts_dropped = state["dropped"]
+        self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
+        self.seconds.update(state["seconds"])
+        self.totals.update(state["totals"])
+        self.started -= state["seconds_total"]
+        self.folder.rewind(version, evaluated)
+        if missing := self.folder.missing_steps(version):
+            self.console.warning(f"metrics.jsonl lacks {len(missing)} steps up to {version}, the first is "
+                                 f"{missing[0]}: they were lost, as in a power cut; the weights are not affected")
+        self.evaluations.update(self.folder.read_evaluations())
+        self._wrong_at_first = self.folder.read_first_answers()
+
+    # -- the end
+
+    def data_exhausted(self, text: str) -> None:
+        """Says once that no further step is requested."""
+        if not self._exhausted:
+            self._exhausted = True
+            self.console.note(f"{text}; training ends here")
+
+    def stop(self) -> None:
+        """Shortens what is waited for at the end: somebody asked the run to stop."""
+        for sink in self.sinks:
+            sink.seconds_to_close = SECONDS_TO_STOP
+
+    def finish(self, last: int) -> dict[str, Any]:
+        """The summary of a run that ended after step `last`, written and shown."""
+        self._groups.flush()
+        summary = summarise(self.evaluations, last, self.started, self.seconds, self.totals) | {
+            "steps": self.steps,
+            "steps_made": last,
+            "num_compilations": self.compilations(),
+            "prompts_dropped": self.prompts_dropped,
+            "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
+            "run_folder": str(self.folder.path)}
+        facts = {name: summary[name] for name in
+                 ("seconds_total", "sample_tokens_per_second", "train_tokens_per_second", "num_compilations")}
+        self.console.heading("before and after")
+        self.console.summary(summary["before"], summary["after"], self._solved, facts)
+        for failed, count in summary["reward_failures"].items():
+            self.console.warning(f"reward function {failed} for {count} completions")
+        self.folder.write_summary(summary)
+        return summary
+
+    def close(self) -> None:
+        self._groups.close()

@@ -1,0 +1,120 @@
+"""Reward functions by file and name: `file.py:function`, or functions from Python."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shoal.report.metrics import RESERVED_FUNCTIONS
+from shoal.rewards.calls import describe_error, unused
+from shoal.text import suggest
+from shoal.types import RewardFunction, ShoalError
+
+
+def load_functions(specs: Sequence[str]) -> list[Callable[..., Any]]:
+    """The functions that `file.py:name` names, each file run once; only what is named counts.
+
+    Raises `ShoalError` for a missing file or name, a file that raises, and what cannot be called.
+    """
+    modules: dict[Path, ModuleType] = {}
+    return [_find(spec, modules) for spec in specs]
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The one function that `file.py:name` names; see `load_functions`."""
+    return load_functions([spec])[0]
+
+
+def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
+                   weights: Sequence[float] = ()) -> tuple[RewardFunction, ...]:
+    """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless given. A
+    `RewardFunction` keeps its name.
+
+    Raises `ShoalError` for what cannot be called, for models and for a wrong number of weights.
+    """
+    functions = list(functions)
+    if weights and len(weights) != len(functions):
+        raise ShoalError(f"reward.weights: expected {len(functions)} numbers, one for each reward function, "
+                         f"got {len(weights)}")
+    named: dict[str, RewardFunction] = {}
+    for i, function in enumerate(functions):
+        builtin = isinstance(function, RewardFunction)
+        wanted, function = (function.name, function.function) if builtin else (_name(function), function)
+        _check_callable(function)
+        if wanted in RESERVED_FUNCTIONS:
+            raise ShoalError(f"reward function {wanted!r}: metrics have this name already; give it another")
+        name = unused(wanted, named)
+        named[name] = RewardFunction(name, function, float(weights[i]) if weights else 1.0, builtin)
+    return tuple(named.values())
+
+
+def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
+    file, separator, name = spec.rpartition(":")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not spec.endswith(".py"):
+        raise ShoalError(_a_model(spec))
+    if not (separator and file and name):
+        raise ShoalError(f"reward function {spec!r}: expected `file.py:function`")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ShoalError(f"reward function {spec!r}: there is no file {file}")
+    if path not in modules:
+        modules[path] = _run_file(path)
+    if not hasattr(modules[path], name):
+        public = [key for key, value in vars(modules[path]).items() if callable(value) and not key.startswith("_")]
+        raise ShoalError(f"reward function {spec!r}: {path.name} defines no {name!r}{suggest(name, public)}")
+    function = getattr(modules[path], name)
+    _check_callable(function, spec)
+    return function
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Runs a file as a module of its own; modules beside it can be imported, but hide none that is installed."""
+    name = f"shoal_reward_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a function's module up by name
+    sys.path.append(str(path.parent))
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = f" at line {lines[-1]}" if lines else ""
+        raise ShoalError(f"reward file {path} cannot be loaded: {describe_error(error)}{line}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _check_callable(function: Any, spec: str = "") -> None:
+    label = spec or (_name(function) if callable(function) else repr(function))
+    if isinstance(function, str):
+        raise ShoalError(_a_model(function))
+    if not callable(function):
+        raise ShoalError(f"reward function {label!r}: expected something that can be called, "
+                         f"got a {type(function).__name__}")
+    if inspect.isclass(function):
+        raise ShoalError(f"reward function {label!r} is a class: give an instance of it, or a function")
+
+
+def _a_model(spec: str) -> str:
+    return (f"reward {spec!r}: a model is not supported as a reward; expected `file.py:function`, or a function from "
+            f"Python (one that asks the model and returns a number for each completion)")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    if isinstance(function, functools.partial):
+        return _name(function.func)
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,147 @@
+"""Reward functions known by name: TRL's ready ones, and DAPO's overlong penalty.
+
+    reward=accuracy_reward,think_format_reward
+    reward='get_cosine_scaled_reward(max_len=512)'
+
+They are written from TRL's documentation and give its numbers; what TRL logs of parsed answers is not logged.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.tasks.graders import math_worker
+from shoal.tasks.graders.answer import completion_text
+from shoal.text import suggest
+from shoal.types import RewardFunction, ShoalError
+
+PENALTY = "overlong"
+"""The reward function that `reward.overlong_buffer_tokens` adds."""
+
+_CALL = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<arguments>.*)\))?")
+
+
+def find_builtin(spec: str) -> RewardFunction | None:
+    """The function that a name, or a factory's name with arguments, stands for; None for `file.py:function`.
+
+    Raises ShoalError for an unknown name, with the nearest one, and for arguments that a factory does not take."""
+    match = _CALL.fullmatch(spec.strip())
+    if match is None:
+        return None
+    name, arguments = match["name"], match["arguments"]
+    if name not in (*FUNCTIONS, *FACTORIES):
+        raise ShoalError(f"reward function {spec!r}: expected `file.py:function`, or the name of a ready one"
+                         f"{suggest(name, [*FUNCTIONS, *FACTORIES])}")
+    if name in FUNCTIONS:
+        if arguments:
+            raise ShoalError(f"reward function {spec!r}: {name} takes no arguments")
+        return RewardFunction(name, FUNCTIONS[name], builtin=True)
+    factory, defaults = FACTORIES[name]
+    try:
+        call = ast.parse(f"f({arguments or ''})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+        function = factory(*(ast.literal_eval(one) for one in call.args), **(given if arguments else defaults))
+    except (SyntaxError, TypeError, ValueError, AssertionError) as error:
+        raise ShoalError(f"reward function {spec!r}: {error}; expected {name}(KEY=NUMBER)") from error
+    return RewardFunction(name.removeprefix("get_").removesuffix("_reward") + "_reward", function, builtin=True)
+
+
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
+    """1.0 where a completion's answer in LaTeX (a box before all else) is the solution's, else 0.0; None where the
+    solution has no answer that can be read. A check that is ended at its limit gives 0.0."""
+    math_worker.require_math_verify()
+    pairs = [(str(gold), completion_text(completion)) for completion, gold in zip(completions, solution, strict=True)]
+    return [None if same is None else float(same) for same in math_worker.checker().ask(pairs, "trl")]
+
+
+def reasoning_accuracy_reward(completions: Sequence[Any], solution: Sequence[str],
+                              reasoning_delimiters: Sequence[str] | None = None, **kwargs: Any) -> list[float | None]:
+    """`accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a text without one."""
+    texts = [completion_text(completion) for completion in completions]
+    answers = [next((text.rpartition(end)[2] for end in reasoning_delimiters or ("</think>",) if end in text), None)
+               for text in texts]
+    scores = accuracy_reward([answer or "" for answer in answers], solution)
+    return [0.0 if answer is None else one for answer, one in zip(answers, scores, strict=True)]
+
+
+def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """1.0 for a completion that begins with its only `<think>` and closes it, else 0.0."""
+    texts = [completion_text(completion) for completion in completions]
+    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
+
+
+def cosine_scaled_reward(max_len: int, min_value_wrong: float = -1.0, max_value_wrong: float = -0.5,
+                         min_value_correct: float = 0.5, max_value_correct: float = 1.0) -> Callable[..., Any]:
+    """A reward of length: half a cosine from `max_value_correct` at no tokens to `min_value_correct` at `max_len` where
+    the answer is right, from `min_value_wrong` to `max_value_wrong` where it is wrong. arXiv:2502.03373, C.1."""
+
+    def cosine_scaled(completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]],
+                      **kwargs: Any) -> list[float | None]:
+        rewards: list[float | None] = []
+        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+            at_end, at_start = (min_value_correct, max_value_correct) if right else (max_value_wrong, min_value_wrong)
+            cosine = math.cos(math.pi * min(1.0, len(ids) / max_len))
+            rewards.append(None if right is None else at_end + 0.5 * (at_start - at_end) * (1.0 + cosine))
+        return rewards
+
+    return cosine_scaled
+
+
+def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
+    """A penalty of the share of a completion's n-grams of tokens that occurred before. arXiv:2502.03373, C.2.
+
+    >>> repetition_penalty(2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
+    [0.0, -0.75]
+    """
+    if max_penalty > 0:
+        raise ValueError(f"max_penalty={max_penalty}: expected 0 or less")
+
+    def penalty(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        rewards = []
+        for ids in completion_ids:
+            ngrams = [tuple(ids[i:i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
+            repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+            rewards.append(repeated * max_penalty if repeated else 0.0)
+        return rewards
+
+    return penalty
+
+
+def overlong_punishment(max_tokens: int, buffer_tokens: int) -> Callable[..., list[float]]:
+    """A penalty of completions' lengths in tokens: 0 up to `max_tokens - buffer_tokens`, then linearly down to -1 at
+    `max_tokens`. DAPO, arXiv 2503.14476, eq. 13.
+
+    >>> overlong_punishment(100, 20)(completion_ids=[[0] * 80, [0] * 90, [0] * 100])
+    [0.0, -0.5, -1.0]
+    """
+
+    def overlong(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        start = max_tokens - buffer_tokens
+        if not buffer_tokens:
+            return [-float(len(ids) > max_tokens) for ids in completion_ids]
+        return [max(-1.0, min(0.0, (start - len(ids)) / buffer_tokens)) for ids in completion_ids]
+
+    return overlong
+
+
+def _soft_overlong(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """`overlong_punishment` under TRL's names."""
+    return overlong_punishment(max_completion_len, soft_punish_cache)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "accuracy_reward": accuracy_reward, "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+}
+FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] = {
+    # TRL's own script takes these two numbers.
+    "get_soft_overlong_punishment": (_soft_overlong, {"max_completion_len": 1280, "soft_punish_cache": 256}),
+    "get_cosine_scaled_reward": (cosine_scaled_reward, {}),
+    "get_repetition_penalty_reward": (repetition_penalty, {}),
+}
+"""Name -> what makes the function, and its arguments where none are given."""

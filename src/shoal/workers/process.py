@@ -1,0 +1,136 @@
+"""What a forked process needs: a channel to its parent, streams of its own, limits of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+Header = dict[str, Any]
+
+SEND_SECONDS = 120.0
+"""How long to wait for the other end to read."""
+
+SIZES = struct.Struct(">II")
+KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
+
+
+class Channel:
+    """One end of a socket pair, in a process that waits for it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._inbox = bytearray()
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        self.end.settimeout(SEND_SECONDS)
+        self.end.sendall(frame(header, body))
+
+    def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
+        """The complete frames, waiting some seconds for data (None: without end). EOFError once the other end is closed
+        and everything is read."""
+        ended = False
+        self.end.settimeout(seconds)
+        try:
+            while data := self.end.recv(1 << 20):
+                self._inbox += data
+                self.end.settimeout(0.0)
+            ended = True
+        except (BlockingIOError, TimeoutError):
+            pass
+        except ConnectionError:
+            ended = True
+        frames = []
+        while len(self._inbox) >= SIZES.size:
+            header, body = SIZES.unpack_from(self._inbox)
+            start, stop = SIZES.size + header, SIZES.size + header + body
+            if len(self._inbox) < stop:
+                break
+            frames.append((json.loads(self._inbox[SIZES.size:start]), bytes(self._inbox[start:stop])))
+            del self._inbox[:stop]
+        if ended and not frames:
+            raise EOFError
+        return frames
+
+
+def frame(header: Header, body: bytes = b"") -> bytes:
+    line = json.dumps(header).encode()
+    return SIZES.pack(len(line), len(body)) + line + body
+
+
+def fork() -> int:
+    """Forks with signals held back until the child has its own handlers, and without warnings of other threads: the
+    child uses none, and touches no device."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    pid = -1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+    finally:
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def live(body: Callable[[], Any]) -> NoReturn:
+    """The life of a forked process: outside its parent's session, without terminal and Ctrl-C, with standard streams of
+    its own."""
+    code = 1
+    try:
+        gc.freeze()  # nothing that the parent made is ever freed here
+        warnings.filterwarnings("ignore", message=".*fork")
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPROF, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: None)  # unlike SIG_IGN, programs that are started do not inherit it
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.close(null)
+        sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+        prctl(_ADOPT_ORPHANS, 1)  # processes whose parent ends under this one become its children: it can end them
+        body()
+        code = 0
+    except (ConnectionError, TimeoutError, EOFError):  # the other end is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _stream(number: int, mode: str) -> Any:
+    try:
+        return open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    except OSError:
+        return open(os.devnull, mode, encoding="utf-8")
+
+
+def prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def limit_memory(memory_bytes: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # where memory ends, a worker is to go before the trainer
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if memory_bytes and sys.platform == "linux":  # other systems do not enforce such a limit
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = used + memory_bytes if hard == resource.RLIM_INFINITY else min(used + memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))

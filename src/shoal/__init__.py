@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.run.checkpoint_formats import FORMATS as CHECKPOINT_FORMATS
 from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
 
+CHECKPOINT_FORMATS["maxtext"] = "shoal.compat.maxtext_checkpoint:FORMAT"
+
 _LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
           **overrides: Any) -> Result:
-    """Evaluates, trains, evaluates again. Prints as `shoal train` does; ShoalError for what a user can mend.
+    """Evaluates, trains, evaluates again. Prints as `shoal train` does; raises ShoalError for what a user can fix.
 
     `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages), whose other columns
     go to the reward; columns; a table of pandas, polars, arrow or datasets; a `shoal.Task`. `held_out`: rows to
@@ -37,25 +40,25 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
     (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
     """
+    from shoal.commands.train import train as run
     from shoal.config.compose import from_overrides
     from shoal.config.schema import Config
     from shoal.report.result import Result
-    from shoal.run.assembly import train as run
     from shoal.run.cache import cache_by_configuration
     from shoal.run.resume import on_run
 
     config, resolved, functions = from_overrides(Config, **on_run(_named(task, held_out, correct, overrides)))
-    config, resolved = _with_functions_named(config, resolved, functions)
-    own = _own_task(task, held_out, correct, config, functions)
+    config = _with_functions_named(config, functions)
+    data = _task_of_data(task, held_out, correct, config, functions)
     cache_by_configuration()
-    summary = run(config, resolved, functions, _console(resolved), own)
+    summary = run(config, functions, _console(resolved), data)
     return Result(Path(summary["run_folder"]), summary)
 
 
 def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
              **overrides: Any) -> dict[str, Any]:
     """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
-    With `responses=FILE`, the figures of answers made elsewhere, to rows of your own too.
+    With `responses=FILE`, the figures of answers made elsewhere, for rows of your own too.
 
     Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
     from shoal.config.compose import from_overrides
@@ -67,13 +70,13 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
         from shoal.commands.responses import score_responses
 
         everything = replace(config, task=replace(config.task, num_questions=0))
-        own = _own_task(task, held_out, correct, everything, functions)
-        return score_responses(config, functions, _console(resolved), own)
+        data = _task_of_data(task, held_out, correct, everything, functions)
+        return score_responses(config, functions, _console(resolved), data)
     from shoal.commands.evaluate import evaluate as run
 
-    own = _own_task(task, held_out, correct, config, functions)
+    data = _task_of_data(task, held_out, correct, config, functions)
     cache_by_configuration()
-    return run(config, functions, _console(resolved), own)
+    return run(config, functions, _console(resolved), data)
 
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
@@ -90,7 +93,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides with the task under its name; data of one's own is `rows`."""
+    """The overrides with the task under its name, which for data from Python is `rows`."""
     from shoal.tasks.rows import is_data
     from shoal.tasks.task import ROWS
 
@@ -98,31 +101,27 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
         return {**overrides, "task.name": ROWS}
     for name, value in (("held_out", held_out), ("correct", correct)):
         if value is not None:
-            raise ShoalError(f"{name} goes with data of your own, task=rows; here task is {task!r}")
+            raise ShoalError(f"{name} is for data of your own, task=rows; task is {task!r}")
     return dict(overrides) if task is None else {**overrides, "task": task}
 
 
-def _own_task(task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]) -> Task | None:
-    from shoal.run.task import own_task
+def _task_of_data(task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]) -> Task | None:
+    """The task of rows or a `Task`; None where `task` is a name or settings."""
+    from shoal.run.task import task_of_data
     from shoal.tasks.rows import is_data
 
-    return own_task(task, held_out, correct, config.task, config.reward, functions) if is_data(task) else None
+    return task_of_data(task, held_out, correct, config.task, config.reward, functions) if is_data(task) else None
 
 
-def _with_functions_named(config: Any, resolved: Any, functions: Sequence[Callable]) -> tuple[Any, Any]:
-    """The configuration with the names of functions that came from Python: a run's folder does not hide them."""
-    from shoal.config.compose import texts_of
+def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
+    """The configuration with the names of the functions given, so that a run folder shows that there were some."""
     from shoal.rewards.functions import name_functions
     from shoal.tasks.task import FROM_PYTHON
 
     if not functions:
-        return config, resolved
+        return config
     names = tuple(f"{FROM_PYTHON}{one.name}" for one in name_functions(functions))
-    config = replace(config, reward=replace(config.reward, functions=names))
-    values = {**resolved.arguments.values, "reward.functions": list(names)}
-    text, difference = texts_of(config)
-    return config, replace(resolved, text=text, difference=difference,
-                           arguments=replace(resolved.arguments, values=values))
+    return replace(config, reward=replace(config.reward, functions=names))
 
 
 def _console(resolved: Any) -> Any:

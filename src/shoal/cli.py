@@ -1,12 +1,16 @@
-"""The command line: `shoal <command> [key=value ...]`. Nothing heavy is imported before a command runs."""
+"""The command line, `shoal <command> [key=value ...]`: finds the command, composes its configuration, calls it.
+
+Nothing heavy is imported before a command runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +25,6 @@ from shoal.types import ShoalError
 
 if TYPE_CHECKING:
     from shoal.config.compose import Resolved
-    from shoal.report.console import Console
 
 FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -34,7 +37,16 @@ MULTIRUN = ("-m", "--multirun")
 OTHER_WORDS = ("help", "completion")
 """First words that are no commands with settings."""
 
-GREEDY_OF_MEMORY = ("train", "eval", "generate")
+ENTRIES: Mapping[str, str] = {
+    "train": "train:train", "doctor": "doctor:doctor", "eval": "evaluate:evaluate", "generate": "generate:generate",
+    "export": "export:export", "convert": "convert:convert", "replay": "replay:replay", "rescore": "rescore:rescore",
+    "diff": "diff:diff", "groups": "groups:groups", "export-rollouts": "export_rollouts:export_rollouts",
+    "pretrain": "pretrain:pretrain",
+}
+"""Command -> `module:function` in `shoal.commands`, called with the configuration and `console`."""
+
+MEMORY_EXPLAINED = ("train", "eval", "generate")
+"""Commands whose keys decide how much memory they take."""
 
 
 def program() -> int:
@@ -46,7 +58,7 @@ def program() -> int:
 
 
 def _hide_token() -> None:
-    """A token for the hub that was typed goes into the environment, and out of what a process tells of itself."""
+    """Moves a hub token that was typed into the environment, out of the process's arguments, which others can read."""
     with contextlib.suppress(ShoalError):
         sys.argv[:] = blank_token(sys.argv)
         sys.orig_argv[:] = blank_token(sys.orig_argv)
@@ -88,7 +100,7 @@ def door_words(name: str, words: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0; 1 where a run of a sweep failed; 2 for a mistake that the user
-    can mend, also one that `shoal doctor` found; 130 when interrupted.
+    can fix, also one that `shoal doctor` found; 130 when interrupted.
 
     Such a mistake is one line on stderr; any other exception is a bug and keeps its traceback.
     """
@@ -144,6 +156,9 @@ def _run_command(command: str, words: list[str]) -> int:
         return _sweep(command, words, only_shown)
     config, resolved = _compose(command, words)
     if only_shown:
+        from shoal.run.preflight.settings import check_dry_run
+
+        check_dry_run(config)
         print(dry_run(config, resolved), end="")
         return 0
     _check_words(command, config)
@@ -159,7 +174,7 @@ def _run_command(command: str, words: list[str]) -> int:
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
-    """The configuration; where a job goes on with a run, on top of the run's own."""
+    """The configuration; with `resume`, on top of the run's own."""
     if "resume" in keys_of(COMMANDS[command]):
         from shoal.run.resume import compose_job
 
@@ -175,13 +190,15 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     console = Console()
     for note in resolved.notes:
         console.note(note)
+    entry = "responses:score_responses" if command == "eval" and config.responses else ENTRIES[command]
+    module, _, function = entry.partition(":")
     try:
-        return _HANDLERS[command](config, resolved, console)
+        return getattr(importlib.import_module(f"shoal.commands.{module}"), function)(config, console=console)
     except ShoalError:
         raise
     except Exception as error:
-        if command in GREEDY_OF_MEMORY:
-            from shoal.commands.doctor import explain_out_of_memory
+        if command in MEMORY_EXPLAINED:
+            from shoal.run.preflight.memory import explain_out_of_memory
 
             if explained := explain_out_of_memory(error, config):
                 raise explained from error
@@ -199,7 +216,7 @@ def _sweep(command: str, words: list[str], only_shown: bool) -> int:
 
 
 def _check_words(command: str, config: Any) -> None:
-    """The words that a command stands on must be there."""
+    """ShoalError where a positional argument is missing."""
     for key in WORDS.get(command, ()):
         if not getattr(config, key):
             raise ShoalError(f"expected `shoal {command} {words_text(command)}`: {key.upper()} is missing, "
@@ -208,7 +225,7 @@ def _check_words(command: str, config: Any) -> None:
 
 @contextlib.contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Sends what is written to stdout, here and by processes started meanwhile, to stderr: stdout is for the JSON."""
+    """Redirects stdout, of this process and of those it starts, to stderr: stdout is for the JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -221,10 +238,10 @@ def _stdout_is_stderr() -> Iterator[None]:
 
 
 def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> None:
-    """Starts this process again with glibc's allocator on huge pages, where Linux grants them on request.
+    """Restarts this process with glibc's allocator on huge pages, where Linux grants them on request.
 
-    On CPU every compiled step takes and returns its buffers; with small pages a third of an update goes into the
-    kernel's filling them in (docs/decisions/0003). The allocator reads the setting only when a process starts.
+    On CPU every compiled step allocates and frees its buffers; with small pages the kernel takes a third of an update
+    to map them (docs/decisions/0003). The allocator reads the setting only when a process starts.
     """
     if "GLIBC_TUNABLES" in os.environ or not sys.platform.startswith("linux"):
         return
@@ -232,93 +249,6 @@ def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabl
         return
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-# ---- commands
-
-
-def _train(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.run.assembly import train
-
-    return train(config, resolved, console=console)
-
-
-def _doctor(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.doctor import doctor
-
-    return doctor(config, console)
-
-
-def _evaluate(config: Any, resolved: Resolved, console: Console) -> Any:
-    if config.responses:
-        from shoal.commands.responses import score_responses
-
-        return score_responses(config, console=console)
-    from shoal.commands.evaluate import evaluate
-
-    return evaluate(config, console=console)
-
-
-def _generate(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.run.assembly import generate
-
-    return generate(config, console=console)
-
-
-def _export(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.run.assembly import export
-
-    return export(config, console=console)
-
-
-def _groups(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.groups import groups
-
-    return groups(config, console)
-
-
-def _replay(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.replay import replay
-
-    return replay(config, console)
-
-
-def _rescore(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.rescore import rescore
-
-    return rescore(config, console)
-
-
-def _diff(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.diff import diff
-
-    return diff(config, console)
-
-
-def _export_rollouts(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.export_rollouts import export_rollouts
-
-    return export_rollouts(config, console)
-
-
-def _pretrain(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.pretrain import pretrain
-
-    return pretrain(config, console=console)
-
-
-def _convert(config: Any, resolved: Resolved, console: Console) -> Any:
-    from shoal.commands.convert import convert
-
-    return convert(config, console)
-
-
-_HANDLERS: Mapping[str, Callable[[Any, Resolved, Console], Any]] = {
-    "train": _train, "doctor": _doctor, "eval": _evaluate, "generate": _generate, "export": _export,
-    "convert": _convert,
-    "groups": _groups, "replay": _replay, "rescore": _rescore, "diff": _diff, "export-rollouts": _export_rollouts,
-    "pretrain": _pretrain,
-}
 
 
 def _version() -> str:

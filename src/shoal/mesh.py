@@ -128,7 +128,7 @@ def listed_divisors(*numbers: int) -> str:
 
 def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
     """All three roles on one mesh over the same devices: those that mesh.trainer names, or all."""
-    devices = devices if devices is not None else jax.devices()
+    devices = devices if devices is not None else available_devices()
     mesh = make_mesh(section, [devices[number] for number in shared_devices(section, len(devices))])
     trainer, sampler = tuple(TRAINER_RULES.items()), tuple(SAMPLER_RULES.items())
     return Roles(
@@ -136,6 +136,18 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Ro
         sampler=Role("sampler", mesh, sampler),
         reference=Role("reference", mesh, trainer),
     )
+
+
+def available_devices() -> list[Any]:
+    """JAX's devices; ShoalError where JAX finds none of the platform that JAX_PLATFORMS names."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
+        asked = jax.config.values["jax_platforms"]
+        reason = str(error).partition(" (set JAX_PLATFORMS")[0]
+        raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, name "
+                         "a platform of this machine (cpu, cuda, tpu), or install 'shoal[cuda]' or 'shoal[tpu]'"
+                         ) from error
 
 
 def shared_devices(section: MeshSection, available: int) -> list[int]:

@@ -27,7 +27,6 @@ from shoal.config.schema import (
     ExportConfig,
     ExportRolloutsConfig,
     GenerateConfig,
-    GroupsConfig,
     PretrainConfig,
     ReplayConfig,
     RescoreConfig,
@@ -48,11 +47,10 @@ def own_environment(monkeypatch):
 
 
 JOBS = {
-    "run.assembly": ("train", "generate", "export"), "commands.evaluate": ("evaluate",), "commands.convert": ("convert",),
-    "commands.pretrain": ("pretrain",), "commands.doctor": ("doctor",),
-    "commands.replay": ("replay",), "commands.rescore": ("rescore",), "commands.diff": ("diff",), "commands.export_rollouts": ("export_rollouts",), "commands.groups": ("groups",),
+    name: name for name in ("train", "generate", "export", "evaluate", "convert", "pretrain", "doctor", "replay",
+                            "rescore", "diff", "export_rollouts")
 }
-"""Module -> the functions that commands call there."""
+"""Module of `shoal.commands` -> the function that the command line calls there."""
 
 
 @pytest.fixture
@@ -66,12 +64,13 @@ def calls(monkeypatch):
             return {"called": name, "number": float("nan")}
         return call
 
-    for module, functions in JOBS.items():
-        replacement = types.ModuleType(f"shoal.{module}")
-        for name in functions:
-            setattr(replacement, name, stand_in(name))
+    for module, name in JOBS.items():
+        replacement = types.ModuleType(f"shoal.commands.{module}")
+        setattr(replacement, name, stand_in(name))
         monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
-    sys.modules["shoal.commands.doctor"].explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
+    memory = types.ModuleType("shoal.run.preflight.memory")
+    memory.explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, memory.__name__, memory)
     return made
 
 
@@ -90,7 +89,6 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     ("export", ["from=a", "to=b"], "export", ExportConfig(source="a", to="b")),
     ("pretrain", ["output=a"], "pretrain", PretrainConfig(output="a")),
     ("doctor", ["steps=3"], "doctor", DoctorConfig(steps=3)),
-    ("groups", ["runs/a", "step=37"], "groups", GroupsConfig(run="runs/a", step=37)),
     ("replay", ["runs/a", "step=37", "group=5"], "replay", ReplayConfig(run="runs/a", step=37, group=5)),
     ("rescore", ["last", "reward=f.py:g"], "rescore",
      RescoreConfig(run="last", reward=RewardSection(functions=("f.py:g",)))),
@@ -102,10 +100,7 @@ def test_each_command_calls_its_job(calls, command, words, called, config):
     assert cli.main([command, *words]) == 0
     [(name, args, kwargs)] = calls
     assert (name, args[0]) == (called, config)
-    assert "console" in kwargs or type(args[-1]).__name__ == "Console"
-    if command == "train":
-        assert "steps: 3" in args[1].text and args[1].difference == "steps: 3\n"
-        assert args[1].arguments.values == {"steps": "3"}
+    assert len(args) == 1 and list(kwargs) == ["console"]
 
 
 def test_what_a_preset_sets_is_said(calls, capsys):
@@ -114,9 +109,9 @@ def test_what_a_preset_sets_is_said(calls, capsys):
     assert calls[0][1][0].algorithm.kl_coef == 0.04
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in JOBS.items() for name in names])
+@pytest.mark.parametrize(("module", "name"), JOBS.items())
 def test_the_jobs_exist_under_the_names_that_are_called(module, name):
-    function = getattr(importlib.import_module(f"shoal.{module}"), name)
+    function = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
     assert "console" in function.__code__.co_varnames[:function.__code__.co_argcount]
 
 
@@ -133,9 +128,8 @@ def run(tmp_path) -> Path:
 
 def test_resumption_reaches_the_job(calls, run):
     assert cli.main(["train", "resume=last", f"base_output_directory={run.parent}", "steps=200"]) == 0
-    [(_, (config, resolved, *_), _)] = calls
+    [(_, (config,), _)] = calls
     assert (config.resume, config.steps, config.optimizer.lr) == (str(run), 200, 1e-3)
-    assert resolved.arguments.config_name == str(run / "config.yaml")
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])
@@ -155,7 +149,7 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
 def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
     for words, part in ((["resume=last", f"base_output_directory={run}"], f"no run was started under {run} yet"),
                         ([f"resume={run.parent}"], "is no run folder"),
-                        (["resume=last", "base_output_directory=gs://a"], "storage in a cloud is not there yet")):
+                        (["resume=last", "base_output_directory=gs://a"], "cloud storage is not supported")):
         assert cli.main(["train", *words, "--dry-run"]) == cli.main(["train", *words]) == 2
         assert capsys.readouterr().err.count(part) == 2
     assert calls == []
@@ -223,7 +217,7 @@ def test_a_mistake_met_later_is_one_line_too(capsys, calls, monkeypatch):
     def fails(*args, **kwargs):
         raise ShoalError("no such\nfolder")
 
-    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", fails)
+    monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", fails)
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "error: no such folder\n"
 
@@ -234,19 +228,19 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
             raise error
         return call
 
-    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", raises(KeyboardInterrupt()))
+    monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", raises(KeyboardInterrupt()))
     assert cli.main(["train"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", raises(KeyboardInterrupt("saved; resume=last")))
+    monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", raises(KeyboardInterrupt("saved; resume=last")))
     assert cli.main(["train"]) == 130
     assert capsys.readouterr().err == "saved; resume=last\n"
-    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", raises(ZeroDivisionError("a bug")))
+    monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", raises(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(["train"])
 
 
 def test_what_explains_running_out_of_memory_exists():
-    from shoal.commands.doctor import explain_out_of_memory
+    from shoal.run.preflight.memory import explain_out_of_memory
 
     assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
     assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
@@ -261,8 +255,8 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
         assert found is error
         return ShoalError(f"lower batch.micro_tokens={config.batch.micro_tokens}") if config.steps else None
 
-    monkeypatch.setattr(sys.modules["shoal.run.assembly"], "train", out_of_memory)
-    monkeypatch.setattr(sys.modules["shoal.commands.doctor"], "explain_out_of_memory", explain)
+    monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
+    monkeypatch.setattr(sys.modules["shoal.run.preflight.memory"], "explain_out_of_memory", explain)
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "error: lower batch.micro_tokens=2048\n"
     with pytest.raises(type(error)):
@@ -306,6 +300,52 @@ def test_a_dry_run_touches_nothing(tmp_path):
         "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules")
     assert done.returncode == 0, done.stderr
     assert "path: /not/there" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["base_output_directory=gs://a/b"], "base_output_directory=gs://a/b: cloud storage is not supported"),
+    (["model=s3://a"], "model.path=s3://a: cloud storage is not supported"),
+    (["model={folder}"], "model_type is 'mamba'; Shoal knows llama, qwen2, qwen3"),
+    (["teacher.path={folder}", "algorithm.advantage=none"], "model_type is 'mamba'"),
+    (["model.name=llama9-8b"], "no model is called 'llama9-8b'"),
+    (["task=gsm8q"], "did you mean 'gsm8k'"),
+    (["task=custom", "task.path={data}"], "task custom: it has no reward of its own"),
+    (["task=custom", "reward=f.py:g"], "task custom: task.path is not given"),
+    (["task=custom", "task.path={data}", "reward=f.py:g"], "has no column `prompt`"),
+    (["sampling.temperature=0"], "sampling.temperature=0: in training every completion"),
+    (["algorithm.advantage=none"], "set teacher.path"),
+    (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
+    (["mesh.tensor=2", "mesh.fsdp=3"], "mesh.fsdp=3 does not divide 4 of 8 devices; use 1, 2 or 4"),
+    (["mesh.trainer=4", "mesh.sampler=4"], "mesh.trainer=4, mesh.sampler=4"),
+    (["run_name=../out"], "without '..'"),
+])
+def test_a_dry_run_refuses_what_the_run_would_refuse(capsys, tmp_path, words, part):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1", "answer": "2"}\n' * 4)
+    words = [word.format(folder=tmp_path, data=data) for word in words]
+    words += [] if any(word.startswith("base") for word in words) else [f"base_output_directory={tmp_path / 'runs'}"]
+    assert cli.main(["train", *words, "--dry-run"]) == 2
+    assert part in capsys.readouterr().err
+    if "reward=f.py:g" not in words:  # the run reads the functions' file before the data
+        assert cli.main(["train", *words]) == 2
+        assert part in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "kpu"])
+def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "1 + 1"}\n')
+    commands = [["train", f"base_output_directory={tmp_path / 'runs'}"], ["doctor"], ["eval"],
+                ["generate", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"],
+                ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"],
+                ["pretrain", f"output={tmp_path / 'a'}"]]
+    done = python(f"from shoal.cli import main\nassert [main(words) for words in {commands!r}] == [2] * 7",
+                  JAX_PLATFORMS=platform)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices") == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 # ---- help

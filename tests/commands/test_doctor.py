@@ -18,17 +18,25 @@ from tiny_runs import Workshop, quick_compilation
 
 from shoal import cli
 from shoal.commands import doctor as doctor_module
-from shoal.commands.doctor import doctor, explain_out_of_memory
+from shoal.commands.doctor import doctor
 from shoal.config.compose import compose
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.run.brief import brief, step_line
-from shoal.run.checks import key_in
-from shoal.run.memory import There, machine_memory
-from shoal.run.probe import KINDS, answers, findings_of, gold_of, others, probe
+from shoal.run.preflight.memory import AvailableMemory, MemoryBudget, explain_out_of_memory, machine_memory
+from shoal.run.preflight.reporter import key_in
+from shoal.run.preflight.reward import (
+    KINDS,
+    answers,
+    check_first_prompt,
+    gold_of,
+    probe,
+    reward_findings,
+    wrong_answers,
+)
+from shoal.run.preflight.settings import step_line
 from shoal.run.task import load_task
 from shoal.trainer.curriculum import Prepared
 from shoal.types import Example, ShoalError
@@ -122,7 +130,7 @@ def test_sampler_and_trainer_agree(right):
     figures = right[0]["agreement"]
     assert figures["completions"] == 8 and figures["tokens"] > 100
     assert 0 < figures["mean_difference"] <= figures["largest_difference"] < 1e-4
-    assert 0 < figures["entropy"] < 6 and 0 <= figures["cut"] <= 1 and 0 < figures["nonzero_std"] <= 1
+    assert 0 < figures["entropy"] < 6 and 0 <= figures["truncated"] <= 1 and 0 < figures["nonzero_std"] <= 1
 
 
 def test_memory_is_named_by_part(right):
@@ -153,7 +161,7 @@ def test_the_command_prints_json_and_fails_where_something_is_wrong(workshop, ca
 # ---- planted mistakes
 
 MISTAKES = [  # a change of the command line, the key of the finding, parts of its text, its level
-    ("optimizer.lr=0", "optimizer.lr", "nothing would be learnt", "wrong"),
+    ("optimizer.lr=0", "optimizer.lr", "nothing would be learned", "wrong"),
     ("optimizer.lr=0.05", "optimizer.lr", "destroy the model", "wrong"),
     ("optimizer.warmup_steps=40", "optimizer.warmup_steps", "only begins to rise", "warning"),
     ("sampling.temperature=0", "sampling.temperature", "every completion of a group would be the same", "wrong"),
@@ -189,7 +197,7 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("sampling.stop=</reasoning>", "sampling.stop", "ends right answers before their end", "warning"),
     ("sampling.max_completion_tokens=12", "sampling.max_completion_tokens", "own right answers", "warning"),
     ("model.path={nan}", "model.path", "NaN or infinity in the weights final_norm", "wrong"),
-    ("train.pass_k=8&steps=1", "task.num_questions", "evaluation draws", "warning"),
+    ("train.pass_k=8&steps=1", "task.num_questions", "evaluation samples", "warning"),
 ]
 
 
@@ -235,7 +243,7 @@ def without_trial(monkeypatch):
 
     def none(*_: Any) -> None: ...
 
-    monkeypatch.setattr(doctor_module, "try_a_step", none)
+    monkeypatch.setattr(doctor_module, "try_first_step", none)
 
 
 @pytest.mark.parametrize(("change", "key", "text", "level"), MISTAKES)
@@ -257,7 +265,7 @@ def test_a_reward_that_hangs_is_found_within_its_limit(workshop, without_trial):
 
 def test_a_failure_that_the_run_would_pass_over_is_a_warning(workshop, without_trial):
     result, _ = look(workshop, f"reward={workshop.folder}/probed.py:picky", "reward.on_error=skip")
-    assert found(result, "reward.functions", "nothing to read", "reward.on_error lets the run go on")
+    assert found(result, "reward.functions", "nothing to read", "reward.on_error lets the run continue")
     assert result["ok"] and [np.isnan(row["total"]) for row in result["rewards"]] == [False, False, True, False, False]
 
 
@@ -274,7 +282,8 @@ def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
 
 
 def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
-    monkeypatch.setattr(doctor_module, "memory_there", lambda devices: There(1 << 20, 1 << 18, "a small machine"))
+    monkeypatch.setattr(doctor_module, "available_memory",
+                        lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
     result, _ = look(workshop, "sampling.max_prompt_tokens=4096")
     told = found(result, "sampling.slots_per_device", "too little", "KV caches", "slots_per_device=4 (now 8)")
     assert told["check"] == "memory" and "a small machine" in told["text"]
@@ -283,8 +292,9 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
 
 
 def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
-    monkeypatch.setattr(doctor_module, "memory_there", lambda devices: There(1 << 30, 1 << 20, "a small machine"))
-    monkeypatch.setattr(doctor_module, "static_need", lambda *_: doctor_module.Need(update={"gradient": 100}))
+    monkeypatch.setattr(doctor_module, "available_memory",
+                        lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
+    monkeypatch.setattr(doctor_module, "static_budget", lambda *_: MemoryBudget(update={"gradient": 100}))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "too little", "1.0 MiB of 1.0 GiB free")
     assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20
@@ -294,9 +304,9 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
 def test_samples_that_teach_nothing_are_told(workshop, monkeypatch):
     monkeypatch.setitem(doctor_module.LARGEST_DIFFERENCE, "float32", 0.0)
     result, _ = look(workshop)
-    assert result["agreement"]["nonzero_std"] == 0 and result["agreement"]["cut"] > 0.5
+    assert result["agreement"]["nonzero_std"] == 0 and result["agreement"]["truncated"] > 0.5
     found(result, "batch.group_size", "every completion scored 0, so this step would teach nothing")
-    assert found(result, "sampling.max_completion_tokens", "are cut at", "=96")["check"] == "samples"
+    assert found(result, "sampling.max_completion_tokens", "are truncated at", "=96")["check"] == "samples"
     found(result, "model.dtype", "more than 0 is to be expected")
 
 
@@ -369,7 +379,7 @@ def test_gold_answers_are_found_where_people_keep_them(columns, gold):
 
 def test_wrong_answers_are_wrong():
     for gold in ("0", "1", "-3", "19", "1.5", "1,000", "Paris"):
-        wrong = others(gold)
+        wrong = wrong_answers(gold)
         assert len(set(wrong)) == 5 and not any(gold in text for text in wrong)
     made = answers(Example(0, "q", {"answer": "5", "solution": "2 + 3 = 5"}))
     assert made["####", "wrong"] == "2 + 3 = 6\n#### 6" and made["bare", "right"] == "5"
@@ -388,7 +398,7 @@ def test_the_form_that_a_reward_wants_is_found(function, form):
     tried = probe(judge, [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)], lambda text: text.encode())
     judge.close()
     assert tried.form == form and tried.total("right") == 1 and tried.total("wrong") == tried.total("empty") == 0
-    assert [finding.level for finding in findings_of(tried) if finding.level != "ok"] in ([], ["warning"])
+    assert [finding.level for finding in reward_findings(tried) if finding.level != "ok"] in ([], ["warning"])
 
 
 def test_the_brief_says_what_a_step_is_and_what_the_reward_says(workshop):
@@ -396,7 +406,7 @@ def test_the_brief_says_what_a_step_is_and_what_the_reward_says(workshop):
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
     judge = RewardPool(task.rewards, config.reward)
     example = task.train[0]
-    found = brief(config, task, tokenizer, Prepared(example, tokenizer.encode_prompt(example.prompt)), judge)
+    found = check_first_prompt(config, tokenizer, Prepared(example, tokenizer.encode_prompt(example.prompt)), judge)
     judge.close()
     assert [(finding.level, finding.text) for finding in found] == [
         ("ok", "this step = 32 x 8 completions, 1 update"),
@@ -411,7 +421,7 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
     first = Prepared(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
     with RewardPool(task.rewards, config.reward) as judge:
-        return [f.text for f in brief(config, task, tokenizer, first, judge) if f.level == "warning"]
+        return [f.text for f in check_first_prompt(config, tokenizer, first, judge) if f.level == "warning"]
 
 
 @pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
@@ -423,7 +433,7 @@ def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(worksho
 
 
 def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(workshop):
-    told = r"'raises' raised KeyError: 'no such thing' for .*right answer \(.*failed at every known answer.*mend it"
+    told = r"'raises' raised KeyError: 'no such thing' for .*right answer \(.*failed at every known answer.*fix it"
     with pytest.raises(ShoalError, match=told):
         in_brief(workshop, "raises")
     for policy in ("zero", "skip"):

@@ -12,20 +12,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
-from test_parity import shoal_logits
+from small import shoal_logits
 from tiny_models import write_model, write_model_with_tokenizer
 from tiny_runs import by_path, quick_compilation, same_bits
 
 from shoal import cli
 from shoal.commands.convert import convert
+from shoal.commands.export import export
+from shoal.compat import maxtext_checkpoint as maxtext
 from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelSection
 from shoal.mesh import make_roles
-from shoal.model import hf, maxtext, names
+from shoal.model import hf, names
 from shoal.model.names import MODELS, Named, model_named
 from shoal.model.transformer import is_param_spec, param_specs, shardings
 from shoal.report.console import Console
-from shoal.run.assembly import copy_model_files, export, open_model
-from shoal.run.loading import resolve_model
+from shoal.run.loading import copy_model_files, open_model, resolve_model
 from shoal.types import ShoalError
 
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
@@ -49,30 +50,30 @@ def maxtext_tree(folder: Path, pairs: bool, scan_layers: bool) -> dict[str, Any]
     scale_query_layer of checkpoint_conversion/utils/param_mapping.py, layers stacked on axis 1. Llama and Qwen."""
     config = json.loads((folder / "config.json").read_text())
     d, heads, keys = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    hidden_size = config.get("head_dim") or d // heads
+    head_dim = config.get("head_dim") or d // heads
     weights = load_file(folder / "model.safetensors")
 
     def rope(kernel: np.ndarray) -> np.ndarray:
-        first, second = kernel[..., : hidden_size // 2], kernel[..., hidden_size // 2 :]
+        first, second = kernel[..., : head_dim // 2], kernel[..., head_dim // 2 :]
         return np.stack([first, second], axis=-1).reshape(kernel.shape) if pairs else kernel
 
     def layer(number: int) -> dict[str, Any]:
         def get(name: str) -> np.ndarray:
             return weights[f"model.layers.{number}.{name}.weight"]
 
-        query = rope(get("self_attn.q_proj").transpose().reshape(d, heads, hidden_size))
+        query = rope(get("self_attn.q_proj").transpose().reshape(d, heads, head_dim))
         if config["model_type"] == "llama":
-            query = query * np.float32(1 / np.sqrt(hidden_size))
+            query = query * np.float32(1 / np.sqrt(head_dim))
         attention: dict[str, Any] = {
             "query": {"kernel": query},
-            "key": {"kernel": rope(get("self_attn.k_proj").transpose().reshape(d, keys, hidden_size))},
-            "value": {"kernel": get("self_attn.v_proj").transpose().reshape(d, keys, hidden_size)},
-            "out": {"kernel": get("self_attn.o_proj").transpose().reshape(heads, hidden_size, d)},
+            "key": {"kernel": rope(get("self_attn.k_proj").transpose().reshape(d, keys, head_dim))},
+            "value": {"kernel": get("self_attn.v_proj").transpose().reshape(d, keys, head_dim)},
+            "out": {"kernel": get("self_attn.o_proj").transpose().reshape(heads, head_dim, d)},
         }
         if config["model_type"] == "qwen2":
             for ours, theirs, count in (("query", "q", heads), ("key", "k", keys), ("value", "v", keys)):
                 bias = weights[f"model.layers.{number}.self_attn.{theirs}_proj.bias"]
-                attention[ours]["bias"] = bias.reshape(count, hidden_size)
+                attention[ours]["bias"] = bias.reshape(count, head_dim)
         if config["model_type"] == "qwen3":
             attention["query_norm"] = {"scale": get("self_attn.q_norm")}
             attention["key_norm"] = {"scale": get("self_attn.k_norm")}
@@ -130,8 +131,8 @@ def load(section: ModelSection, role=ROLE) -> Any:
 def maxtext_logits(tree: dict[str, Any], config: dict[str, Any], pairs: bool, tokens: np.ndarray) -> np.ndarray:
     """float64[T, V] as MaxText's layers compute them: normalizations.RMSNorm, attention that does not scale,
     embeddings.LLaMARotaryEmbedding (pairs, stretched) or RotaryEmbedding (halves), a gated feed-forward part."""
-    hidden_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    exponents = 2 * np.arange(hidden_size // 2) / hidden_size
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    exponents = 2 * np.arange(head_dim // 2) / head_dim
     scales = config.get("rope_theta", 10000.0) ** exponents
     if stretched := config.get("rope_scaling"):
         old, factor = stretched["original_max_position_embeddings"], stretched["factor"]
@@ -289,12 +290,12 @@ def test_queries_scaled_by_a_root_that_is_no_power_of_two_come_back_to_the_last_
     assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize(("family", "width", "warned"),
+@pytest.mark.parametrize(("family", "head_dim", "warned"),
                          [("llama3", 8, True), ("llama3", 16, False), ("qwen3", 8, False)])
-def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family, hidden_size, warned):
-    folder = write_model(tmp_path / "hf", family, dtype=jax.numpy.bfloat16, vocab_size=270, head_dim=hidden_size)
+def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family, head_dim, warned):
+    folder = write_model(tmp_path / "hf", family, dtype=jax.numpy.bfloat16, vocab_size=270, head_dim=head_dim)
     run_convert(source=folder, to=tmp_path / "items", dtype="bfloat16")
-    line = f"divided by the square root of head_dim={width}, which rounds them once more; dtype=float32 keeps"
+    line = f"divided by the square root of head_dim={head_dim}, which rounds them once more; dtype=float32 keeps"
     out = " ".join(capsys.readouterr().out.split())
     assert (line in out) == warned
     run_convert(source=tmp_path / "items", to=tmp_path / "back", format="huggingface", tokenizer=folder,
@@ -306,19 +307,19 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
 
 
 def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
-    from shoal.commands.convert import find, unread
+    from shoal.commands.convert import find_source
     from shoal.trainer import checkpoint
 
     folder = folder_of(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
-    a, opened = find(str(folder))
-    read = opened(ROLE)
+    a, open_source = find_source(str(folder))
+    read = open_source(ROLE)
     asked: list[tuple[str, int, int]] = []
 
     def counted(path: str, part: tuple[slice, ...]) -> np.ndarray:
         asked.append((path, part[0].start, part[0].stop))
         return read(path, part)
 
-    arrays = unread(counted, a, True, True, np.dtype(np.float32))
+    arrays = maxtext.arrays_to_write(counted, a, True, True, np.dtype(np.float32))
     sizes: list[int] = []
     (tmp_path / "m").mkdir()
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 7000)  # a layer's largest tensor has 6144
@@ -501,7 +502,7 @@ def test_convert_refuses(place, tmp_path):
                         ("base_output_directory", {"source": own, "base_output_directory": "gs://bucket/m"}),
                         ("tokenizer", {"source": items, "to": tmp_path / "new", "format": "huggingface",
                                        "tokenizer": "gs://bucket/m"})):
-        assert f"{key}=gs://bucket/m: storage in a cloud is not there yet" in refused(**others)
+        assert f"{key}=gs://bucket/m: cloud storage is not supported" in refused(**others)
     for name in ("../esc", "/esc", "a/../../esc", "."):
         told = refused(source=own, base_output_directory=tmp_path / "out", run_name=name)
         assert f"run_name={name!r}: expected a name under base_output_directory" in told
@@ -513,7 +514,7 @@ def test_convert_refuses(place, tmp_path):
 
 def test_export_names_the_command_that_reads_a_maxtext_checkpoint(place, tmp_path):
     for items in (place / "m" / "0" / "items", place / "m" / "0"):
-        with pytest.raises(ShoalError, match=r"is a MaxText checkpoint: take `shoal convert format=huggingface`"):
+        with pytest.raises(ShoalError, match=r"is a MaxText checkpoint: use `shoal convert format=huggingface`"):
             export(ExportConfig(source=str(items), to=str(tmp_path / "to")))
 
 
@@ -521,7 +522,7 @@ def test_what_convert_has_no_use_for_is_said(place, tmp_path, capsys):
     run_convert(source=place / "hf", to=tmp_path / "a", base_output_directory=tmp_path / "b", run_name="c",
                 tokenizer=place / "hf")
     out = " ".join(capsys.readouterr().out.split())
-    assert f"to={tmp_path}/a is the folder that is written: base_output_directory and run_name beside it have" in out
+    assert f"base_output_directory and run_name have no effect: to={tmp_path}/a is the folder that is written" in out
     assert f"tokenizer={place}/hf has no effect: there is no tokenizer in MaxText's layout" in out
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     run_convert(source=place / "hf", base_output_directory=tmp_path, run_name="c")

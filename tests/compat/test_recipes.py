@@ -19,9 +19,9 @@ from shoal.config.compose import PRESETS, compose
 from shoal.config.convert import leaves_of
 from shoal.config.keys import keys_of
 from shoal.config.schema import AlgorithmSection, Config
-from shoal.run.learning import algorithm_warnings
-from shoal.trainer.loss import Objective
-from shoal.trainer.step_table import step_advantages
+from shoal.run.preflight.settings import algorithm_warnings
+from shoal.trainer.step import Objective
+from shoal.trainer.update import step_advantages
 from shoal.types import ShoalError
 
 RECIPES = sorted(file.stem for file in (PRESETS / "recipe").glob("*.yaml"))
@@ -50,8 +50,7 @@ class Batch:
 def draw(seed: int, beta: float) -> Batch:
     rng = np.random.default_rng(seed)
     old_logprobs = -0.2 - rng.exponential(1.0, (P * G, T))
-    lp, ref_logprobs, sampler = (old_logprobs + spread * rng.standard_normal(old_logprobs.shape)
-                                 for spread in (0.3, 0.5, 0.3))
+    lp, ref_logprobs, sampler = (old_logprobs + spread * rng.standard_normal(old_logprobs.shape) for spread in (0.3, 0.5, 0.3))
     mask = np.arange(T) < rng.integers(1, T + 1, (P * G, 1))
     rewards = np.tile([0.0, 1.0, 1.0, 0.25], P) * np.repeat([1.0, 1.0, 3.0], G)
     return Batch(old_logprobs, sampler, ref_logprobs, rng.exponential(1.0, old_logprobs.shape), mask, rewards, beta, lp)
@@ -151,7 +150,7 @@ ONE_UPDATE = ("scalerl",)
 def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[float, np.ndarray]:
     """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if several updates
     were made; else as the settings say."""
-    advantages = step_advantages(a, b.grouped, np.ones((P, G), bool), b.mask.sum(1).reshape(P, G))
+    advantages = step_advantages(a, b.grouped, np.ones((P, G), bool))
     rows = [oracle.Completion(b.lp[i][b.mask[i]], b.old_logprobs[i][b.mask[i]], b.ref_logprobs[i][b.mask[i]], b.mask[i][b.mask[i]],
                               advantages[i // G, i % G], b.sampler[i][b.mask[i]], i // G) for i in range(P * G)]
     grouped = [rows[p * G : (p + 1) * G] for p in range(P)]

@@ -301,7 +301,7 @@ def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
     """A run with another schedule, and the versions that its source holds after each step."""
     config, _ = compose("train", workshop.words(name, "steps=4", "train.pass_k=0", *words)[1:])
     with Console() as console, ExitStack() as stack:
-        run = assemble_run(resolve_run(config, None, console), (), console, stack)
+        run = assemble_run(resolve_run(config, console), (), console, stack)
         held = []
         run.after_step = lambda step, _: held.append(sorted(run.source.versions))  # type: ignore[attr-defined]
         replace(run, schedule=schedule).train()
@@ -342,7 +342,7 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     config, _ = compose("train", workshop.words("bug", "train.pass_k=0")[1:])
     stack = ExitStack()
     request.addfinalizer(stack.close)
-    run = assemble_run(resolve_run(config, None, Console()), (), Console(), stack)
+    run = assemble_run(resolve_run(config, Console()), (), Console(), stack)
     source = run.source
     with pytest.raises(ValueError, match="nothing was asked for train at step 0"):
         source.take(Purpose.TRAIN, 0)

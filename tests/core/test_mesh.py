@@ -145,7 +145,7 @@ def test_the_compiled_update_holds_its_part_alone():
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=role.replicated)
     nothing = jax.tree.map(lambda _: None, shapes)
-    compiled = one._apply.lower(number, shapes, nothing, count, gradient=shapes, moments=moments).compile()
+    compiled = one.programs["apply"].lower(number, shapes, nothing, count, gradient=shapes, moments=moments).compile()
     (_, trainable, _, _), named = compiled.input_shardings
     for found in (trainable, named["gradient"], compiled.output_shardings[0].trainable):
         assert found.blocks.gate.spec == PartitionSpec(None, "fsdp", "tensor")

@@ -23,7 +23,8 @@ from shoal.config.schema import AlgorithmSection, BatchSection, RewardSection
 from shoal.model.attention import prefill_attention
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet, is_clock
-from shoal.run.learning import BOUNDS, algorithm_warnings, check_trainable, schedule_of
+from shoal.run.parts import schedule_of
+from shoal.run.preflight.settings import BOUNDS, algorithm_warnings, check_trainable
 from shoal.run.task import with_overlong
 from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import shoal_logits
 from tiny_models import FAMILIES, write_model
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf
-from shoal.model.attention import Keys, attend
-from shoal.model.transformer import Architecture, Model, Parameters, forward, logits
+from shoal.model.transformer import Architecture, Parameters
 
 GOLDEN = Path(__file__).parent / "golden"
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
@@ -30,26 +30,6 @@ FAR = 0.1  # what a model that lacks a part must miss by
 def highest_precision():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-def causal(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-    """Each row attends to itself: no shared prefix, one slot."""
-    length = q.shape[1]
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], 1, length, length))
-    return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask))[:, 0], cache
-
-
-def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) -> np.ndarray:
-    """float32[T, V] of tokens[T]."""
-    model = Model(a, ROLE)
-
-    @jax.jit
-    def run(parameters: Parameters, ids: jax.Array) -> jax.Array:
-        positions = jnp.arange(ids.shape[1])[None]
-        hidden, _ = forward(model, parameters, ids, positions, causal)
-        return logits(model, parameters, hidden)[0]
-
-    return np.asarray(run(parameters, jnp.asarray(tokens, jnp.int32)[None]))
 
 
 def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:

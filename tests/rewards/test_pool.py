@@ -30,7 +30,7 @@ from shoal.rewards import pool as pool_module
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores, score
-from shoal.run.probe import gold_of
+from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
 from shoal.types import Example, RewardFunction, ShoalError, StopRequested, ground_truth
 from shoal.workers import process, supervisor

@@ -451,7 +451,7 @@ def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
     from tiny_models import write_model_with_tokenizer
 
     from shoal.model.tokenizer import Tokenizer
-    from shoal.run.assembly import LoadedModel, copy_model_files
+    from shoal.run.loading import LoadedModel, copy_model_files
 
     write_model_with_tokenizer(tmp_path / "model", "qwen3", "chatml", 0)
     given = Tokenizer.load(tmp_path / "model", "{{ messages[0]['content'] }} ->")

@@ -29,7 +29,7 @@ from shoal.report.console import Console
 from shoal.report.notebook import NotebookProgress, in_notebook
 from shoal.report.result import Result, Table
 from shoal.run.cache import cache_by_configuration
-from shoal.run.task import load_task, own_task
+from shoal.run.task import load_task, task_of_data
 from shoal.tasks.rows import TAKEN, is_data, rows_task
 from shoal.tasks.task import Task
 from shoal.types import ground_truth
@@ -184,15 +184,15 @@ def test_what_solves_an_example():
 def test_what_goes_with_rows_and_what_does_not():
     one = rows_task(rows(), correct=None)
     with pytest.raises(shoal.ShoalError, match="reward is not given: own data needs a function"):
-        own_task(rows(), None, None, TaskSection(), RewardSection(), ())
+        task_of_data(rows(), None, None, TaskSection(), RewardSection(), ())
     with pytest.raises(shoal.ShoalError, match=r"task.path='x' has no effect on data given from Python"):
-        own_task(rows(), None, None, TaskSection(name="rows", path="x"), RewardSection(), (ones,))
-    with pytest.raises(shoal.ShoalError, match=r"held_out goes with rows; a shoal.Task has its own"):
-        own_task(one, rows(), None, TaskSection(), RewardSection(), (ones,))
+        task_of_data(rows(), None, None, TaskSection(name="rows", path="x"), RewardSection(), (ones,))
+    with pytest.raises(shoal.ShoalError, match=r"held_out is for rows; a shoal.Task has its own"):
+        task_of_data(one, rows(), None, TaskSection(), RewardSection(), (ones,))
     for key, value in (("held_out", rows()), ("correct", ones)):
-        with pytest.raises(shoal.ShoalError, match=f"{key} goes with data of your own, .* task is 'words'"):
+        with pytest.raises(shoal.ShoalError, match=f"{key} is for data of your own, .* task is 'words'"):
             shoal.train(task="words", **{key: value})
-    judged = own_task(one, None, None, TaskSection(num_questions=1), RewardSection(weights=(2.0,)), (ones,))
+    judged = task_of_data(one, None, None, TaskSection(num_questions=1), RewardSection(weights=(2.0,)), (ones,))
     assert [(reward.name, reward.weight) for reward in judged.rewards] == [("ones", 2.0)]
     assert len(judged.evaluations["held_out"]) == 1
 
@@ -312,7 +312,7 @@ def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
     (tmp_path / "last").write_text("first\n")
     file.write_text(f"resume: last\nbase_output_directory: {tmp_path}\n")
     made: list[Any] = []
-    monkeypatch.setattr("shoal.run.assembly.train",
+    monkeypatch.setattr("shoal.commands.train.train",
                         lambda config, *_: made.append(config) or {"run_folder": str(run)})
     ways: list[dict[str, Any]] = [
         {"resume": run}, {"resume": "last", "base_output_directory": tmp_path},

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shoal.algorithm.policy_loss import Bounds
 from shoal.config.schema import MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
-from shoal.model.transformer import Architecture, Model, Parameters, ParamSpec, RopeScaling, is_param_spec, param_specs
+from shoal.model.attention import Keys, attend
+from shoal.model.transformer import (
+    Architecture,
+    Model,
+    Parameters,
+    ParamSpec,
+    RopeScaling,
+    forward,
+    is_param_spec,
+    logits,
+    param_specs,
+)
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner
@@ -82,3 +95,23 @@ def relative(a, b) -> float:
     """|a - b| / |b| by norm."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+
+
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    """Each row attends to itself: no shared prefix, one slot."""
+    length = q.shape[1]
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], 1, length, length))
+    return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask))[:, 0], cache
+
+
+def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) -> np.ndarray:
+    """float32[T, V] of tokens[T]."""
+    model = Model(a, roles().trainer)
+
+    @jax.jit
+    def run(parameters: Parameters, ids: jax.Array) -> jax.Array:
+        positions = jnp.arange(ids.shape[1])[None]
+        hidden, _ = forward(model, parameters, ids, positions, causal)
+        return logits(model, parameters, hidden)[0]
+
+    return np.asarray(run(parameters, jnp.asarray(tokens, jnp.int32)[None]))

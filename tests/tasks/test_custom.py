@@ -429,7 +429,7 @@ def test_rewards_are_needed_and_named_ones_count(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", verl_rows(5))
     (tmp_path / "verl.py").write_text(VERL)
     section = TaskSection(name="custom", path=str(path))
-    with pytest.raises(ShoalError, match=r"task custom: own data needs a function.*reward=file.py:function"):
+    with pytest.raises(ShoalError, match=r"task custom: it has no reward of its own.*reward=file.py:function"):
         load_task(section, RewardSection())
     task = load_task(section, RewardSection((f"{tmp_path}/verl.py:compute_score",)))
     found = score(task.rewards, task.train[:2], prompts(task.train[:2]), [["27", "2"], ["3", "four"]], [[[1]] * 2] * 2)
@@ -497,7 +497,7 @@ def test_a_run_from_python_on_a_file(workshop: Workshop) -> None:
 def test_a_run_without_a_reward_says_so(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(workshop.folder / "own2.jsonl", [row(i) for i in range(4)])
     assert cli.main(workshop.words("none", "task=custom", f"task.path={path}", "reward=[]")) == 2
-    assert "task custom: own data needs a function that judges it" in capsys.readouterr().err
+    assert "task custom: it has no reward of its own; give a function that judges" in capsys.readouterr().err
 
 
 # ---- tables and arrow

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from shoal.files import write_text
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
 from shoal.rewards.scores import Failure, failure_lines
-from shoal.run.output import write_text
 from shoal.types import Example, ground_truth
 
 Key: TypeAlias = "tuple[Any, ...]"

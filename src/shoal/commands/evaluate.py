@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.commands.answers import question_text, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, TaskSection
+from shoal.files import check_writable
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
@@ -16,8 +17,8 @@ from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, failed_figures
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
-from shoal.run.assembly import compute_dtype, engine_maker, make_model, open_model, prepare_sets
-from shoal.run.output import check_writable
+from shoal.run.loading import compute_dtype, make_model, open_model
+from shoal.run.parts import engine_maker, prepare_sets
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import ROWS, Task
@@ -54,7 +55,8 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         source = LocalSource(model, Player(make, task, pool, tokenizer.decode, config.seed))
         source.player.on_progress = console.answered
         source.publish(0, opened.load())
-        evaluator = Evaluator(prepare_sets(task, tokenizer, config.sampling, console), params, config.pass_k, task)
+        sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
+        evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
         failures = source.read_clock().failures
         failed = _failures_by_set(answers, failures)

@@ -15,13 +15,13 @@ from typing import Any
 
 from shoal.config.compose import require_given
 from shoal.config.schema import ExportRolloutsConfig
+from shoal.files import appearing, check_new_folder
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, encodable
-from shoal.report.lines import appearing, json_line, json_ready, write_atomically
+from shoal.report.lines import json_line, json_ready, write_atomically
 from shoal.report.reading import is_finished, read_stored, require_groups
-from shoal.run.output import check_new_folder
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError, ground_truth
 

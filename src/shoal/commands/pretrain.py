@@ -1,4 +1,4 @@
-"""`shoal pretrain`: the tiny model from nothing, on the worked solutions of `words`."""
+"""`shoal pretrain`: trains the tiny model from random weights, on the worked solutions of `words`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.config.compose import require_given
 from shoal.config.schema import MeshSection, PretrainConfig, RewardSection, SamplingSection
+from shoal.files import check_new_folder, writing
 from shoal.mesh import make_roles
 from shoal.model import hf
 from shoal.model.tokenizer import Tokenizer
@@ -18,8 +19,7 @@ from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
-from shoal.run.assembly import engine_maker, prepare_sets
-from shoal.run.output import check_new_folder, writing
+from shoal.run.parts import engine_maker, prepare_sets
 from shoal.run.task import load_task
 from shoal.tasks import words
 from shoal.trainer.batch import LearnerBatch
@@ -28,8 +28,8 @@ from shoal.trainer.loop import sampling_params
 from shoal.trainer.pretrain import run_pretraining, supervised_batch, tiny_architecture, write_tokenizer
 from shoal.types import Params, ShoalError
 
-LOOK_EVERY = 100
-"""Updates between looks at the held-out accuracy."""
+EVALUATE_EVERY = 100
+"""Updates between evaluations."""
 
 
 def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         roles, task, sampling = make_roles(MeshSection()), load_task(config.task), SamplingSection()
         example = task.pretrain_example
         if example is None:
-            raise ShoalError(f"task.name={config.task.name!r} has no worked solutions to learn from: use words")
-        sets = prepare_sets(task, tokenizer, sampling, console)
+            raise ShoalError(f"task.name={config.task.name!r} has no worked solutions to train on: use words")
+        sets = prepare_sets(task, tokenizer, sampling, console.warning)
         evaluator = Evaluator(sets, sampling_params(sampling), 0, task)
         model = Model(architecture, roles.sampler)
         make = engine_maker(model, tokenizer, sampling, 128)
@@ -60,7 +60,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
             return supervised_batch(prompts, [np.append(tokenizer.encode_prompt(text), eos) for _, text in pairs])
 
         def after(step: int, loss: Any, parameters: Params) -> bool:
-            if step % LOOK_EVERY and step != config.steps:
+            if step % EVALUATE_EVERY and step != config.steps:
                 return False
             source.publish(step, parameters)
             figures, _ = evaluator.evaluate(source, step, step, sampled=False)

@@ -24,8 +24,8 @@ from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, group_files, ranges, read_file, read_segments, read_stored
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
-from shoal.run.assembly import LoadedModel, make_model, open_model, open_teacher, training_engines
-from shoal.run.learning import make_learner, make_updater
+from shoal.run.loading import LoadedModel, make_model, open_model, open_teacher
+from shoal.run.parts import make_learner, make_updater, training_engines
 from shoal.run.resume import machine
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions

@@ -15,11 +15,11 @@ from typing import Any
 
 from shoal.commands.answers import Question, find_examples, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, RewardSection, TaskSection
+from shoal.files import check_local, check_writable
 from shoal.report.console import Console
 from shoal.report.metrics import known_mean, wilson_interval
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Failure, Scores, failed_figures
-from shoal.run.output import check_local, check_writable
 from shoal.run.task import load_task, with_rewards
 from shoal.tasks.data import evaluating
 from shoal.tasks.generated import MadeRows

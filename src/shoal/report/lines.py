@@ -7,12 +7,13 @@ import enum
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shoal.files import appearing, writing
 from shoal.types import ShoalError
 
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
@@ -57,16 +58,6 @@ def json_line(record: Any) -> str:
     return json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError while writing `path` into ShoalError."""
-    try:
-        yield
-    except OSError as error:
-        raise ShoalError(f"cannot write {path}: {error.strerror or error}; make room or set base_output_directory to "
-                         "a folder that can be written") from error
-
-
 def open_text(path: Path, mode: str) -> Any:
     # a lone surrogate, which UTF-8 cannot hold, becomes \udcxx: JSON's own escape for it
     return path.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -78,22 +69,6 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
         file.writelines(line + "\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """A temporary file next to `path`, which then replaces it; after an exception it is removed."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield temporary
-        with writing(path):
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

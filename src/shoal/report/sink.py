@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
 from shoal.config.schema import ReportSection
-from shoal.report.lines import json_line, open_text, writing
+from shoal.files import writing
+from shoal.report.lines import json_line, open_text
 
 
 class Sink(Protocol):

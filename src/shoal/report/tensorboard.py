@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.report.lines import writing
+from shoal.files import writing
 from shoal.report.sink import scalars
 from shoal.types import ShoalError
 

@@ -1,260 +1,103 @@
-"""Puts a job together in one process: from a configuration to devices, model, data, sampler, trainer, and back.
+"""Assembles a training run: from a configuration to its parts, each opened before what needs it.
 
-    config -> roles -> model, tokenizer -> task, prompts -> engine, source -> learner, updater -> Run.train
+    open_task       questions, and the pool that judges: forked before JAX has threads
+    open_devices    the mesh, and the configuration with the prompts of its devices
+    open_data       the tokenised prompts and evaluation sets
+    open_folder     the run folder, locked: whatever is wrong with a configuration was raised before
+    open_recorder   metrics, sinks, groups
+    assemble_run    all of them, the model, the learner and the sampler, as a Run
 """
 
 from __future__ import annotations
 
-import json
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from shoal.config.compose import Resolved, texts_of, to_dict
-from shoal.config.schema import (
-    Config,
-    ExportConfig,
-    GenerateConfig,
-    MeshSection,
-    ModelSection,
-    SamplingSection,
-)
-from shoal.mesh import Role, Roles, make_roles
-from shoal.model import hf
+from shoal.config.compose import texts_of, to_dict
+from shoal.config.schema import Config
+from shoal.files import writing
+from shoal.mesh import Roles, make_roles
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model
+from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.folder import RunFolder, is_run, read_summary
+from shoal.report.folder import RunFolder, is_run
 from shoal.report.recorder import Recorder
-from shoal.report.sink import Background, check_sinks, make_sinks
+from shoal.report.sink import check_sinks, make_sinks
 from shoal.rewards.pool import RewardPool
-from shoal.rollout.player import Player
-from shoal.rollout.publication import publish_to
 from shoal.rollout.source import LocalSource
-from shoal.run.brief import brief
 from shoal.run.compilation import CompilationCounter
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.learning import (
-    algorithm_warnings,
-    check_trainable,
-    make_learner,
-    make_updater,
-    max_support,
-    schedule_of,
-)
-from shoal.run.loading import resolve_model
-from shoal.run.output import check_local, check_new_folder, check_writable, write_text, writing
+from shoal.run.loading import LoadedModel, copy_model_files, make_model, open_run_model, open_teacher
+from shoal.run.parts import make_learner, make_updater, prepare_sets, schedule_of, training_engines
+from shoal.run.preflight.inputs import unused_devices
+from shoal.run.preflight.reward import check_first_prompt
+from shoal.run.preflight.settings import algorithm_warnings, check_before_weights
 from shoal.run.profile import Profiler
-from shoal.run.prompt_file import completion_rows, read_prompts
-from shoal.run.resume import ResumePlan, compare, fingerprint, resolve_run
+from shoal.run.resume import ResumePlan, fingerprint, restore_latest
 from shoal.run.task import load_task, with_overlong
-from shoal.sampler.engine import Engine, drain
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
-from shoal.trainer.array_tree import find_tree
-from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, Restored, restore_newest
-from shoal.trainer.curriculum import PassRates, Prepared, PromptStream, prepare
+from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
+from shoal.trainer.curriculum import PassRates, Prepared, PromptStream
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
-from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
-from shoal.types import Address, Params, Purpose, SampleRequest, ShoalError
-
-REMAT_BYTES = 2 << 30
-"""Activations of a micro-batch above which blocks are recomputed by default."""
+from shoal.types import ShoalError
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model as a job uses it."""
+class RunData:
+    """What a run asks its model."""
 
-    folder: Path  # holds the tokenizer, and config.json unless there is `config`
-    architecture: Architecture
-    tokenizer: Tokenizer
-    load: Callable[[], Params]  # reads the weights
-    config: dict[str, Any] | None = None  # in place of the folder's config.json
-
-
-def open_model(section: ModelSection, role: Role, console: Console, dtype: Any = jnp.float32) -> LoadedModel:
-    """A folder or hub id in Hugging Face format, a run of ours or one of its checkpoints, a MaxText checkpoint; weights
-    in `dtype`."""
-    found = resolve_model(section)
-    tokenizer = Tokenizer.load(found.tokenizer, section.template)
-    tokenizer.check_vocabulary(found.architecture)
-    for note in (*found.notes, *tokenizer.notes):
-        console.note(note)
-    return LoadedModel(found.tokenizer, found.architecture, tokenizer, partial(found.load, role, dtype), found.config)
-
-
-def compute_dtype(name: str) -> Any:
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
-def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:
-    """What the backward pass keeps of `tokens` tokens where each layer's products with weights are kept."""
-    a_token = 3 * a.hidden_size + (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 2 * a.intermediate_size
-    return a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize
-
-
-def make_model(section: ModelSection, opened: LoadedModel, role: Role, micro_tokens: int) -> Model:
-    dtype, remat = compute_dtype(section.dtype), section.remat
-    if remat == "auto":
-        remat = "full" if activation_bytes(opened.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
-    if dtype == jnp.float32:  # accelerators would multiply in fewer bits: float32 was asked for
-        jax.config.update("jax_default_matmul_precision", "highest")
-    return Model(opened.architecture, role, dtype, remat)
-
-
-def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
-                 max_support: int = 0) -> Callable[[int], Engine]:
-    """Makes the engine for groups of a size; `slots` completions at once in all."""
-
-    def make(group_size: int) -> Engine:
-        return Engine(
-            model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
-            max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
-            decode=tokenizer.decode, truncated=sampling_params(sampling).truncated, max_support=max_support)
-
-    return make
-
-
-def training_engines(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[int], Engine]:
-    """Makes the engines of a training run; `model` is the sampler's. Only groups of training's size tell what was
-    kept, and are bounded by it."""
-    slots = config.sampling.slots_per_device * model.role.mesh.size
-    slots = slots or config.batch.prompts_per_step * config.batch.group_size
-    training = engine_maker(model, tokenizer, config.sampling, slots, max_support(config))
-    others = engine_maker(model, tokenizer, config.sampling, slots)
-    return lambda group_size: (training if group_size == config.batch.group_size else others)(group_size)
-
-
-def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
-                 console: Console) -> dict[str, list[Prepared]]:
-    """Each evaluation set's questions with their tokens; those too long are dropped, counted and said."""
-    sets = {}
-    for subset, examples in task.evaluations.items():
-        prepared = [prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts)
-                    for example in examples]
-        sets[subset] = [entry for entry in prepared if entry is not None]
-        if dropped := len(prepared) - len(sets[subset]):
-            console.warning(f"{dropped} of {len(prepared)} questions of {subset} have more than "
-                            f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are left out")
-        if not sets[subset]:
-            raise ShoalError(f"no question of {subset} has at most {sampling.max_prompt_tokens} tokens: raise "
-                             "sampling.max_prompt_tokens")
-    return sets
-
-
-def peak_bytes() -> int:
-    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return int(stats["peak_bytes_in_use"])
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def with_prompts(config: Config, roles: Roles) -> Config:
-    """P counted for all of the trainer's devices, where it was given for one of them."""
-    if not config.batch.prompts_per_device:
-        return config
-    devices, parts = roles.trainer.mesh.size, config.algorithm.num_minibatches
-    count = config.batch.prompts_per_device * devices
-    if parts > count:
-        each = config.batch.prompts_per_device
-        raise ShoalError(f"batch.prompts_per_device={each} on {devices} devices gives {count} "
-                         f"prompts a step, fewer than algorithm.num_minibatches={parts}: raise it or lower that")
-    return replace(config, batch=replace(config.batch, prompts_per_step=count))
-
-
-def open_teacher(config: Config, student: LoadedModel, role: Role, console: Console) -> ModelScorer | None:
-    """The teacher with its weights, in the type of the computation."""
-    if not config.teacher.path:
-        return None
-    opened = find_teacher(config, student, role, console)
-    return ModelScorer(make_model(config.model, opened, role, config.batch.micro_tokens), opened.load())
-
-
-def find_teacher(config: Config, student: LoadedModel, role: Role, console: Console) -> LoadedModel:
-    """The teacher before its weights are read; ShoalError where it does not read the same tokens."""
-    section = replace(config.model, path=config.teacher.path, name="", tokenizer="", template="")
-    opened = open_model(section, role, console, compute_dtype(section.dtype))
-    if opened.tokenizer.vocabulary() != student.tokenizer.vocabulary():
-        raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
-                         f"{config.model.path}, its log-probs would be of other tokens; take one of the same family")
-    return opened
+    prompts: PromptStream
+    sets: Mapping[str, Sequence[Prepared]]  # of evaluation
+    first: Prepared
 
 
 def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console: Console, stack: ExitStack,
                  task: Task | None = None) -> Run:
-    """Everything that can be wrong with a configuration is met here, before the run folder exists. What must be closed
-    at the end is put on `stack`."""
-    started, config = time.perf_counter(), plan.config
-    compilations = CompilationCounter()
-    check_trainable(config)
-    check_sinks(config.report)
-    for text in algorithm_warnings(config):
+    """The run of a plan. Raises ShoalError for whatever is wrong with the configuration, before the run folder exists;
+    what must be closed at the end is pushed on `stack`."""
+    started, compilations = time.perf_counter(), CompilationCounter()
+    check_before_weights(plan.config, functions_given=bool(reward_functions) or task is not None)
+    check_sinks(plan.config.report)
+    for text in algorithm_warnings(plan.config):
         console.warning(text)
-    task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
-    task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
-    judge = stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))  # before JAX has threads
-    roles = make_roles(config.mesh)
-    config = with_prompts(config, roles)
-    if plan.run and (before := plan.config.batch.prompts_per_step) != (now := config.batch.prompts_per_step):
-        console.warning(f"batch.prompts_per_step changes from {before} to {now}: the trainer has other devices")
-    if roles.trainer.mesh.size < (there := jax.device_count()):
-        console.warning(f"{roles.trainer.mesh.size} of {there} devices are used: mesh.fsdp=-1 takes them all")
-    opened = open_planned(plan, roles.trainer, console)
-    for note in task.notes:
-        console.note(note)
-    tokenizer = opened.tokenizer
-    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, config.sampling.max_prompt_tokens,
-                           config.sampling.long_prompts, PassRates(config.train.retire_above))
-    sets = prepare_sets(task, tokenizer, config.sampling, console)
-    every = config.sampling.long_prompts == "error"  # a prompt too long ends the run: before it begins
-    first = prompts.peek(config.batch.prompts_per_step, config.steps if every else 1)
-    console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
+    task, judge = open_task(plan.config, reward_functions, stack, task)
+    config, roles = open_devices(plan, console)
+    loaded = open_run_model(config.model, plan.run, roles.trainer, console)
+    data = open_data(config, task, loaded.tokenizer, console)
     if not plan.run:
-        for finding in brief(config, task, tokenizer, first, judge):
+        for finding in check_first_prompt(config, loaded.tokenizer, data.first, judge):
             (console.note if finding.level == "ok" else console.warning)(finding.text)
     has_reference = config.algorithm.kl_coef > 0
-    weights = opened.load() if has_reference or not plan.run else None
-    teacher = open_teacher(config, opened, roles.reference, console)
+    weights = loaded.load() if has_reference or not plan.run else None
+    teacher = open_teacher(config, loaded, roles.reference, console)
 
     folder = open_folder(plan, console, stack)
-    console.note(f"run folder {folder.path}")
-    model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
-    source = make_source(config, model.on(roles.sampler), tokenizer, task, judge)
+    model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
+    source = stack.enter_context(closing(make_source(config, model.on(roles.sampler), loaded.tokenizer, task, judge)))
     source.player.on_progress = console.answered
-    stack.enter_context(closing(source))
     updater = make_updater(config, make_learner(config, model), weights, teacher)
-    learner = updater.learner
-    now = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
-    restored = restore_latest(folder, learner, source, now, config, console) if plan.run else None
-    resumed_at = (restored.version if restored else 0) if plan.run else None
-    write_head(folder, opened, config, resumed_at or 0)
-    sinks = open_sinks(folder, config, resumed_at, console, stack)
-    utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, opened.architecture, model.dtype,
+    facts = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
+    restored = restore_latest(folder, updater.learner, source.shapes(), facts, config, console) if plan.run else None
+    write_head(folder, loaded, config, restored.version if restored else 0)
+    utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, model.architecture, model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
-    recorder = stack.enter_context(closing(Recorder(
-        folder, console, config.steps, config.report.groups, source.read_clock, compilations.read, peak_bytes, sinks,
-        utilisation and utilisation.share, started)))
+    resumed_at = (restored.version if restored else 0) if plan.run else None
+    recorder = open_recorder(config, folder, resumed_at, source, console, stack, started=started,
+                             compilations=compilations.read, utilisation=utilisation)
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:
-        weights = opened.load()
+        weights = loaded.load()
     recorder.spent("start", time.perf_counter() - started)
     source.player.stop = stop = stack.enter_context(stop_on_signals())
     return Run(
@@ -262,17 +105,107 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         parameters=None if restored else weights,
         updater=replace(updater, stop=stop),
         source=source,
-        prompts=prompts,
-        evaluator=Evaluator(sets, sampling_params(config.sampling), config.pass_k, task),
+        prompts=data.prompts,
+        evaluator=Evaluator(data.sets, sampling_params(config.sampling), config.pass_k, task),
         checkpoints=checkpoints,
         recorder=recorder,
         schedule=schedule_of(config.train),
         restored=restored,
-        fingerprint=now,
+        fingerprint=facts,
         stop=stop,
         resume_command=resume_command(folder.path, config),
         around_step=Profiler(config.report.profile, folder.path / "profile", console.warning).step,
     )
+
+
+def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitStack,
+              task: Task | None = None) -> tuple[Task, RewardPool]:
+    """The task, and the worker processes that judge its completions."""
+    task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
+    task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
+    return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))
+
+
+def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
+    """The mesh, and the configuration with prompts counted for all of the trainer's devices."""
+    roles = make_roles(plan.config.mesh)
+    config = with_prompts(plan.config, roles)
+    before, prompts = plan.config.batch.prompts_per_step, config.batch.prompts_per_step
+    if plan.run and before != prompts:
+        console.warning(f"batch.prompts_per_step changes from {before} to {prompts}: the number of the trainer's "
+                        "devices has changed")
+    if roles.trainer.mesh.size < (count := jax.device_count()):
+        console.warning(unused_devices(roles.trainer.mesh.size, count))
+    return config, roles
+
+
+def with_prompts(config: Config, roles: Roles) -> Config:
+    """The configuration with `batch.prompts_per_step` made from `batch.prompts_per_device`, where that is set."""
+    each, devices, parts = config.batch.prompts_per_device, roles.trainer.mesh.size, config.algorithm.num_minibatches
+    if not each:
+        return config
+    if parts > each * devices:
+        raise ShoalError(f"batch.prompts_per_device={each} on {devices} devices gives {each * devices} "
+                         f"prompts a step, fewer than algorithm.num_minibatches={parts}: raise it or lower that")
+    return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
+
+
+def open_data(config: Config, task: Task, tokenizer: Tokenizer, console: Console) -> RunData:
+    """The training prompts and evaluation sets, tokenised; prints the first prompt."""
+    for note in task.notes:
+        console.note(note)
+    s = config.sampling
+    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
+                           PassRates(config.train.retire_above))
+    sets = prepare_sets(task, tokenizer, s, console.warning)
+    # with long_prompts=error a prompt of any step ends the run: raised before it begins
+    first = prompts.peek(config.batch.prompts_per_step, config.steps if s.long_prompts == "error" else 1)
+    console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
+    return RunData(prompts, sets, first)
+
+
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool) -> LocalSource:
+    """The source of groups in this process; `model` is the sampler's."""
+    player = Player(training_engines(config, model, tokenizer), task, pool, tokenizer.decode, config.seed)
+    return LocalSource(model, player)
+
+
+def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFolder:
+    """The run's folder, locked: a new one, or the resumed run's."""
+    config = plan.config
+    folder = stack.enter_context(
+        RunFolder(plan.run) if plan.run else RunFolder.create(config.base_output_directory, config.run_name))
+    if not plan.run and is_run(folder.path):
+        raise ShoalError(f"another process has just started the run {folder.path}: give the same command again to "
+                         "resume it")
+    if folder.no_locks:
+        console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
+                        "process out of this run")
+    console.note(f"run folder {folder.path}")
+    return folder
+
+
+def write_head(folder: RunFolder, loaded: LoadedModel, config: Config, version: int) -> None:
+    """Writes what a run folder holds from the start: the configuration (from `version` on) and the model's files, and
+    makes `last` name this run."""
+    folder.write_config(*texts_of(config), version)
+    folder.remember(config.base_output_directory)
+    if loaded.folder != folder.path / MODEL_FOLDER:
+        with writing(folder.path, "base_output_directory"):
+            copy_model_files(loaded, folder.path / MODEL_FOLDER)
+
+
+def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, source: LocalSource,
+                  console: Console, stack: ExitStack, *, started: float,
+                  compilations: Callable[[], int], utilisation: Utilisation | None) -> Recorder:
+    """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
+    sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
+                       console.note, console.warning)
+    for sink in sinks:
+        stack.callback(sink.close)
+    return stack.enter_context(closing(Recorder(
+        folder, console, config.steps, config.report.groups, source.read_clock, compilations, peak_bytes, sinks,
+        utilisation and utilisation.share, started)))
 
 
 def resume_command(folder: Path, config: Config) -> str:
@@ -283,143 +216,11 @@ def resume_command(folder: Path, config: Config) -> str:
     return f"shoal train {shlex.quote(f'resume={folder}')}"
 
 
-def open_planned(plan: ResumePlan, role: Role, console: Console) -> LoadedModel:
-    """The model; of a run to go on with, as its own folder tells of it: only first weights need `model.path`."""
-    section, kept = plan.config.model, plan.run / MODEL_FOLDER if plan.run else None
-    if kept is None or not (kept / "config.json").is_file():
-        return open_model(section, role, console)
-    own = replace(section, path=str(kept), name="", tokenizer="", template="")
-    opened = open_model(own, role, console)
-    return replace(opened, load=lambda: open_model(section, role, console).load())
+def peak_bytes() -> int:
+    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
+    stats: Any = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    import resource
 
-
-def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFolder:
-    """The run's folder, locked: a new one, or the one to go on with."""
-    config = plan.config
-    folder = stack.enter_context(
-        RunFolder(plan.run) if plan.run else
-        RunFolder.create(config.base_output_directory, config.run_name))
-    if not plan.run and is_run(folder.path):
-        raise ShoalError(f"another process has just started the run {folder.path}: give the same command again to go "
-                         "on with it")
-    if folder.no_locks:
-        console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
-                        "process out of this run")
-    return folder
-
-
-def write_head(folder: RunFolder, opened: LoadedModel, config: Config, version: int) -> None:
-    """What a run folder holds from the start: the configuration (of the part that begins at `version`) and the model's
-    files. From here on `last` means this run."""
-    folder.write_config(*texts_of(config), version)
-    folder.remember(config.base_output_directory)
-    if opened.folder != folder.path / MODEL_FOLDER:
-        with writing(folder.path, "base_output_directory"):
-            copy_model_files(opened, folder.path / MODEL_FOLDER)
-
-
-def open_sinks(folder: RunFolder, config: Config, resumed_at: int | None, console: Console,
-               stack: ExitStack) -> list[Background]:
-    sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
-                       console.note, console.warning)
-    for sink in sinks:
-        stack.callback(sink.close)
-    return sinks
-
-
-def restore_latest(folder: RunFolder, learner: Learner, source: LocalSource, now: Mapping[str, Any], config: Config,
-            console: Console) -> Restored | None:
-    """The newest whole checkpoint of a run to go on with; None where it starts again from its beginning."""
-    restored = restore_newest(folder.path, learner, source.shapes(), console.warning)
-    if restored is None:
-        console.note("no checkpoint of the run is there: it starts from its beginning, what it wrote is made anew")
-        folder.rewind(-1)
-        return None
-    compare(restored.extra["facts"], now, console)
-    if restored.version > config.steps:
-        raise ShoalError(f"steps={config.steps}: the run {folder.path} has made {restored.version} already; give as "
-                         "many or more")
-    console.note(f"goes on from the checkpoint of step {restored.version}")
-    return restored
-
-
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool) -> LocalSource:
-    player = Player(training_engines(config, model, tokenizer), task, pool, tokenizer.decode, config.seed)
-    return LocalSource(model, player)
-
-
-def copy_model_files(opened: LoadedModel, target: Path) -> None:
-    """Tokenizer, the template that was trained with and, last, config.json, so that checkpoints need nothing else."""
-    target.mkdir(parents=True, exist_ok=True)
-    if opened.tokenizer.template:
-        (target / "chat_template.jinja").write_text(opened.tokenizer.template, encoding="utf-8")
-    own = () if opened.config else ("config.json",)
-    for name in (*(name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"), *own):
-        if (opened.folder / name).is_file():
-            shutil.copy2(opened.folder / name, target / name)
-    if opened.config:
-        write_text(target / "config.json", json.dumps(opened.config, indent=2) + "\n", "base_output_directory")
-
-
-def train(config: Config, resolved: Resolved | None = None, reward_functions: Sequence[Callable] = (),
-          console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
-    """`shoal train`: returns the summary, which also stands in the run folder. Where the folder holds the run already,
-    it goes on; one that has ended is left as it is."""
-    with console or Console() as console, ExitStack() as stack:
-        plan = resolve_run(config, resolved, console)
-        if plan.run and (summary := finished_summary(plan)):
-            console.note(f"{plan.run} has made its {plan.config.steps} steps already: give more steps to go on, "
-                         "or another run_name")
-            return summary
-        return assemble_run(plan, reward_functions, console, stack, task).train()
-
-
-def finished_summary(plan: ResumePlan) -> dict[str, Any] | None:
-    """The summary of a run that has made all its steps, else None."""
-    assert plan.run is not None
-    summary = read_summary(plan.run)
-    return summary if summary and summary["steps"] == plan.config.steps else None
-
-
-def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
-    """`shoal generate`: a row a completion, in the order of the prompts. Everything that can be wrong with a prompt
-    is met before the first token is drawn; the file appears whole or not at all."""
-    from shoal.config.compose import require_given
-
-    require_given(config, "prompts", "output")
-    output = check_writable(config.output, "output")
-    with console or Console() as console:
-        prompts = read_prompts(check_local(config.prompts, "prompts"))
-        roles = make_roles(config.mesh)
-        opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
-        model, tokenizer = make_model(config.model, opened, roles.sampler, 0), opened.tokenizer
-        params, count = sampling_params(config.sampling), config.num_generations
-        prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]
-        make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
-        engine = make(count)
-        engine.load(0, publish_to(model, opened.load()))
-        engine.submit([
-            SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
-            for number, ids in enumerate(prompt_ids)])
-        lines = list(completion_rows(prompt_ids, drain(engine), tokenizer.decode, count))
-        write_text(output, "".join(line + "\n" for line in lines))
-        console.note(f"wrote {len(lines)} completions to {output}")
-    return {"completions": len(lines), "output": str(output)}
-
-
-def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
-    """`shoal export`: the newest weights of a run (or one checkpoint) as a folder that transformers loads."""
-    from shoal.config.compose import require_given
-
-    require_given(config, "source", "to")
-    to, source = check_new_folder(config.to, "to"), check_local(config.source, "from")
-    if find_tree(source):
-        raise ShoalError(f"from={config.source} is a MaxText checkpoint: take `shoal convert format=huggingface`, "
-                         "which writes it as a folder that transformers loads")
-    with console or Console() as console:
-        roles = make_roles(MeshSection())
-        opened = open_model(ModelSection(path=config.source), roles.trainer, console)
-        with writing(to, "to"):
-            hf.save(to, opened.load(), opened.architecture, opened.folder, config.dtype, config=opened.config)
-        console.note(f"wrote {to}")
-    return {"to": str(to)}
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept between runs. Light: the command line asks before JAX is imported."""
+"""Keeps compiled programs between runs. Imports no JAX: the command line sets the cache up before that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 _FOLDER, _SECONDS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 MIN_COMPILE_SECONDS = 0.5
-"""Programs that compile more quickly are not kept."""
+"""Programs that compile faster are not cached."""
 
 
 def cache_folder() -> Path:
@@ -15,13 +15,13 @@ def cache_folder() -> Path:
 
 
 def cache_by_environment() -> None:
-    """Before jax is imported: lets it keep compiled programs between runs, unless the environment says otherwise."""
+    """Sets the cache up before JAX is imported, unless the environment already does."""
     os.environ.setdefault(_FOLDER.upper(), str(cache_folder()))
     os.environ.setdefault(_SECONDS.upper(), str(MIN_COMPILE_SECONDS))
 
 
 def cache_by_configuration() -> None:
-    """The same in a process of the user's, at any time: `os.environ` and what was set of `jax.config` stay."""
+    """Sets the cache up at any time, in a user's process: `os.environ` and values set in `jax.config` stay."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -29,6 +29,6 @@ def cache_by_configuration() -> None:
     if _FOLDER.upper() in os.environ or values[_FOLDER] is not None or not values["jax_enable_compilation_cache"]:
         return
     jax.config.update(_FOLDER, str(cache_folder()))
-    if _SECONDS.upper() not in os.environ and values[_SECONDS] == 1.0:  # JAX's own default: nobody has set it
+    if _SECONDS.upper() not in os.environ and values[_SECONDS] == 1.0:  # JAX's default: not set
         jax.config.update(_SECONDS, MIN_COMPILE_SECONDS)
-    compilation_cache.reset_cache()  # a program compiled before has settled that there is no cache
+    compilation_cache.reset_cache()  # after a first compilation JAX would not open a cache any more

@@ -1,4 +1,4 @@
-"""Counts compilations, so that a shape that varies when it should not is seen."""
+"""Counts compilations, which shows shapes that vary when they should not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 class CompilationCounter:
-    """Programs that this process has compiled (or read from the persistent cache) since the counter was made."""
+    """Counts the programs that this process compiles, or reads from the persistent cache, from its creation on."""
 
     def __init__(self) -> None:
         self._start = _count

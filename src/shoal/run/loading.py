@@ -1,163 +1,169 @@
-"""What `model.path` names: a folder in Hugging Face format, a run of ours, a MaxText checkpoint. Found, not read."""
+"""Loads the model that `model.path` names: a folder in Hugging Face format, a hub id, a run, or another system's
+checkpoint."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
-from shoal.config.schema import ModelSection
+from shoal.config.schema import Config, ModelSection
+from shoal.files import check_local, write_text
 from shoal.mesh import Role
-from shoal.model import hf, hf_config, hub, maxtext
-from shoal.model.maxtext import Place
+from shoal.model import hf, hf_config, hub
 from shoal.model.names import model_named
-from shoal.model.transformer import Architecture, is_param_spec, param_specs
-from shoal.run.output import check_local
-from shoal.trainer.array_tree import find_tree, inspect_tree, read_leaves
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Architecture, Model
+from shoal.report.console import Console
+from shoal.run.checkpoint_formats import find_foreign
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
+from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
+
+REMAT_BYTES = 2 << 30
+"""Activations of a micro-batch above which blocks are recomputed by default."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model where it lies."""
+    """Where a model lies and what it is; no weights are read yet."""
 
-    tokenizer: Path  # the folder of the tokenizer; of config.json too, unless there is `config`
+    folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
-    load: Callable[[Role, Any], Params]  # reads the weights, laid out for a role, in a type
-    config: dict[str, Any] | None = None  # a config.json in place of that folder's
+    load: Callable[[Role, Any], Params]  # reads the weights, laid out for a role, in a dtype
+    config: dict[str, Any] | None = None  # a config.json in place of the folder's
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer, on the devices of a role; `load` reads the weights."""
+
+    folder: Path  # as in ModelSpec
+    architecture: Architecture
+    tokenizer: Tokenizer
+    load: Callable[[], Params]
+    config: dict[str, Any] | None = None
+
+
 def resolve_model(section: ModelSection) -> ModelSpec:
-    """The model of a configuration: where it lies and what it is."""
-    path = own_path(section)
+    """Finds the model that the settings name; downloads it where they name one on the hub."""
+    path = model_path(section)
     local = check_local(path, "model.path")
     if section.tokenizer:
         check_local(section.tokenizer, "model.tokenizer")
-    if tree := find_tree(local):
-        return _maxtext_source(section, tree)
+    if foreign := find_foreign(local):
+        return foreign[0].resolve(section, foreign[1])
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(path)
-    architecture = hf_config.architecture_of(folder)
-    load = partial(load_parameters, *checkpoint, architecture) if checkpoint else partial(hf.load, folder, architecture)
-    tokenizer, config = folder, None
-    if section.tokenizer:
-        tokenizer = hub.locate(section.tokenizer, weights=False)
-        config = hf_config.made_config(architecture, tokenizer, hf_config.read_config(folder))
-    return ModelSpec(tokenizer, architecture, load, config, _name_notes(section, path, architecture))
+    a = hf_config.architecture_of(folder)
+    load = partial(load_parameters, *checkpoint, a) if checkpoint else partial(hf.load, folder, a)
+    notes = _unused_name(section, a) if path == section.path else ()
+    if not section.tokenizer:
+        return ModelSpec(folder, a, load, None, notes)
+    tokenizer = hub.locate(section.tokenizer, weights=False)
+    return ModelSpec(tokenizer, a, load, hf_config.made_config(a, tokenizer, hf_config.read_config(folder)), notes)
 
 
-def own_path(section: ModelSection) -> str:
-    """`model.path`; where it was left alone, the model on the hub that `model.name` names."""
+def model_path(section: ModelSection) -> str:
+    """`model.path`; where it is the default, the hub's model that `model.name` names."""
     if not section.name or section.path != ModelSection().path:
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id
 
 
-def _name_notes(section: ModelSection, path: str, architecture: Architecture) -> tuple[str, ...]:
-    """What is to be said of a name beside a checkpoint that says by itself what it is."""
-    if not section.name or path != section.path or "/" in section.name:
+def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
+    """A note where `model.name` contradicts a checkpoint that has its own config.json."""
+    if not section.name or "/" in section.name:
         return ()
     try:
-        same = model_named(section.name).architecture == architecture
+        same = model_named(section.name).architecture == a
     except ShoalError:
         same = False
-    said = f"{path} says by itself what it is, which is not model.name={section.name}: the name is not looked at"
-    return () if same else (said,)
+    note = (f"the config.json of {section.path} describes another model, not model.name={section.name}: the name has "
+            "no effect")
+    return () if same else (note,)
 
 
-def _maxtext_source(section: ModelSection, tree: Path) -> ModelSpec:
-    hub_id = section.name if "/" in section.name else model_named(section.name).hub_id if section.name else ""
-    if not (section.tokenizer or hub_id):
-        raise unnamed(tree, "model.name", "model.tokenizer")
-    tokenizer = hub.locate(section.tokenizer or hub_id, weights=False)
-    found = find_maxtext(tree, section.name, tokenizer, section.scan_layers)
-    known = hf_config.own_config(found.architecture, tokenizer)
-    config = None if known else hf_config.made_config(found.architecture, tokenizer)
-    return ModelSpec(tokenizer, found.architecture, found.load, config, (found.told(),))
+def open_model(section: ModelSection, role: Role, console: Console | None, dtype: Any = jnp.float32) -> LoadedModel:
+    """The model that the settings name, with its tokenizer; `load` gives weights in `dtype`. Prints notes about both
+    to `console`."""
+    spec = resolve_model(section)
+    tokenizer = Tokenizer.load(spec.folder, section.template)
+    tokenizer.check_vocabulary(spec.architecture)
+    for note in (*spec.notes, *tokenizer.notes):
+        if console is not None:
+            console.note(note)
+    return LoadedModel(spec.folder, spec.architecture, tokenizer, partial(spec.load, role, dtype), spec.config)
 
 
-def unnamed(tree: Path, name: str, tokenizer: str) -> ShoalError:
-    """The error of a tree that nothing says more of; `name` and `tokenizer` are the keys that could."""
-    return ShoalError(f"{tree} is a MaxText checkpoint, which does not say what model it is: give {name} "
-                      f"(llama3.1-8b, ...), or as {tokenizer} a folder that also holds config.json")
+def open_run_model(section: ModelSection, run: Path | None, role: Role, console: Console) -> LoadedModel:
+    """The model of a training run; of a resumed one as its folder stores it, so that `model.path` is read for the
+    first weights alone."""
+    if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
+        return open_model(section, role, console)
+    stored = replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template="")
+    model = open_model(stored, role, console)
+    return replace(model, load=lambda: open_model(section, role, console).load())
 
 
-def find_maxtext(tree: Path, name: str, reference: Path | None, scan_layers: bool) -> MaxText:
-    """The checkpoint at a path, checked against the model of a name, else of the config.json in `reference`; one of
-    them must be there."""
-    if name and "/" not in name:
-        architecture, model = model_named(name).architecture, name
-    else:
-        folder = reference if not name else hub.locate(name, weights=False)
-        assert folder is not None
-        architecture, model, name = hf_config.architecture_of(folder), f"{folder}/config.json", ""
-    found = inspect_tree(tree)
-    root = maxtext.check(found.shapes, architecture, scan_layers, tree, model)
-    pairs = found.metadata.get("rope_in_pairs")  # what `shoal convert` wrote
-    told = maxtext.in_pairs(name, architecture) if pairs is None else bool(pairs)
-    return MaxText(tree, architecture, told, scan_layers, root, found.dtypes)
+def find_teacher(config: Config, student: LoadedModel, role: Role, console: Console | None) -> LoadedModel:
+    """The teacher, its weights not read yet; ShoalError where its vocabulary is not the student's."""
+    section = replace(config.model, path=config.teacher.path, name="", tokenizer="", template="")
+    teacher = open_model(section, role, console, compute_dtype(section.dtype))
+    if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
+        raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
+                         f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family")
+    return teacher
 
 
-@dataclass(frozen=True)
-class MaxText:
-    """A MaxText checkpoint that fits an architecture."""
+def open_teacher(config: Config, student: LoadedModel, role: Role, console: Console) -> ModelScorer | None:
+    """The teacher with its weights, in the dtype of the computation; None without `teacher.path`."""
+    if not config.teacher.path:
+        return None
+    teacher = find_teacher(config, student, role, console)
+    return ModelScorer(make_model(config.model, teacher, role, config.batch.micro_tokens), teacher.load())
 
-    folder: Path
-    architecture: Architecture
-    pairs: bool  # order of rotary dimensions
-    scan_layers: bool
-    root: str
-    dtypes: Any  # of its arrays, by name
 
-    def told(self) -> str:
-        layers = "stacked" if self.scan_layers else "one by one"
-        return (f"MaxText checkpoint {self.folder}: layers {layers}, rotary dimensions in "
-                f"{'pairs' if self.pairs else 'halves'}")
+def compute_dtype(name: str) -> Any:
+    """The dtype of `model.dtype`: for `auto`, float32 on CPU and bfloat16 on accelerators."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
 
-    def load(self, role: Role, dtype: Any = np.float32) -> Params:
-        """The parameters: one after the other, each read for the devices that hold it and brought into our form
-        there. Beside what is loaded, one parameter of all layers is there twice."""
-        found = maxtext.places(self.architecture)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: self._parameter(found[hf.dotted(path)], None, role, dtype),
-            param_specs(self.architecture), is_leaf=is_param_spec)
 
-    def later(self, role: Role, dtype: Any = np.float32) -> Any:
-        """`Parameters` of hf.LazyParameter: one parameter of all layers (of one layer, where they lie one by one) is in
-        memory at a time."""
-        kept: dict[str, np.ndarray] = {}
+def make_model(section: ModelSection, loaded: LoadedModel, role: Role, micro_tokens: int) -> Model:
+    """The `Model` on a role's devices; `micro_tokens` (0 where nothing is trained) decides `model.remat=auto`."""
+    dtype, remat = compute_dtype(section.dtype), section.remat
+    if remat == "auto":
+        remat = "full" if activation_bytes(loaded.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
+    if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default
+        jax.config.update("jax_default_matmul_precision", "highest")
+    return Model(loaded.architecture, role, dtype, remat)
 
-        def read(place: Place, layer: int | None) -> np.ndarray:
-            if layer is not None and not self.scan_layers:
-                return np.asarray(self._parameter(place, layer, role, dtype))[0]
-            if place.path not in kept:
-                kept.clear()
-                kept[place.path] = np.asarray(self._parameter(place, None, role, dtype))
-            return kept[place.path] if layer is None else kept[place.path][layer]
 
-        def later(path: Any, declared: Any) -> hf.LazyParameter:
-            return hf.LazyParameter(declared.shape, partial(read, found[hf.dotted(path)]))
+def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:
+    """Bytes that the backward pass keeps of `tokens` tokens with `model.remat=dots`."""
+    a_token = 3 * a.hidden_size + (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 2 * a.intermediate_size
+    return a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize
 
-        found = maxtext.places(self.architecture)
-        return jax.tree_util.tree_map_with_path(later, param_specs(self.architecture), is_leaf=is_param_spec)
 
-    def _parameter(self, place: Place, layer: int | None, role: Role, dtype: Any) -> jax.Array:
-        """A parameter in our form; with `layer`, of that one alone, [1, ...]."""
-        count = self.architecture.num_layers
-        shape, axes = place.stored(count, self.scan_layers)
-        names = [self.root + name for name in place.names(count, self.scan_layers)]
-        names = names if layer is None else names[layer : layer + 1]
-        sharding = role.sharding(axes, shape)
-        stored = read_leaves(self.folder, {
-            name: jax.ShapeDtypeStruct(shape, self.dtypes[name], sharding=sharding) for name in names})
-        assemble = partial(maxtext.from_maxtext, place=place, pairs=self.pairs, scanned=self.scan_layers, dtype=dtype)
-        ours = place.declared if layer is None else None
-        out = role.sharding(ours.axes, ours.shape) if ours else role.replicated
-        return jax.jit(assemble, out_shardings=out)([stored[name] for name in names]).block_until_ready()
+def copy_model_files(model: LoadedModel, target: Path) -> None:
+    """Copies tokenizer, chat template and config.json, so that checkpoints need nothing else. config.json comes last:
+    it marks the folder as complete."""
+    target.mkdir(parents=True, exist_ok=True)
+    if model.tokenizer.template:
+        (target / "chat_template.jinja").write_text(model.tokenizer.template, encoding="utf-8")
+    names = [name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"]
+    for name in names if model.config else (*names, "config.json"):
+        if (model.folder / name).is_file():
+            shutil.copy2(model.folder / name, target / name)
+    if model.config:
+        write_text(target / "config.json", json.dumps(model.config, indent=2) + "\n", "base_output_directory")

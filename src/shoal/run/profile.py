@@ -12,7 +12,7 @@ import jax
 class Profiler:
     """Traces the chosen steps, counted from 1, to `<folder>/step_000012/`, for XProf, TensorBoard and Perfetto.
 
-    A step whose trace is there is not traced again. A trace that cannot be made is said and costs no more than that.
+    A step that has a trace is not traced again. A trace that cannot be written is a warning.
 
     >>> with profiler.step(12):
     ...     train_one_step()
@@ -25,7 +25,7 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Traces what happens inside, where this step was chosen; closes the trace however that ends."""
+        """Traces the block, if this step was chosen, and closes the trace however the block ends."""
         target = self.folder / f"step_{step:06d}"
         if step not in self.steps or any(target.rglob("*")) or not self._attempt(step, self._start, target):
             yield

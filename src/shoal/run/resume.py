@@ -1,4 +1,5 @@
-"""Going on with a run: which folder, under which configuration, on what machine and data."""
+"""Resumes a run: finds it, composes its configuration, restores its newest checkpoint, and checks that machine and data
+are the same."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.config.aliases import same_key
 from shoal.config.arguments import quote, rewrite
@@ -28,45 +29,53 @@ from shoal.config.compose import (
 from shoal.config.convert import convert_value, leaves_of
 from shoal.config.keys import command_of, is_under, keys_of
 from shoal.config.schema import Config
+from shoal.files import check_local
 from shoal.report.console import Console
-from shoal.report.folder import CONFIG, find_run, is_run, named_folder
+from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder
 from shoal.report.lines import json_line
 from shoal.report.reading import read_config
-from shoal.run.output import check_local
-from shoal.tasks.task import Task
 from shoal.types import Address, Params, RewardFunction, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.tasks.task import Task
+    from shoal.trainer.checkpoint import Restored
+    from shoal.trainer.step import Learner
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
         "reward.timeout_seconds", "reward.memory_gib", "reward.workers")
-"""Keys (and sections) that may change from one part of a run to the next: none of them touches a number of a step,
-but `steps` where the learning rate falls to its last."""
+"""Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
+the end of a learning rate schedule."""
 
 FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name")
-"""Keys that no part of a run can change."""
+"""Keys that cannot change when a run is resumed."""
 
 PLACE = ("resume", "base_output_directory")
-"""Keys that tell which run to go on with."""
+"""Keys that name the run to resume."""
 
 MOST_ROWS = 50_000
-NUM_ROWS_LOOKED_AT = 1000
+"""Rows of data above which the digest covers a sample of SAMPLE_ROWS."""
+SAMPLE_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """A job's configuration and, where it goes on with a run, that run's folder."""
+    """A run's configuration and, where the run is resumed, its folder."""
 
     config: Config
     run: Path | None = None
 
 
+# ---- configuration
+
+
 def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
-    """`compose` for a command that takes `resume`: where that names a run, the run's own configuration with the user's
-    keys over it. What they become, and whether they can be, is judged by the run's settings.
+    """`compose` for a command with `resume`: where it names a run, the keys given are laid over the configuration of
+    that run, and are checked and derived with it.
 
     >>> config, resolved = compose_job(Config, ["resume=last", "steps=200"])
     """
     arguments = rewrite(config_type, argv)
-    run = named_run(config_type, arguments.values, arguments.config_name, arguments.overrides)
+    run = find_named_run(config_type, arguments.values, arguments.config_name, arguments.overrides)
     if run is None:
         return compose_arguments(config_type, arguments)
     file = run / CONFIG
@@ -76,100 +85,116 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
 
 
 def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The same from Python: what `from_overrides` is to compose.
+    """The same for overrides from Python, which `from_overrides` then composes.
 
     >>> from_overrides(Config, **on_run({"resume": "last", "steps": 200}))
     """
     names = {name: value for name, value in overrides.items() if name != "config_name"}
-    own = {same_key(name): str(value) for name, value in leaves_of(Config, nested_names(names))
-           if same_key(name) in PLACE}
-    run = named_run(Config, own, str(overrides.get("config_name", "")))
+    given = {same_key(name): str(value) for name, value in leaves_of(Config, nested_names(names))
+             if same_key(name) in PLACE}
+    run = find_named_run(Config, given, str(overrides.get("config_name", "")))
     return {**overrides, "config_name": str(run / CONFIG), "resume": str(run)} if run else dict(overrides)
 
 
-def named_run(config_type: type, own: Mapping[str, Any], config_name: str = "",
-              overrides: Sequence[str] = ()) -> Path | None:
-    """The run that `resume` names, among the user's own keys or in the preset or file that they name; None where none
-    does."""
-    given: dict[str, Any] = {}
+def find_named_run(config_type: type, given: Mapping[str, Any], config_name: str = "",
+                   overrides: Sequence[str] = ()) -> Path | None:
+    """The run that `resume` names, among the keys given or in the preset or file given; None where none does."""
+    values: dict[str, Any] = {}
     command = command_of(config_type)
     file = find_preset(command, config_name) if config_name else None
-    if file and not file.is_relative_to(PRESETS):  # the packaged ones name no run
-        given = {same_key(name): value
-                 for name, value in leaves_of(config_type, compose_values(command, file, overrides))}
-    given |= own
+    if file and not file.is_relative_to(PRESETS):  # packaged presets name no run
+        values = {same_key(name): value
+                  for name, value in leaves_of(config_type, compose_values(command, file, overrides))}
+    values |= given
     keys = keys_of(config_type)
-    resume, base = (convert_value(keys[name], given.get(name, keys[name].default)) for name in PLACE)
+    resume, base = (convert_value(keys[name], values.get(name, keys[name].default)) for name in PLACE)
     if not resume:
         return None
     check_local(base, "base_output_directory")
     return find_run(resume, base)
 
 
-def resolve_run(config: Config, resolved: Resolved | None, console: Console) -> ResumePlan:
-    """`resume=` names a run, whose configuration is taken, the user's own keys over it; the name of a run that is
-    there already must come with its own configuration."""
+def resolve_run(config: Config, console: Console) -> ResumePlan:
+    """Decides whether a run is new or resumed, and with which configuration.
+
+    With `resume`, `config` was composed on the stored configuration: what differs from it is warned of, or refused for
+    a key of FIXED. Where `run_name` names a run, its configuration must be the same, keys of FREE apart."""
     check_local(config.base_output_directory, "base_output_directory")
     if config.resume:
         run = find_run(config.resume, config.base_output_directory)
         stored = read_config(run)
-        if resolved is None:
-            config = stored
-        elif resolved.arguments.config_name != str(run / CONFIG):  # else it was composed on the run
-            config, _ = recompose(Config, run / CONFIG, resolved.arguments)
-        for key in changed(stored, config):
+        for key in changed_keys(stored, config):
+            before, now = get_value(stored, key), get_value(config, key)
             if key in FIXED:
-                raise ShoalError(f"resume={run}: {key} was {get_value(stored, key)!r} and cannot become "
-                                 f"{get_value(config, key)!r}: start a new run, from these weights with model={run}")
-            console.warning(f"{key} changes from {get_value(stored, key)} to {get_value(config, key)}: from here on "
-                            "this is not the run that was started")
-        _say_steps(stored, config, console)
-        return ResumePlan(_as_stored(config, stored), run)
+                raise ShoalError(f"resume={run}: {key} was {before!r} and cannot become {now!r}: start a new run, from "
+                                 f"these weights with model={run}")
+            console.warning(f"{key} changes from {before} to {now}: from here on the run differs from the one that "
+                            "was started")
+        _warn_of_schedule(stored, config, console)
+        return ResumePlan(replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory,
+                                  resume=""), run)
     if config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name)):
         stored = read_config(run)
-        if keys := changed(stored, config):
-            shown = ", ".join(f"{key}={get_value(stored, key)}" for key in keys)
-            here = ", ".join(str(get_value(config, key)) for key in keys)
-            raise ShoalError(f"the run {run} was started with {shown}; now came {here}: choose another run_name, give "
-                             f"what it was, or change it on purpose with resume={run}")
-        _say_steps(stored, config, console)
+        if keys := changed_keys(stored, config):
+            before = ", ".join(f"{key}={get_value(stored, key)}" for key in keys)
+            now = ", ".join(str(get_value(config, key)) for key in keys)
+            raise ShoalError(f"the run {run} was started with {before}; given now: {now}. Choose another run_name, "
+                             f"give the values that it was started with, or change them with resume={run}")
+        _warn_of_schedule(stored, config, console)
         return ResumePlan(replace(config, batch=stored.batch), run)
     return ResumePlan(config)
 
 
-def _say_steps(stored: Config, config: Config, console: Console) -> None:
+def _warn_of_schedule(stored: Config, config: Config, console: Console) -> None:
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         console.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
                         f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
 
 
-def _as_stored(config: Config, stored: Config) -> Config:
-    return replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory, resume="")
-
-
-def changed(stored: Config, config: Config) -> list[str]:
-    """Keys that differ, those of FREE apart. Where P is given by the device, the stored P is what came of it."""
+def changed_keys(stored: Config, config: Config) -> list[str]:
+    """Keys that differ, without those of FREE. Where `batch.prompts_per_device` is set, `batch.prompts_per_step`
+    follows from it and may change."""
     by_device = config.batch.prompts_per_device
     free = (*FREE, "batch.prompts_per_step") if by_device and by_device == stored.batch.prompts_per_device else FREE
     return [key for key in keys_of(Config)
             if get_value(stored, key) != get_value(config, key) and not is_under(key, free)]
 
 
-# ---- what a checkpoint tells of machine and data
+# ---- checkpoint
 
 
-def fingerprint(task: Task, seed: int, reference: Params | None = None, teacher: Params | None = None) -> dict[str, Any]:
-    """What decides a run's numbers beside its configuration, as JSON holds it. `reference`: the weights that a KL term
-    refers to; `teacher`: those of a teacher."""
+def restore_latest(folder: RunFolder, learner: Learner, shapes: Params, facts: Mapping[str, Any], config: Config,
+                   console: Console) -> Restored | None:
+    """The newest intact checkpoint of a run; None where there is none and the run starts from its beginning.
+    `shapes`: those of the sampler's weights; `facts`: the `fingerprint` of this process."""
+    from shoal.trainer.checkpoint import restore_newest
+
+    restored = restore_newest(folder.path, learner, shapes, console.warning)
+    if restored is None:
+        console.note("the run has no checkpoint: it starts from its beginning, and its files are written again")
+        folder.rewind(-1)
+        return None
+    compare_facts(restored.extra["facts"], facts, console)
+    if restored.version > config.steps:
+        raise ShoalError(f"steps={config.steps}: the run {folder.path} has made {restored.version} already; give as "
+                         "many or more")
+    console.note(f"resumed from the checkpoint of step {restored.version}")
+    return restored
+
+
+def fingerprint(task: Task, seed: int, reference: Params | None = None,
+                teacher: Params | None = None) -> dict[str, Any]:
+    """What a run's numbers depend on besides its configuration, in JSON's types: machine, data, reward functions, and
+    the weights of reference and teacher."""
     from shoal.model.transformer import checksum
 
     found = {"machine": machine(), "data": data_digest(task, seed), "rewards": reward_digests(task.rewards)}
-    given = {"reference": reference, "teacher": teacher}
-    return found | {name: f"{int(checksum(params)):#010x}" for name, params in given.items() if params is not None}
+    weights = {"reference": reference, "teacher": teacher}
+    return found | {name: f"{int(checksum(params)):#010x}" for name, params in weights.items() if params is not None}
 
 
 def machine() -> dict[str, str]:
-    """Kind and number of devices, threads, versions: with these equal, numbers on CPU are equal bit for bit."""
+    """Kind and number of devices, threads, versions: where they are equal, so are numbers on CPU, bit for bit."""
     import jax
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -181,7 +206,7 @@ def machine() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's model, where Linux tells it."""
+    """The processor's model name, from /proc/cpuinfo where there is one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -197,12 +222,12 @@ def _version(package: str) -> str:
 
 
 def data_digest(task: Task, seed: int) -> str:
-    """The number of rows and a hash over them and the questions of evaluations; of more than MOST_ROWS, over some that
-    are chosen by address."""
+    """The number of training rows and a hash of them and of the evaluation sets; of more than MOST_ROWS, a sample
+    drawn by address is hashed."""
     count, rows = len(task.train), range(len(task.train))
     if count > MOST_ROWS:
         rows = sorted({int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
-                       for number in range(NUM_ROWS_LOOKED_AT)})
+                       for number in range(SAMPLE_ROWS)})
     hashed = hashlib.blake2b(digest_size=8)
     for example in itertools.chain((task.train[row] for row in rows), *task.evaluations.values()):
         hashed.update(json_line([example.row, example.prompt, example.columns]).encode("utf-8", "backslashreplace"))
@@ -210,7 +235,7 @@ def data_digest(task: Task, seed: int) -> str:
 
 
 def reward_digests(functions: Sequence[RewardFunction]) -> dict[str, str]:
-    """By name, a hash of each function's source; empty where it has none."""
+    """Name -> a hash of the function's source; empty where the source is not available."""
     return {one.name: _source_digest(one.function) for one in functions}
 
 
@@ -222,18 +247,19 @@ def _source_digest(function: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
-    """Says what is not as it was when the checkpoint was saved; ShoalError where the data is not."""
+def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
+    """Warns of differences between two fingerprints; ShoalError where the data or the weights of reference or teacher
+    differ."""
     if saved["data"] != now["data"]:
         raise ShoalError(f"the training data is not what this run was started with (it had {saved['data']}, now "
-                         f"{now['data']}): bring the old data back, or start a new run from its weights")
-    if now.get("reference") != saved.get("reference", now.get("reference")):
-        raise ShoalError(f"the reference weights (model.path) are not those that this run was started with (checksum "
-                         f"{saved['reference']}, now {now['reference']}): bring them back, name the very checkpoint "
-                         "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0")
-    if now.get("teacher") != saved.get("teacher", now.get("teacher")):
-        raise ShoalError(f"the teacher's weights (teacher.path) are not those that this run was started with (checksum "
-                         f"{saved['teacher']}, now {now['teacher']}): bring them back, or start a new run")
+                         f"{now['data']}): restore the old data, or start a new run from its weights")
+    cures = {"reference": ("the reference weights (model.path)", "restore them, name the very checkpoint "
+                           "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0"),
+             "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run")}
+    for name, (what, cure) in cures.items():
+        if now.get(name) != saved.get(name, now.get(name)):
+            raise ShoalError(f"{what} are not those that this run was started with (checksum {saved[name]}, now "
+                             f"{now[name]}): {cure}")
     for name, value in now["machine"].items():
         if (before := saved["machine"].get(name, "unknown")) != value:
             console.warning(f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "
@@ -241,5 +267,3 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) 
     for name, digest in now["rewards"].items():
         if digest != saved["rewards"].get(name):
             console.warning(f"the source of reward function {name} is not what it was when the checkpoint was saved")
-
-

@@ -1,4 +1,4 @@
-"""The task of a run: its data by name or from Python, judged by the reward functions that the run names."""
+"""Loads the task of a run: its data, by name or from Python, with the reward functions that the run names."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
 from shoal.types import RewardFunction, ShoalError
 
 
-def _unrewarded(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
+
+
+def no_reward(task: str) -> ShoalError:
+    """The error of a task without a reward of its own, where no function was given."""
+    return ShoalError(f"task {task}: it has no reward of its own; give a function that judges completions, "
+                      "reward=file.py:function with function(completions, **columns) -> list of numbers")
 
 
 def load_task(task: TaskSection, reward: RewardSection | None = None,
               functions: Sequence[Callable[..., Any]] = (), needs_reward: bool = True) -> Task:
-    """Loads a task by name; functions given (`reward.functions` first, then `functions`) replace its own rewards.
+    """The task of a name; functions given (`reward.functions` first, then `functions`) replace its own rewards.
 
-    Every evaluation is cut to its first `task.num_questions` (0: all). Raises `ShoalError` for an unknown task, and
-    whatever the task's data or the functions' files lack. Where nothing `needs_reward` (a teacher alone teaches), data
-    without a function is rewarded with 0.
+    Every evaluation set is cut to its first `task.num_questions` (0: all). ShoalError for an unknown task, and for
+    whatever is wrong with its data or with the functions' files. Without `needs_reward` (a teacher alone gives the
+    signal) data without a function is rewarded with 0.
     """
     judged, reward = reward is not None, reward or RewardSection()
     if task.name == ROWS:
@@ -32,10 +38,9 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
                          "reward: shoal.train(resume=FOLDER, task=rows, reward=f)")
     loaded = with_rewards(load_by_name(task, reward), task, reward, functions)
     if not needs_reward and not loaded.rewards:
-        return replace(loaded, rewards=(RewardFunction("unrewarded", _unrewarded, builtin=True),))
+        return replace(loaded, rewards=(RewardFunction("unrewarded", _zero_reward, builtin=True),))
     if judged and not loaded.rewards:
-        raise ShoalError(f"task {task.name}: own data needs a function that judges it, reward=file.py:function with "
-                         "function(completions, **columns) -> list of numbers")
+        raise no_reward(task.name)
     return loaded
 
 
@@ -48,7 +53,7 @@ def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunc
 
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
                  functions: Sequence[Callable[..., Any]] = ()) -> Task:
-    """A task as a run uses it: evaluations cut to `task.num_questions`, judged by the functions that were given."""
+    """The task with evaluation sets cut to `task.num_questions`, and with the reward functions given, if any."""
     files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
@@ -60,45 +65,40 @@ def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
                    rewards=name_functions(given, reward.weights) if given else _weigh(loaded.rewards, reward.weights))
 
 
-def _weigh(own: tuple[RewardFunction, ...], weights: Sequence[float]) -> tuple[RewardFunction, ...]:
-    if weights and len(weights) != len(own):
-        raise ShoalError(f"reward.weights: expected {len(own)} numbers, one for each of the task's own functions "
-                         f"({', '.join(one.name for one in own)}), got {len(weights)}")
-    return tuple(replace(one, weight=float(w)) for one, w in zip(own, weights, strict=True)) if weights else own
+def _weigh(rewards: tuple[RewardFunction, ...], weights: Sequence[float]) -> tuple[RewardFunction, ...]:
+    if weights and len(weights) != len(rewards):
+        raise ShoalError(f"reward.weights: expected {len(rewards)} numbers, one for each of the task's own functions "
+                         f"({', '.join(one.name for one in rewards)}), got {len(weights)}")
+    return tuple(replace(one, weight=float(w)) for one, w in zip(rewards, weights, strict=True)) if weights else rewards
 
 
-def own_task(data: Any, held_out: Any, correct: Correct | None, task: TaskSection, reward: RewardSection,
+def task_of_data(data: Any, held_out: Any, correct: Correct | None, task: TaskSection, reward: RewardSection,
              functions: Sequence[Callable[..., Any]]) -> Task:
-    """The task of a run from Python: rows, or a `Task` as it is, judged by the reward functions that were given."""
+    """The task of data given from Python, rows or a whole `Task`, with the reward functions given."""
     if isinstance(data, Task):
         if held_out is not None or correct is not None:
-            raise ShoalError(f"{'held_out' if held_out is not None else 'correct'} goes with rows; a shoal.Task has "
-                             "its own `evaluations` and `correct`: set them there")
-        own = data
-    else:
-        _check_settings(task)
-        own = rows_task(data, held_out, correct, task.num_questions)
-        if not (functions or reward.functions):
-            raise ShoalError("reward is not given: own data needs a function that judges it, "
-                             "reward=f with f(completions, **columns) -> list of numbers")
-    return with_rewards(own, task, reward, functions)
-
-
-def _check_settings(task: TaskSection) -> None:
+            raise ShoalError(f"{'held_out' if held_out is not None else 'correct'} is for rows; a shoal.Task has "
+                             "`evaluations` and `correct` itself: set them there")
+        return with_rewards(data, task, reward, functions)
     default = TaskSection()
     for key, value in vars(task).items():
         if key not in ("name", "num_questions") and value != getattr(default, key):
             raise ShoalError(f"task.{key}={value!r} has no effect on data given from Python: leave it out")
+    if not (functions or reward.functions):
+        raise ShoalError("reward is not given: your data needs a function that judges completions, reward=f with "
+                         "f(completions, **columns) -> list of numbers")
+    return with_rewards(rows_task(data, held_out, correct, task.num_questions), task, reward, functions)
 
 
 def with_overlong(task: Task, reward: RewardSection, max_tokens: int) -> Task:
-    """The task with the penalty beside its rewards, where `reward.overlong_buffer_tokens` asks for one."""
+    """The task with the penalty on long completions as a further reward, where `reward.overlong_buffer_tokens` is
+    set."""
     buffer = max(1, max_tokens // 5) if reward.overlong_buffer_tokens == -1 else reward.overlong_buffer_tokens
     if not buffer:
         return task
     if buffer > max_tokens:
         raise ShoalError(f"reward.overlong_buffer_tokens={buffer}: expected at most sampling.max_completion_tokens "
-                         f"({max_tokens}), of which it is the last part")
+                         f"({max_tokens}): it is the last part of a completion")
     if any(one.name == PENALTY for one in task.rewards):
         raise ShoalError("reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give yours "
                          "another, or leave that key at 0")

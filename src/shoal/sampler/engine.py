@@ -87,8 +87,8 @@ class Engine:
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
         self._slots: Slots | None = None
-        self._layout, self._make_slots, self._prefill, self._decode = make_programs(
-            model, sizes, self.eos_ids, truncated, self.max_support)
+        self._layout, *programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
+        self.programs: dict[str, Callable] = dict(zip(("make_slots", "prefill", "decode"), programs, strict=True))
 
     # -- the Sampler protocol
 
@@ -135,6 +135,12 @@ class Engine:
         """True if nothing is waiting, running or left to collect."""
         return self.scheduler.idle and not self.in_flight and not self.finished
 
+    def slot_shapes(self) -> Slots:
+        """Shapes, types and layout of caches and slots; nothing is allocated."""
+        shapes = jax.eval_shape(self.programs["make_slots"])
+        return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+                            shapes, self._layout)
+
     def release_memory(self) -> None:
         """Frees caches and weights until the next `load`; compiled programs stay. RuntimeError unless idle."""
         if not self.idle:
@@ -166,8 +172,8 @@ class Engine:
                 column[row] = value
             self._stopped[slot] = False
         if self._slots is None:
-            self._slots = self._make_slots()
-        self._slots, sampled = self._prefill(
+            self._slots = self.programs["make_slots"]()
+        self._slots, sampled = self.programs["prefill"](
             self.parameters, slots=self._slots, tokens=tokens, length=length, groups=groups, active=active,
             limit=limit, keys=keys, sampling=SamplingArrays(*sampling))
         self.in_flight.append((sampled, admission.ids + (None,) * (rows - len(admission.ids))))
@@ -177,7 +183,7 @@ class Engine:
         for id, slot in self.scheduler.running.items():
             owners[slot] = id
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
-        self._slots, sampled = self._decode(self.parameters, slots=self._slots, stopped=self._stopped.copy())
+        self._slots, sampled = self.programs["decode"](self.parameters, slots=self._slots, stopped=self._stopped.copy())
         self.in_flight.append((sampled, tuple(owners)))
 
     # -- gathering

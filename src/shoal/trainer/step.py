@@ -78,15 +78,16 @@ class Learner:
 
     def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int):
         self.model, self.objective = model, objective
-        self.optimizer, self.layout, self._init, self._apply = _optimizer_programs(
+        self.optimizer, self.layout, init, apply = _optimizer_programs(
             model.architecture, model.role, section, num_updates)
-        self._zero, self._accumulate, self._score = _gradient_programs(
-            model, objective, objective.functions)
+        zero, accumulate, score = _gradient_programs(model, objective, objective.functions)
+        self.programs: dict[str, Callable] = {
+            "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
         self._in_flight: deque[Any] = deque()
 
     def init(self, parameters: Params) -> TrainState:
         updates = jax.device_put(np.int32(0), self.model.role.replicated)
-        return TrainState(parameters, self._init(parameters), updates)
+        return TrainState(parameters, self.programs["init"](parameters), updates)
 
     def shapes(self) -> TrainState:
         """Shapes, types and layout of the state that `init` makes; nothing is allocated."""
@@ -104,24 +105,24 @@ class Learner:
 
     def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
         """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, S, C])."""
-        before = self._zero() if total is None else total
+        before = self.programs["zero"]() if total is None else total
         self._make_room()
-        after, lp = self._accumulate(before, state.trainable, put_batch(self.model, batch))
+        after, lp = self.programs["accumulate"](before, state.trainable, put_batch(self.model, batch))
         self._in_flight.append(lp)
         return after, lp
 
     def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Applied]:
         """One update of the optimizer. The buffers of `total` and of the moments are donated."""
         self._make_room()
-        state, applied = self._apply(total.loss, state.trainable, state.updates, gradient=total.gradient,
-                                     moments=state.optimizer)
+        state, applied = self.programs["apply"](total.loss, state.trainable, state.updates, gradient=total.gradient,
+                                                moments=state.optimizer)
         self._in_flight.append(applied)
         return state, Applied(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
         self._make_room()
-        lp = self._score(parameters, put_batch(self.model, batch))
+        lp = self.programs["score"](parameters, put_batch(self.model, batch))
         self._in_flight.append(lp)
         return lp
 

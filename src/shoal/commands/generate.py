@@ -1,4 +1,4 @@
-"""The two files of `shoal generate`: prompts in, a row a completion out, both jsonl."""
+"""`shoal generate`: completions of the prompts in a jsonl file, a row a completion in another."""
 
 from __future__ import annotations
 
@@ -10,36 +10,69 @@ from typing import Any
 
 import numpy as np
 
-from shoal.types import Completion, Prompt, ShoalError
+from shoal.config.compose import require_given
+from shoal.config.schema import GenerateConfig
+from shoal.files import check_local, check_writable, write_text
+from shoal.mesh import make_roles
+from shoal.report.console import Console
+from shoal.rollout.publication import publish_to
+from shoal.run.loading import compute_dtype, make_model, open_model
+from shoal.run.parts import engine_maker
+from shoal.sampler.engine import drain
+from shoal.trainer.loop import sampling_params
+from shoal.types import Address, Completion, Prompt, Purpose, SampleRequest, ShoalError
+
+
+def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
+    """Writes the rows in the order of the prompts, whole or not at all. Raises ShoalError for a prompt that cannot be
+    used before the first token is sampled."""
+    require_given(config, "prompts", "output")
+    output = check_writable(config.output, "output")
+    with console or Console() as console:
+        prompts = read_prompts(check_local(config.prompts, "prompts"))
+        role = make_roles(config.mesh).sampler
+        loaded = open_model(config.model, role, console, compute_dtype(config.model.dtype))
+        model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
+        params, count = sampling_params(config.sampling), config.num_generations
+        prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]
+        engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(count)
+        engine.load(0, publish_to(model, loaded.load()))
+        engine.submit([
+            SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
+            for number, ids in enumerate(prompt_ids)])
+        lines = list(completion_rows(prompt_ids, drain(engine), tokenizer.decode, count))
+        write_text(output, "".join(line + "\n" for line in lines))
+        console.note(f"wrote {len(lines)} completions to {output}")
+    return {"completions": len(lines), "output": str(output)}
 
 
 @dataclass(frozen=True)
 class NumberedPrompt:
-    """A prompt and where it stands: `place` is `FILE, line N`."""
+    """A prompt with its place, `FILE, line N`."""
 
     place: str
     prompt: Prompt
 
     def encode(self, encode: Callable[[Prompt], np.ndarray], max_tokens: int) -> np.ndarray:
-        """Its tokens, int32[Tp]; ShoalError naming its line where the template refuses it or it is too long."""
+        """Its tokens, int32[Tp]; ShoalError with its line where the template refuses it or it is too long."""
         try:
             ids = encode(self.prompt)
         except ShoalError as error:
             raise ShoalError(f"{self.place}: {error}") from error
         if not 1 <= len(ids) <= max_tokens:
             raise ShoalError(f"{self.place}: the prompt has {len(ids)} tokens, expected 1 to {max_tokens}: raise "
-                             "max_prompt_tokens, or take the line out")
+                             "max_prompt_tokens, or remove the line")
         return ids
 
 
 def read_prompts(path: Path) -> list[NumberedPrompt]:
-    """The `prompt` of every line that is not blank: text, or messages. ShoalError naming the first line without."""
+    """The `prompt`, text or messages, of every line that is not blank. ShoalError with the first line that has none."""
     if not path.is_file():
         raise ShoalError(f"prompts={path}: there is no such file; give a jsonl file with a `prompt` a line")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise ShoalError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): convert it") from error
+        raise ShoalError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from error
     found = [NumberedPrompt(f"{path}, line {number}", _prompt(line, f"{path}, line {number}"))
              for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
@@ -51,7 +84,7 @@ def _prompt(line: str, place: str) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ShoalError(f"{place} is no JSON: {error.msg} at column {error.colno}; one object a line is "
+        raise ShoalError(f"{place} is not JSON: {error.msg} at column {error.colno}; one object a line is "
                          "needed") from error
     if not isinstance(row, dict) or "prompt" not in row:
         raise ShoalError(f"{place} has no `prompt`: a text, or a list of messages, is needed")

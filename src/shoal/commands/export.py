@@ -1,0 +1,30 @@
+"""`shoal export`: the newest weights of a run, or one checkpoint, as a folder that transformers loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.config.compose import require_given
+from shoal.config.schema import ExportConfig, MeshSection, ModelSection
+from shoal.files import check_local, check_new_folder, writing
+from shoal.mesh import make_roles
+from shoal.model import hf
+from shoal.report.console import Console
+from shoal.run.checkpoint_formats import find_foreign
+from shoal.run.loading import open_model
+from shoal.types import ShoalError
+
+
+def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
+    """Writes the folder whole or not at all, and returns its path."""
+    require_given(config, "source", "to")
+    to, source = check_new_folder(config.to, "to"), check_local(config.source, "from")
+    if find_foreign(source):
+        raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
+                         "which writes it as a folder that transformers loads")
+    with console or Console() as console:
+        model = open_model(ModelSection(path=config.source), make_roles(MeshSection()).trainer, console)
+        with writing(to, "to"):
+            hf.save(to, model.load(), model.architecture, model.folder, config.dtype, config=model.config)
+        console.note(f"wrote {to}")
+    return {"to": str(to)}

@@ -1,0 +1,124 @@
+"""Checks where files may be written, and writes them whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.types import ShoalError
+
+LATE_WRITES = 10
+"""Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
+
+
+@contextlib.contextmanager
+def writing(path: str | Path, key: str = "") -> Iterator[None]:
+    """Raises ShoalError, naming `key` where `path` is its value, in place of the system's refusal to write."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        if key:
+            raise ShoalError(f"{key}={path} cannot be written: {reason}; choose another place") from error
+        raise ShoalError(f"cannot write {path}: {reason}; make room or set base_output_directory to a folder that can "
+                         "be written") from error
+
+
+@contextlib.contextmanager
+def appearing(path: Path, key: str = "") -> Iterator[Path]:
+    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed after an error."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path, key):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        with writing(path, key):
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def scratch_folder(target: Path, key: str) -> Iterator[Path]:
+    """Yields an empty folder on the disk of `target`, from which results are moved; it is removed afterwards.
+
+    It lies in the nearest folder that exists, so a failure leaves none of the folders above `target` behind."""
+    folder = nearest_folder(target) / f".{target.name}.partial-{os.getpid()}"
+    with writing(target, key):
+        try:
+            folder.mkdir()
+            yield folder
+        except BaseException:
+            for _ in range(LATE_WRITES):
+                shutil.rmtree(folder, ignore_errors=True)
+                time.sleep(0.1)
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def move_folder(folder: Path, target: Path) -> None:
+    """Moves a folder to `target`, which is missing or empty."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        target.rmdir()
+    folder.rename(target)
+
+
+def write_text(path: str | Path, text: str, key: str = "output") -> None:
+    """Writes a text file, the value of `key`, whole or not at all, and the folders above it."""
+    path = check_local(path, key)
+    with appearing(path, key) as temporary, writing(path, key):
+        temporary.write_text(text, encoding="utf-8")
+
+
+def check_local(path: str | Path, key: str) -> Path:
+    """The path, the value of `key`, with `~` expanded; ShoalError for cloud storage, which would become a local folder
+    called `gs:`."""
+    if "://" in str(path):
+        raise ShoalError(f"{key}={path}: cloud storage is not supported; give a local folder")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ShoalError(f"{key}={path}: no home folder is known for that user; give the whole path") from error
+
+
+def check_writable(path: str | Path, key: str) -> Path:
+    """The local path of a file to write, the value of `key`; ShoalError where no file can be written there."""
+    path = check_local(path, key)
+    if path.is_dir():
+        raise ShoalError(f"{key}={path} is a folder: give the name of a file")
+    check_place(path, key)
+    return path
+
+
+def check_new_folder(path: str | Path, key: str) -> Path:
+    """The local path of a folder to write, the value of `key`; ShoalError where it holds files or cannot be written."""
+    path = check_local(path, key)
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise ShoalError(f"{key}={path} exists and is not empty: choose another folder, or remove it")
+    check_place(path, key)
+    return path
+
+
+def check_place(path: Path, key: str) -> None:
+    """ShoalError, naming `key`, unless a file can be made in the nearest existing folder above `path`."""
+    above = nearest_folder(path)
+    if not above.is_dir():
+        raise ShoalError(f"{key}={path} cannot be written: {above} is a file, not a folder; choose another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ShoalError(f"{key}={path} cannot be written: no permission in {above}; choose another place")
+    with writing(path, key), tempfile.TemporaryFile(dir=above):  # some folders take none, whatever their mode says
+        pass
+
+
+def nearest_folder(path: Path) -> Path:
+    """The nearest path above `path` that exists."""
+    return next(parent for parent in path.absolute().parents if parent.exists())

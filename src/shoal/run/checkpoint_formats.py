@@ -1,0 +1,87 @@
+"""Checkpoint formats of other systems: what each can do, and where it is registered.
+
+The core imports none of them. `shoal/__init__.py` fills FORMATS; a format is imported when a path is first checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shoal.config.schema import ModelSection
+    from shoal.mesh import Role
+    from shoal.model.transformer import Architecture
+    from shoal.run.loading import ModelSpec
+    from shoal.trainer.array_tree import LazyArray
+    from shoal.types import Params, ShoalError
+
+FORMATS: dict[str, str] = {}
+"""Name of a format -> `module:object`, the place of its CheckpointFormat."""
+
+ReadPart = Callable[[str, "tuple[slice, ...]"], "np.ndarray"]
+"""Dotted path of a parameter, part of it -> its values, float32: layers first, kernels as [in, out]."""
+
+
+class ForeignCheckpoint(Protocol):
+    """A checkpoint whose arrays fit an architecture."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+    def describe(self) -> str: ...
+    def load(self, role: Role, dtype: Any) -> Params: ...
+    def load_lazily(self, role: Role, dtype: Any) -> Any:
+        """Parameters as `hf.Later`, each read when its turn comes."""
+        ...
+
+
+@dataclass(frozen=True)
+class ForeignArrays:
+    """A model in another system's layout, each array read when it is written."""
+
+    arrays: Mapping[str, LazyArray]
+    metadata: Mapping[str, Any]
+    description: str
+    warnings: tuple[str, ...] = ()
+
+
+class CheckpointFormat(Protocol):
+    """Reads and writes one system's checkpoints."""
+
+    def find(self, path: Path) -> Path | None:
+        """The checkpoint at a path; None where there is none of this format."""
+        ...
+
+    def resolve(self, section: ModelSection, found: Path) -> ModelSpec:
+        """The model that the settings describe; no weights are read."""
+        ...
+
+    def open(self, found: Path, model_name: str, reference: Path | None, scan_layers: bool) -> ForeignCheckpoint:
+        """The checkpoint, checked against the model of a name, else of the config.json in `reference`."""
+        ...
+
+    def arrays(self, read: ReadPart, a: Architecture, model_name: str, scan_layers: bool,
+               dtype: np.dtype) -> ForeignArrays: ...
+
+    def unnamed(self, found: Path, name_key: str, tokenizer_key: str) -> ShoalError:
+        """The error where neither key names the model that a checkpoint holds."""
+        ...
+
+
+def load_format(name: str) -> CheckpointFormat:
+    """The registered format of a name."""
+    module, _, attribute = FORMATS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def find_foreign(path: Path) -> tuple[CheckpointFormat, Path] | None:
+    """The format and the place of another system's checkpoint at a path; None where there is none."""
+    for name in FORMATS:
+        if found := load_format(name).find(path):
+            return load_format(name), found
+    return None

@@ -1,0 +1,88 @@
+"""Makes the parts of a run from the sections of its configuration: engines, learner, updater, evaluation sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.config.schema import Config, SamplingSection, TrainSection
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Model
+from shoal.sampler.engine import Engine
+from shoal.tasks.task import Task
+from shoal.trainer.curriculum import Prepared, prepare
+from shoal.trainer.loop import Schedule, sampling_params
+from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
+from shoal.trainer.update import Updater
+from shoal.types import Params, ShoalError
+
+
+def num_updates(config: Config) -> int:
+    """Updates of the optimizer in a whole run."""
+    return config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
+
+
+def max_support(config: Config) -> int:
+    """Token ids that are stored at each position for `match_sampling_support`; 0 where none are."""
+    s = config.sampling
+    if not (sampling_params(s).truncated and config.algorithm.match_sampling_support):
+        return 0
+    return min(s.max_support, s.top_k or s.max_support)
+
+
+def schedule_of(t: TrainSection) -> Schedule:
+    """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
+    lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
+    return Schedule(lag, t.weight_sync_interval)
+
+
+def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
+                 max_support: int = 0) -> Callable[[int], Engine]:
+    """A function that makes the engine for groups of a size, with `slots` completions at once in all."""
+
+    def make(group_size: int) -> Engine:
+        return Engine(
+            model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
+            max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
+            decode=tokenizer.decode, truncated=sampling_params(sampling).truncated, max_support=max_support)
+
+    return make
+
+
+def training_engines(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[int], Engine]:
+    """A function that makes the engines of a training run; `model` is the sampler's. Groups of training's size store
+    the support of each token, evaluation's do not."""
+    slots = config.sampling.slots_per_device * model.role.mesh.size
+    slots = slots or config.batch.prompts_per_step * config.batch.group_size
+    training = engine_maker(model, tokenizer, config.sampling, slots, max_support(config))
+    others = engine_maker(model, tokenizer, config.sampling, slots)
+    return lambda group_size: (training if group_size == config.batch.group_size else others)(group_size)
+
+
+def make_learner(config: Config, model: Model) -> Learner:
+    return Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates(config))
+
+
+def make_updater(config: Config, learner: Learner, first: Params | None, teacher: ModelScorer | None) -> Updater:
+    """`first`: the weights of the reference, read only with a KL term."""
+    a = config.algorithm
+    reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
+    return Updater(learner, a, config.batch, config.sampling.temperature, config.seed, reference, teacher,
+                   config.teacher.coef, config.sampling.max_completion_tokens, max_support(config))
+
+
+def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
+                 warn: Callable[[str], None]) -> dict[str, list[Prepared]]:
+    """Each evaluation set's questions with their tokens. Questions that are too long are dropped with a warning;
+    ShoalError where a set has no others."""
+    sets = {}
+    for subset, examples in task.evaluations.items():
+        prepared = [prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts)
+                    for example in examples]
+        sets[subset] = [entry for entry in prepared if entry is not None]
+        if dropped := len(prepared) - len(sets[subset]):
+            warn(f"{dropped} of {len(prepared)} questions of {subset} have more than "
+                 f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are dropped")
+        if not sets[subset]:
+            raise ShoalError(f"no question of {subset} has at most {sampling.max_prompt_tokens} tokens: raise "
+                             "sampling.max_prompt_tokens")
+    return sets

@@ -1,0 +1,180 @@
+"""Estimates what a step and a run will take from a trial of one step, and finds the one key that would help most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.config.schema import Config
+from shoal.mesh import Roles
+from shoal.model.transformer import Model
+from shoal.report.findings import seconds_text
+from shoal.run.loading import activation_bytes
+from shoal.run.parts import num_updates
+from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
+from shoal.run.preflight.trial import Trial
+from shoal.sampler.engine import Engine, prompt_bucket
+from shoal.trainer.batch import Shape, choose_shape
+from shoal.trainer.update import needs_all_groups, num_scorings
+
+SCORING = 1 / 3
+"""Cost of a pass for log-probs alone, as a share of one with its gradient."""
+LEAST_GAIN = 0.05
+"""Share of the run's time below which no key is advised."""
+DOTS_GAIN = 0.25
+"""Share of an update with model.remat=full that model.remat=dots saves."""
+MOST_MEMORY = 0.9
+"""Share of the free memory that advice may use."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Estimated seconds, from one sampled batch and a few micro-batches."""
+
+    sample_seconds: float  # of a step
+    reward_seconds: float
+    update_seconds: float
+    evaluation_seconds: float  # of the whole run
+    compile_seconds: float
+    run_seconds: float
+    sampled_tokens: int  # of a step
+    trained_tokens: int  # of a step: prompts once a group, without padding
+    padding: float
+
+    @property
+    def step_seconds(self) -> float:
+        return self.sample_seconds + self.reward_seconds + self.update_seconds
+
+    def record(self) -> dict[str, float]:
+        return {"step_seconds": self.step_seconds, **asdict(self)}
+
+    def describe(self) -> str:
+        return (f"about {seconds_text(self.step_seconds)} a step (sampling {seconds_text(self.sample_seconds)}, "
+                f"rewards {seconds_text(self.reward_seconds)}, update {seconds_text(self.update_seconds)}) for "
+                f"{self.sampled_tokens} tokens sampled and {self.trained_tokens} trained on; about "
+                f"{seconds_text(self.run_seconds)} for the run, {seconds_text(self.evaluation_seconds)} of it "
+                "evaluation. An estimate, from one batch")
+
+
+def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
+    """Completions that all evaluations of a run sample; `sets`: name -> questions, the main set first."""
+    questions, main = sum(sets.values()), next(iter(sets.values()), 0)
+    every = config.train.evaluate_every
+    between = max(0, -(-config.steps // every) - 1) if every else 0
+    return 2 * (questions + main * config.pass_k) + between * questions
+
+
+def estimate_times(config: Config, trial: Trial, slot_groups: int, evaluated: int) -> Times:
+    """`slot_groups`: groups that the sampler holds at once; `evaluated`: completions of all evaluations."""
+    b, a = config.batch, config.algorithm
+    scale = b.prompts_per_step / len(trial.groups)
+    longer = 1.0
+    if trial.cancelled:  # what was cancelled is assumed to run to its limit
+        longer = config.sampling.max_completion_tokens / max(1, int(trial.lengths.max()))
+    waves = math.ceil(b.prompts_per_step / slot_groups) / math.ceil(len(trial.groups) / slot_groups)
+    sample = trial.sample_seconds * longer * waves
+    batches = trial.num_batches * scale
+    has_teacher = bool(config.teacher.path)
+    trained = batches if needs_all_groups(a, has_teacher) else max(a.num_minibatches, batches * trial.nonzero_std)
+    update = (trained * a.num_epochs + SCORING * num_scorings(a, has_teacher) * batches) * trial.accumulate_seconds \
+        + a.num_epochs * a.num_minibatches * trial.apply_seconds
+    tokens = float(trial.lengths.sum()) * longer
+    evaluation = evaluated * (tokens / trial.lengths.size) * trial.sample_seconds * longer / max(tokens, 1.0)
+    reward = trial.reward_seconds * scale
+    prompts = sum(len(group.prompt_ids) for group in trial.groups)
+    run = config.steps * (sample + reward + update) + evaluation + trial.compile_seconds
+    return Times(sample, reward, update, evaluation, trial.compile_seconds, run,
+                 round(tokens * scale), round((tokens + prompts) * scale), trial.padding)
+
+
+def add_measured(budget: MemoryBudget, trial: Trial, config: Config, shards: int,
+                 engines: Mapping[str, Engine]) -> None:
+    """Adds what the compiled programs take beyond parameters and caches, scaled from the trial's shapes to the longest
+    allowed, and to the engine that prefills most prompts at once."""
+    s, programs = config.sampling, trial.programs
+    longest: Any = SimpleNamespace(prompt_ids=range(s.max_prompt_tokens),
+                                   completions=(range(s.max_completion_tokens),))
+    prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
+    shape = choose_shape([longest], prompts, config.batch.group_size, config.batch.micro_tokens, shards)
+    rows = max(engine.scheduler.prefill_rows for engine in engines.values())
+    tried = engines["training"].scheduler.prefill_rows * max(prompt_bucket(len(g.prompt_ids)) for g in trial.groups)
+    prefill = round(programs["prefill"].extra_bytes * rows * prompt_bucket(s.max_prompt_tokens) / tried)
+    budget.sampling["sampler's temporaries"] = max(prefill, programs["decode"].extra_bytes)
+    activations = round(programs["accumulate"].extra_bytes * max(1.0, shape.tokens / trial.shape.tokens))
+    budget.update["activations"] = activations
+    if (apply := programs["apply"].extra_bytes) > activations:
+        budget.update["update's temporaries"] = apply - activations
+
+
+# ---- advice
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The one key that would help most."""
+
+    text: str
+    key: str = ""
+    gain: float = 0.0  # share of the run's time
+
+
+def advise(config: Config, model: Model, trial: Trial, times: Times, budget: MemoryBudget,
+           available: AvailableMemory, roles: Roles, num_devices: int) -> Advice:
+    """The change that saves most of the run's time, where it saves LEAST_GAIN; else which phase dominates."""
+
+    def fits(more: float) -> bool:
+        return (budget.phases["update"] + more) * available.sharing < MOST_MEMORY * available.free
+
+    run, used = max(times.run_seconds, 1e-9), roles.trainer.mesh.size
+    sampling, update = (config.steps * seconds / run for seconds in (times.sample_seconds, times.update_seconds))
+    found = []
+    gain = (1 - used / num_devices) * (sampling + update)
+    found.append(Advice(f"mesh.fsdp=-1: {num_devices} devices instead of {used}, up to {100 * gain:.0f}% less time",
+                        "mesh.fsdp", gain))
+    slots = config.sampling.slots_per_device * roles.sampler.mesh.size
+    completions = config.batch.prompts_per_step * config.batch.group_size
+    if 0 < slots < completions:
+        gain = (1 - slots / completions) * sampling
+        found.append(Advice(f"sampling.slots_per_device=0: all {completions} completions of a step at once instead of "
+                            f"{slots}, up to {100 * gain:.0f}% less time", "sampling.slots_per_device", gain))
+    found += _less_padding(config, trial, roles.trainer.row_shards, update, budget.update.get("activations", 0), fits)
+    if model.remat == "full" and fits(activation_bytes(model.architecture, trial.shape.tokens, model.dtype)):
+        gain = DOTS_GAIN * update
+        found.append(Advice(f"model.remat=dots (now {config.model.remat}): there is memory for it, about "
+                            f"{100 * gain:.0f}% less time", "model.remat", gain))
+    share = times.evaluation_seconds / run
+    if share >= 0.5 and num_updates(config):
+        found.append(Advice(f"task.num_questions: evaluation is {100 * share:.0f}% of the run; a quarter of the "
+                            f"questions would take {75 * share:.0f}% less time", "task.num_questions", 0.75 * share))
+    best = max(found, key=lambda advice: advice.gain)
+    if best.gain >= LEAST_GAIN:
+        return best
+    name, seconds = max((("sampling", times.sample_seconds), ("the reward", times.reward_seconds),
+                         ("the update", times.update_seconds)), key=lambda item: item[1])
+    return Advice(f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step")
+
+
+def _less_padding(config: Config, trial: Trial, shards: int, share: float, activations: int, fits: Any) -> list[Advice]:
+    """Other values of batch.micro_tokens that compute less padding and fit."""
+    b = config.batch
+
+    def computed(micro: int) -> tuple[int, Shape]:
+        """Tokens of a step's update, padding included."""
+        prompts = -(-b.prompts_per_step // config.algorithm.num_minibatches)
+        shape = choose_shape(trial.groups, prompts, b.group_size, micro, shards)
+        rows = b.prompts_per_step * -(-b.group_size // shape.slots)
+        return -(-rows // shape.rows) * shape.tokens, shape
+
+    now, shape = computed(b.micro_tokens)
+    found = []
+    for micro in (b.micro_tokens // 2, b.micro_tokens * 2, b.micro_tokens * 4):
+        tokens, other = computed(micro)
+        saved = 1 - tokens / now
+        if saved > 0 and fits(activations * (other.tokens / shape.tokens - 1)):
+            found.append(Advice(f"batch.micro_tokens={micro} (now {b.micro_tokens}): {100 * saved:.0f}% fewer tokens "
+                                f"computed in the update, {100 * saved * share:.0f}% less time", "batch.micro_tokens",
+                                saved * share))
+    return found

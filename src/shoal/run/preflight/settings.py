@@ -1,0 +1,282 @@
+"""Checks of settings alone: what a run refuses before it reads weights, and what is allowed but is probably a mistake.
+
+check_before_weights is shared by the run, `shoal doctor` and `--dry-run`; it neither starts JAX nor downloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.config.compose import brought_by_name
+from shoal.config.keys import keys_of
+from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, TaskSection
+from shoal.files import check_local, check_place
+from shoal.report.findings import Findings
+from shoal.report.folder import is_run, named_folder
+from shoal.run.preflight.reporter import Reporter
+from shoal.run.task import no_reward
+from shoal.tasks.task import ROWS, TASKS
+from shoal.types import ShoalError
+
+HIGHEST_LR = 1e-2
+HIGHEST_USUAL_LR = 2e-5
+"""Learning rate above which models of LARGE parameters or more seldom train well."""
+LARGE = 100_000_000
+
+BOUNDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("grpo", "gspo", "gspo-token"), ("clip_low", "clip_high", "clip_dual")),
+    "cispo": ("clip_low", "clip_high"), "gmpo": ("clip_low", "clip_high"), "sapo": ("sapo_positive", "sapo_negative"),
+}
+"""Policy loss -> the keys that bound its ratio."""
+
+CHECKED = tuple(name for name in TASKS if name != "custom")
+"""Tasks that check answers themselves, whatever the reward functions are."""
+
+
+# ---- errors
+
+
+def check_before_weights(config: Any, functions_given: bool = False) -> None:
+    """Raises ShoalError for settings, of any command, that a run refuses before it reads weights.
+
+    `functions_given`: reward functions come from Python. What lies on the hub or on no disk of this machine is not
+    checked."""
+    known = keys_of(type(config))
+    for key in ("base_output_directory", "output", "to"):
+        if key in known:
+            check_local(getattr(config, key), key)
+    if isinstance(config, Config):
+        check_trainable(config)
+        check_rewarded(config, functions_given)
+        if config.run_name:
+            named_folder(config.base_output_directory, config.run_name)
+    if "model.path" in known:
+        check_model(config.model)
+    if "teacher.path" in known and config.teacher.path:
+        check_model(ModelSection(path=config.teacher.path), "teacher.path")
+    if "task.name" in known:
+        check_task(config.task)
+
+
+def check_dry_run(config: Any) -> None:
+    """`check_before_weights`, and what costs more: data that lies here is read, and JAX is started where the settings
+    of the mesh are not the defaults."""
+    check_before_weights(config)
+    known = keys_of(type(config))
+    if "task.name" in known and config.task.name == "custom" and Path(config.task.path).expanduser().exists():
+        from shoal.tasks.custom import load
+
+        load(config.task)
+    if "mesh.fsdp" in known and config.mesh != MeshSection():
+        from shoal.mesh import make_roles
+
+        make_roles(config.mesh)
+
+
+def check_trainable(config: Config) -> None:
+    """Raises ShoalError for settings from which nothing can be learned."""
+    a = config.algorithm
+    if config.sampling.temperature == 0:
+        raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
+                         "set it to 1.0")
+    if a.advantage == "none" and not config.teacher.path:
+        raise ShoalError("algorithm.advantage=none: nothing would be learned, as rewards are ignored and there is no "
+                         "teacher; set teacher.path, or another advantage")
+    if a.kl_placement == "reward" and a.kl_coef and a.advantage in ("none", "gdpo"):
+        reason = ("rewards, and the KL penalty in them, are ignored" if a.advantage == "none" else
+                  "each reward function is divided by its own deviation, so algorithm.kl_coef would cancel")
+        raise ShoalError(f"algorithm.kl_placement=reward with algorithm.advantage={a.advantage}: {reason}; set "
+                         "algorithm.kl_placement=loss")
+    if a.dynamic_sampling and a.advantage == "none":
+        raise ShoalError("algorithm.dynamic_sampling=true with algorithm.advantage=none: groups are chosen by their "
+                         "rewards, which are ignored; change one of the two")
+
+
+def check_rewarded(config: Config, functions_given: bool = False) -> None:
+    """ShoalError for `task=custom` without a reward function."""
+    needed = config.task.name == "custom" and config.algorithm.advantage != "none"
+    if needed and not (config.reward.functions or functions_given):
+        raise no_reward(config.task.name)
+
+
+def check_model(section: ModelSection, key: str = "model.path") -> None:
+    """ShoalError for a model in cloud storage, of an unknown name or, where it lies here, of an unknown family."""
+    local = check_local(section.path, key)
+    check_local(section.tokenizer, "model.tokenizer")
+    if section.name and "/" not in section.name:
+        from shoal.model.names import model_named
+
+        model_named(section.name)
+    if (local / "config.json").is_file():
+        from shoal.model.hf import architecture_of
+
+        architecture_of(local)
+
+
+def check_task(section: TaskSection) -> None:
+    """ShoalError for data in cloud storage, an unknown task, or `task=custom` without data."""
+    check_local(section.path, "task.path")
+    if section.name not in TASKS and section.name != ROWS:
+        from shoal.config.schema import RewardSection
+        from shoal.tasks.task import load_by_name
+
+        load_by_name(section, RewardSection())  # raises, with the nearest name
+    if section.name == "custom" and not (section.path or section.files):
+        raise ShoalError("task custom: task.path is not given; expected a jsonl or parquet file, a folder or a hub id")
+
+
+# ---- warnings
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
+    """Combinations that are allowed and are probably mistakes, a line each."""
+    from shoal.run.parts import max_support
+    from shoal.trainer.loop import sampling_params
+
+    a, s, truncated = config.algorithm, config.sampling, sampling_params(config.sampling).truncated
+    if a.loss.startswith("gspo") and max(a.clip_low, a.clip_high) > 0.01:
+        yield (f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
+               "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
+    if a.kl == "k1" and a.kl_placement == "loss" and a.kl_coef:
+        yield ("algorithm.kl=k1 in the loss regularises nothing: its on-policy gradient is zero in expectation; set "
+               "algorithm.kl_placement=reward, or kl=k2 or k3")
+    if truncated and not a.match_sampling_support:
+        yield ("algorithm.match_sampling_support=false: log-probs are over all tokens, samples over those that top_k, "
+               "top_p and min_p keep; the ratio is biased by the mass that is kept")
+    if truncated and a.match_sampling_support:
+        yield (f"samples are truncated: at each position at most {max_support(config)} tokens (sampling.max_support="
+               f"{s.max_support}, the likeliest) are kept, stored and replayed by the trainer")
+        if config.teacher.path:
+            yield ("a teacher with truncated samples scores the kept tokens alone: where one is kept it has no "
+                   "effect; set sampling.top_k=0, top_p=1, min_p=0")
+    oldest = max(config.train.max_staleness, config.train.weight_sync_interval - 1)
+    if oldest > 0 and a.correction == "none":
+        yield (f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
+               "train.weight_sync_interval), and algorithm.correction=none treats them as on-policy: set "
+               "algorithm.correction=tis")
+    if config.teacher.path and a.loss in ("gspo", "gmpo"):
+        yield (f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of "
+               "whose tokens have one gradient; set algorithm.loss=gspo-token, or grpo")
+    if a.dynamic_sampling and a.dynamic_sampling_by == "correct" and config.reward.functions \
+            and config.task.name in CHECKED:
+        yield (f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
+               "reward.functions return; algorithm.dynamic_sampling_by=reward uses these")
+    yield from unread_settings(config)
+
+
+def unread_settings(config: Config) -> Iterator[str]:
+    """Keys that were set but have no effect, or another one, with the rest of the configuration, a line each."""
+    from shoal.trainer.update import needs_all_groups
+
+    a = config.algorithm
+    yield from unread_bounds(config)
+    if a.aggregation_tokens and a.aggregation != "seq-mean-token-sum-norm":
+        yield (f"algorithm.aggregation_tokens={a.aggregation_tokens} has no effect on "
+               f"algorithm.aggregation={a.aggregation}: it is for seq-mean-token-sum-norm")
+    if a.loss == "cispo" and a.cispo_bound == "absolute" and a.clip_high <= 1:
+        yield (f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
+               "1 that it starts from; 5 is usual")
+    kl_in_reward = a.kl_coef and a.kl_placement == "reward"
+    if kl_in_reward and a.kl != "k1":
+        yield f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there"
+    if kl_in_reward and a.kl_weighted:
+        yield "algorithm.kl_weighted=true has no effect on a KL penalty in the reward"
+    if a.zero_std_groups == "exclude" and needs_all_groups(a, bool(config.teacher.path)):
+        yield ("algorithm.zero_std_groups=exclude has no effect where a KL penalty, an entropy bonus or a teacher acts "
+               "on every group")
+    shifted = config.reward.overlong_buffer_tokens or kl_in_reward
+    if a.advantage == "maxrl" and (shifted or any(weight < 0 for weight in config.reward.weights)):
+        yield ("algorithm.advantage=maxrl divides by the group's mean reward, for rewards of 0 or more: a group with "
+               "one below 0 (a penalty, a KL term, a weight below 0) has no effect")
+
+
+def unread_bounds(config: Config) -> Iterator[str]:
+    """Bounds of the ratio that the loss does not read, or that cannot act since every ratio is 1; those that a recipe
+    or an algorithm chosen by name sets are left out."""
+    a, defaults = config.algorithm, AlgorithmSection()
+    if a.clip_dual and "clip_dual" not in BOUNDS[a.loss]:
+        users = ", ".join(loss for loss, bounds in BOUNDS.items() if "clip_dual" in bounds)
+        yield f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for {users}"
+    changed = [name for name in BOUNDS[a.loss] if getattr(a, name) != getattr(defaults, name)]
+    if not changed or a.num_epochs * a.num_minibatches > 1:
+        return
+    preset = brought_by_name(config)
+    chosen = [f"algorithm.{name}={getattr(a, name):g}" for name in changed
+              if getattr(a, name) != preset.get(f"algorithm.{name}")]
+    if chosen:
+        yield (f"{', '.join(chosen)} cannot act: with one update a step every ratio is 1 and nothing is clipped; set "
+               "algorithm.num_minibatches or algorithm.num_epochs above 1")
+
+
+# ---- findings of the doctor
+
+
+def check_settings(config: Config, findings: Findings) -> None:
+    """Reports settings that the run would refuse, and those that are probably mistakes."""
+    from shoal.run.parts import num_updates
+
+    report, before = Reporter(findings, "configuration"), len(findings.found)
+    s, o, updates = config.sampling, config.optimizer, num_updates(config)
+    try:
+        check_trainable(config)
+    except ShoalError as error:
+        report.wrong(error)
+    for text in algorithm_warnings(config):
+        report.warning(text)
+    usual = "1e-6 for a large model, 5e-5 for a tiny one"
+    if o.lr == 0:
+        report.wrong(f"optimizer.lr=0: nothing would be learned; {usual}")
+    elif o.lr > HIGHEST_LR:
+        report.wrong(f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}")
+    if o.warmup_steps >= updates > 0 and o.lr > 0:
+        report.warning(f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
+                       f"{updates} updates; lower it")
+    if config.steps == 0:
+        report.warning("steps=0: the run would only evaluate; set it to 1 or more", "steps")
+    if 0 < s.temperature < 0.3 or s.temperature > 1.5:
+        report.warning(f"sampling.temperature={s.temperature:g}: groups of "
+                       f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual")
+    if config.reward.weights and not any(config.reward.weights):
+        report.wrong("reward.weights are all 0, so is every reward: set one above 0")
+    if config.algorithm.kl_coef >= 1:
+        report.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual")
+    if not config.resume:
+        _check_run_folder(config, report)
+    if len(findings.found) == before:
+        report.ok(step_line(config))
+
+
+def _check_run_folder(config: Config, report: Reporter) -> None:
+    key = "base_output_directory"
+    try:
+        place = check_local(config.base_output_directory, key)
+        place = named_folder(place, config.run_name) if config.run_name else place
+        check_place(place / "any", key)
+    except ShoalError as error:
+        report.wrong(error)
+        return
+    if config.run_name and is_run(place):
+        report.ok(f"{place} is a run already, which `shoal train` would resume")
+    elif config.run_name and place.is_dir() and any(place.iterdir()):
+        report.wrong(f"{place} holds something that is no run: choose another run_name", "run_name")
+
+
+def check_size(config: Config, parameters: int, findings: Findings) -> None:
+    """Reports settings that do not suit the model's size."""
+    if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
+        Reporter(findings, "configuration").warning(
+            f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
+            "usual")
+
+
+def step_line(config: Config) -> str:
+    """The size of one step.
+
+    >>> step_line(Config())
+    'this step = 32 x 8 completions, 1 update'
+    """
+    b, a = config.batch, config.algorithm
+    updates = a.num_epochs * a.num_minibatches
+    return f"this step = {b.prompts_per_step} x {b.group_size} completions, {updates} update{'s' * (updates > 1)}"

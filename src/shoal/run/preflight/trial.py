@@ -1,0 +1,168 @@
+"""A trial of one step: the run's own engine and learner, on the run's first prompts.
+
+The sampler's log-probs are compared with the trainer's on the same tokens, and everything is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import numpy as np
+
+from shoal.algorithm.advantage import nonzero_std
+from shoal.algorithm.aggregation import token_weights
+from shoal.config.schema import Config
+from shoal.model.tokenizer import Tokenizer
+from shoal.rewards.pool import RewardPool
+from shoal.rollout.group import make_group, sample_request
+from shoal.rollout.source import publish_to
+from shoal.run.parts import max_support
+from shoal.run.preflight.memory import Program
+from shoal.run.preflight.reward import score
+from shoal.sampler.engine import Engine
+from shoal.tasks.task import Task
+from shoal.trainer.batch import Shape, choose_shape, pack
+from shoal.trainer.curriculum import Prepared
+from shoal.trainer.loop import sampling_params
+from shoal.trainer.step import Learner
+from shoal.trainer.update import StepTable
+from shoal.types import Completion, Group, GroupRequest, Params, Purpose, StopReason
+
+SAMPLING_SECONDS = 20.0
+"""Seconds of sampling, without compilation, after which the rest of the batch is cancelled."""
+NUM_MICRO_BATCHES = 3
+"""Micro-batches that are computed: the first warms up, the others are timed."""
+
+
+@dataclass
+class Trial:
+    """What was sampled, and how long sampling and updating took."""
+
+    groups: list[Group]
+    cancelled: int  # completions
+    sample_seconds: float
+    reward_seconds: float
+    programs: dict[str, Program]
+    shape: Shape
+    num_batches: int = 0  # micro-batches of one pass over all groups
+    accumulate_seconds: float = 0.0  # of one micro-batch
+    apply_seconds: float = 0.0
+    differences: np.ndarray = field(default_factory=lambda: np.zeros(0))  # |trainer's - sampler's log-prob|, by token
+    entropy: float = 0.0
+    skipped: bool = False  # the update had no finite gradient
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(c) for group in self.groups for c in group.completions])
+
+    @property
+    def truncated(self) -> float:
+        """Share of completions that reached their limit."""
+        return float(np.mean([c.stop_reason == StopReason.LENGTH for g in self.groups for c in g.completions]))
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(program.seconds for program in self.programs.values())
+
+    @property
+    def nonzero_std(self) -> float:
+        """Share of groups whose rewards differ."""
+        return float(np.mean([nonzero_std(group.rewards[None], group.valid[None])[0] for group in self.groups]))
+
+    @property
+    def mean_reward(self) -> float:
+        rewards = [float(r) for group in self.groups for r in group.rewards[group.valid]]
+        return sum(rewards) / len(rewards) if rewards else float("nan")
+
+    @property
+    def padding(self) -> float:
+        """Share of the tokens computed in the update that are padding."""
+        real = sum(len(group.prompt_ids) for group in self.groups) + int(self.lengths.sum())
+        return max(0.0, 1 - real / (self.num_batches * self.shape.tokens))
+
+
+def try_step(config: Config, task: Task, tokenizer: Tokenizer, judge: RewardPool, engine: Engine, learner: Learner,
+             parameters: Params, prompts: Sequence[Prepared]) -> Trial:
+    """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
+    them. The weights that it gives are discarded."""
+    for owner in (engine, learner):
+        owner.programs = {name: Program(function) for name, function in owner.programs.items()}
+    programs: dict[str, Program] = {**engine.programs, **learner.programs}  # type: ignore[dict-item]
+    size, params = config.batch.group_size, sampling_params(config.sampling)
+    requests = [GroupRequest(Purpose.TRAIN, 0, 0, prompt.example, prompt.prompt_ids, size, params)
+                for prompt in prompts[: engine.num_groups]]
+    engine.load(0, publish_to(engine.model, parameters))
+    engine.submit([sample_request(request, id, config.seed) for id, request in enumerate(requests)])
+    sampled, sample_seconds = _sample(engine, programs)
+    engine.release_memory()
+    siblings = [[sampled[id, index] for index in range(size)] for id in range(len(requests))]
+    texts = [[tokenizer.decode(completion.token_ids.tolist()) for completion in group] for group in siblings]
+    ids = [[completion.token_ids.tolist() for completion in group] for group in siblings]
+    started = time.perf_counter()
+    scores = score(judge, [request.example for request in requests], texts, ids)
+    reward_seconds = time.perf_counter() - started
+    groups = [make_group(task, request, siblings[number], texts[number], scores, number)
+              for number, request in enumerate(requests)]
+    cancelled = sum(completion.stop_reason == StopReason.CANCELLED for completion in sampled.values())
+    per_update = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
+    shape = choose_shape(_all_valid(groups), per_update, size, config.batch.micro_tokens,
+                         learner.model.role.row_shards)
+    trial = Trial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
+    _update(trial, config, learner, parameters)
+    return trial
+
+
+def _sample(engine: Engine, programs: dict[str, Program]) -> tuple[dict[tuple[int, int], Completion], float]:
+    """Completions by (request, index), and the seconds without compilation."""
+
+    def clock() -> float:
+        return time.perf_counter() - sum(program.seconds for program in programs.values())
+
+    found: dict[tuple[int, int], Completion] = {}
+    started = clock()
+    while not engine.idle:
+        while engine.step():
+            pass
+        found |= {(completion.request_id, completion.index): completion for completion in engine.collect()}
+        if clock() - started > SAMPLING_SECONDS and engine.progress:
+            for id in list(engine.progress):
+                engine.cancel(id)
+    return found, clock() - started
+
+
+def _update(trial: Trial, config: Config, learner: Learner, parameters: Params) -> None:
+    """Part of an update on the trial's groups, those without variance included: times, and the trainer's log-probs."""
+    table, groups = StepTable.of(trial.groups, config.algorithm), _all_valid(trial.groups)
+    valid = np.ones_like(table.valid)
+    weights = token_weights(config.algorithm.aggregation, table.lengths, valid, valid,
+                            config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens)
+    sampled = {(p, g): c.logprobs for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
+    batches = pack(groups, range(len(groups)), np.nan_to_num(table.advantages), weights, trial.shape,
+                   config.sampling.temperature, old_logprobs=sampled, ref_logprobs=sampled,
+                   max_support=max_support(config))
+    trial.num_batches = len(batches)
+    state, total, seconds, differences = learner.init(parameters), None, [], []
+    for number in range(max(2, min(NUM_MICRO_BATCHES, len(batches)))):
+        batch = batches[number % len(batches)]
+        started = time.perf_counter()
+        total, logprobs = learner.accumulate(total, state, batch.arrays)
+        found = batch.unpack(np.asarray(logprobs))
+        seconds.append(time.perf_counter() - started)
+        differences += [np.abs(values - sampled[key]) for key, values in found.items()]
+    assert total is not None
+    trial.accumulate_seconds = min(seconds[1:])
+    trial.differences = np.concatenate(differences)
+    value, count = jax.device_get(total.sums["entropy"])
+    trial.entropy = float(value) / max(float(count), 1.0)
+    started = time.perf_counter()
+    _, result = learner.apply(state, total)
+    trial.skipped = bool(result.skipped)
+    trial.apply_seconds = time.perf_counter() - started - trial.programs["apply"].seconds
+
+
+def _all_valid(groups: Sequence[Group]) -> list[Group]:
+    """The groups with every sibling valid: the trainer's log-probs are wanted of each."""
+    return [replace(group, valid=np.ones(group.size, bool)) for group in groups]

@@ -31,6 +31,7 @@ from shoal.report.folder import RunFolder, is_run
 from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
 from shoal.rewards.pool import RewardPool
+from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
 from shoal.run.interrupt import stop_on_signals

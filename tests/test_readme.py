@@ -87,7 +87,7 @@ def test_the_example_command_lines_compose(line: str):
     import shlex
 
     from shoal.commands.multirun import combine
-    from shoal.config.compose import compose
+    from shoal.config.loading import compose
     from shoal.config.keys import COMMANDS
 
     _, command, *words = shlex.split(line, comments=True)

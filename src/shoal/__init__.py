@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.translator import register
 from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from shoal.tasks.task import Task
 
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
+
+register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
 _LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.rewards.scores", "Task": "shoal.tasks.task"}
 
@@ -37,7 +40,7 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
     (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
     """
-    from shoal.config.compose import from_overrides
+    from shoal.config.loading import from_overrides
     from shoal.config.schema import Config
     from shoal.report.result import Result
     from shoal.run.assembly import train as run
@@ -58,7 +61,7 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     With `responses=FILE`, the figures of answers made elsewhere, to rows of your own too.
 
     Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
-    from shoal.config.compose import from_overrides
+    from shoal.config.loading import from_overrides
     from shoal.config.schema import EvalConfig
     from shoal.run.cache import cache_by_configuration
     config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
@@ -110,7 +113,8 @@ def _own_task(task: Any, held_out: Any, correct: Any, config: Any, functions: Se
 
 def _with_functions_named(config: Any, resolved: Any, functions: Sequence[Callable]) -> tuple[Any, Any]:
     """The configuration with the names of functions that came from Python: a run's folder does not hide them."""
-    from shoal.config.compose import texts_of
+    from shoal.config.text import texts_of
+    from shoal.config.translator import PYTHON, Entry
     from shoal.rewards.scores import name_functions
     from shoal.tasks.task import FROM_PYTHON
 
@@ -118,10 +122,10 @@ def _with_functions_named(config: Any, resolved: Any, functions: Sequence[Callab
         return config, resolved
     names = tuple(f"{FROM_PYTHON}{one.name}" for one in name_functions(functions))
     config = replace(config, reward=replace(config.reward, functions=names))
-    values = {**resolved.arguments.values, "reward.functions": list(names)}
+    given = resolved.arguments
+    entries = (*given.entries, Entry("reward.functions", list(names), PYTHON))
     text, difference = texts_of(config)
-    return config, replace(resolved, text=text, difference=difference,
-                           arguments=replace(resolved.arguments, values=values))
+    return config, replace(resolved, text=text, difference=difference, arguments=replace(given, entries=entries))
 
 
 def _console(resolved: Any) -> Any:

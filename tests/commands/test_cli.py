@@ -16,8 +16,8 @@ import pytest
 
 from shoal import cli
 from shoal.config import completion
-from shoal.config.compose import compose
-from shoal.config.help import TOPICS, step_text, topics_of
+from shoal.config.loading import compose
+from shoal.commands.help import TOPICS, step_text, topics_of
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.schema import (
     Config,

@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 from shoal import cli
-from shoal.config.aliases import FOREIGN
-from shoal.config.compose import compose, from_overrides
-from shoal.config.derivations import DERIVATIONS
+from shoal.compat.derived import DERIVATIONS
+from shoal.compat.document import document
+from shoal.compat.translation import SYSTEMS
+from shoal.config.loading import compose, from_overrides
 from shoal.config.keys import COMMANDS, keys_of
-from shoal.config.migrating import document
 from shoal.config.schema import Config
 
 ROOT = Path(__file__).parents[2]

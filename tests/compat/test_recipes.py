@@ -14,9 +14,10 @@ import pytest
 from proof_data import Update, by_shoal, layout
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.config.aliases import FOREIGN
-from shoal.config.compose import PRESETS, compose
-from shoal.config.convert import leaves_of
+from shoal.config.translator import translator
+from shoal.config.files import PRESETS
+from shoal.config.loading import compose
+from shoal.config.values import leaves_of
 from shoal.config.keys import keys_of
 from shoal.config.schema import AlgorithmSection, Config
 from shoal.run.learning import algorithm_warnings
@@ -24,7 +25,7 @@ from shoal.trainer.step import Objective
 from shoal.trainer.update import step_advantages
 from shoal.types import ShoalError
 
-RECIPES = sorted(file.stem for file in (PRESETS / "recipe").glob("*.yaml"))
+RECIPES = sorted(file.stem for file in (translator().presets / "recipe").glob("*.yaml"))
 ALGORITHMS = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))
 P, G, T = 3, 4, 6
 
@@ -315,7 +316,7 @@ def test_every_recipe_and_algorithm_is_proven_or_named():
 def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
     import yaml
 
-    for file in sorted((PRESETS / folder).glob("*.yaml")):
+    for file in sorted((place(folder)).glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
         values = yaml.safe_load(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shoal.config.compose import require_given
+from shoal.config.text import require_given
 from shoal.config.schema import DiffConfig
 from shoal.report.console import Console
 from shoal.report.difference import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.compose import require_given
+from shoal.config.text import require_given
 from shoal.config.schema import MeshSection, PretrainConfig, RewardSection, SamplingSection
 from shoal.mesh import make_roles
 from shoal.model import hf

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.compose import require_given, to_dict
+from shoal.config.text import require_given, to_dict
 from shoal.config.schema import Config, MeshSection, ReplayConfig
 from shoal.mesh import Roles, make_roles
 from shoal.model import hf

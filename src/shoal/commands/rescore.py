@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std, step_advantages
-from shoal.config.compose import require_given
+from shoal.config.text import require_given
 from shoal.config.schema import AlgorithmSection, Config, RescoreConfig
 from shoal.report.console import Console
 from shoal.report.folder import find_run

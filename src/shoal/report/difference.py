@@ -54,7 +54,7 @@ class Place:
 
 def config_difference(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> both values, of the keys that differ."""
-    from shoal.config.compose import get_value
+    from shoal.config.values import get_value
 
     both = {key: (get_value(a, key), get_value(b, key)) for key in keys_of(Config)}
     return {key: values for key, values in both.items() if values[0] != values[1]}

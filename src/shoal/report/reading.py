@@ -20,7 +20,7 @@ FORMATS = ("jsonl", "parquet")
 
 def read_config(run: Path) -> Config:
     """The settings that the run was made with."""
-    from shoal.config.compose import compose
+    from shoal.config.loading import compose
 
     return compose(Config, [str(run / CONFIG)])[0]
 
@@ -28,7 +28,7 @@ def read_config(run: Path) -> Config:
 def read_parts(run: Path) -> dict[int, Config]:
     """The settings of each part of a run, by the version that it began with; config.yaml, the newest, where the run
     kept none for its parts. `at_version` finds the part of a version."""
-    from shoal.config.compose import compose
+    from shoal.config.loading import compose
 
     kept = {number: compose(Config, [str(file)])[0] for number, file in parts_of(run).items()}
     first = {} if 0 in kept else {0: read_config(run)}

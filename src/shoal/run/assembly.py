@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from shoal.run.prompt_file import completion_rows, read_prompts
-from shoal.config.compose import Resolved, texts_of, to_dict
+from shoal.config.loading import Resolved
+from shoal.config.text import texts_of, to_dict
 from shoal.config.schema import (
     Config,
     ExportConfig,
@@ -377,7 +378,7 @@ def finished_summary(plan: ResumePlan) -> dict[str, Any] | None:
 def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
     """`shoal generate`: a row a completion, in the order of the prompts. Everything that can be wrong with a prompt
     is met before the first token is drawn; the file appears whole or not at all."""
-    from shoal.config.compose import require_given
+    from shoal.config.text import require_given
 
     require_given(config, "prompts", "output")
     output = check_writable(config.output, "output")
@@ -402,7 +403,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
     """`shoal export`: the newest weights of a run (or one checkpoint) as a folder that transformers loads."""
-    from shoal.config.compose import require_given
+    from shoal.config.text import require_given
 
     require_given(config, "source", "to")
     to, source = check_new_folder(config.to, "to"), check_local(config.source, "from")

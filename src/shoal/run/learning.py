@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from shoal.config.compose import brought_by_name
+from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, TrainSection
 from shoal.model.transformer import Model
 from shoal.run.brief import num_updates
@@ -108,7 +108,7 @@ def unread_bounds(config: Config) -> Iterator[str]:
     changed = [name for name in BOUNDS[a.loss] if getattr(a, name) != getattr(defaults, name)]
     if not changed or a.num_epochs * a.num_minibatches > 1:
         return
-    brought = brought_by_name(config)
+    brought = packaged_values(config)
     own = [f"algorithm.{name}={getattr(a, name):g}" for name in changed
            if getattr(a, name) != brought.get(f"algorithm.{name}")]
     if own:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std
-from shoal.config.compose import to_dict
+from shoal.config.text import to_dict
 from shoal.config.schema import AlgorithmSection, Config, SamplingSection
 from shoal.rewards.overlong import PENALTY
 from shoal.rewards.scores import weighted_sum

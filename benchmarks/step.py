@@ -33,9 +33,9 @@ def measure(name: str, repeats: int, dtype: str) -> dict[str, float]:
     from shoal.config.schema import AlgorithmSection, BatchSection, MeshSection, OptimizerSection
     from shoal.mesh import make_roles
     from shoal.model.transformer import Architecture, Model, initialise
-    from shoal.rollout.source import drive
-    from shoal.sampler.engine import Engine
-    from shoal.trainer.step import Learner, Objective
+    from shoal.sampler.engine import Engine, drain
+    from shoal.trainer.loss import Objective
+    from shoal.trainer.step import Learner
     from shoal.trainer.update import Updater
     from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams
 
@@ -59,7 +59,7 @@ def measure(name: str, repeats: int, dtype: str) -> dict[str, float]:
         engine.load(step, cast)
         engine.submit([SampleRequest(row, ids[row], siblings, Address(0, "train", step, row), params)
                        for row in range(prompts)])
-        found = drive(engine)
+        found = drain(engine)
         groups = []
         for row in range(prompts):
             own = tuple(found[row, index] for index in range(siblings))

@@ -30,7 +30,7 @@ WITHIN_LAYER = {  # who may import whom inside one layer
 
 ONLY_IN = {  # a foreign package -> the files that may import it
     "ray": {"rollout/ray.py"},
-    "orbax": {"trainer/checkpoint.py"},
+    "orbax": {"trainer/orbax.py"},
     "math_verify": {"tasks/graders/math_child.py"},
     "tensorboard": {"report/tensorboard.py"},
     "wandb": {"report/wandb.py"},
@@ -157,7 +157,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     ("trainer/loop.py", "import shoal.run.assembly", "layer 4"),
     ("rollout/source.py", "from shoal import cli", "layer 6"),
     ("rollout/source.py", "import ray", "rollout/ray.py"),
-    ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/checkpoint.py"),
+    ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/orbax.py"),
     ("model/linear.py", "import torch.nn as nn", "no file"),
     ("model/linear.py", "def f():\n    from transformers import AutoModel", "no file"),
     ("rollout/source.py", "import vllm", "no file"),
@@ -177,7 +177,7 @@ def test_a_forbidden_import_is_found(tmp_path, place, text, reason):
     ("model/linear.py", "import jax\nimport raytracer\nfrom shoal.mesh import axis"),
     ("model/linear.py", "from . import linear\nfrom ..types import Group"),
     ("trainer/loop.py", "from shoal.sampler.engine import Engine\nfrom .checkpoint import save"),
-    ("trainer/checkpoint.py", "import orbax.checkpoint as ocp"),
+    ("trainer/orbax.py", "import orbax.checkpoint as ocp"),
     ("rollout/ray.py", "import ray"),
     ("run/resume.py", "import shoal.rollout.group, shoal.trainer.loop"),
     ("cli.py", "import shoal\nfrom shoal.run import assembly"),

@@ -1,8 +1,8 @@
-"""Devices: meshes, the logical names of array dimensions, and the three roles that share the devices out.
+"""Device meshes, the logical names of array dimensions, and the three roles that use the devices.
 
-A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns names into a sharding
-on its mesh. The trainer splits `embed` over `fsdp`; the sampler keeps whole copies over `data` and `fsdp` and splits
-only over `tensor`, so that drawing a token moves no weights.
+A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns the names into a
+sharding on its mesh. The trainer splits `embed` over `fsdp`; the sampler keeps whole copies over `data` and `fsdp` and
+splits over `tensor` only, so that sampling a token moves no weights.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shoal.config.schema import MeshSection
 from shoal.types import ShoalError
 
-AXES = ("data", "fsdp", "tensor", "context")
+AXES = ("data", "fsdp", "tensor")
 
 ROWS = ("data", "fsdp")
 """Mesh axes over which rows of a batch and slots of a sampler are split."""
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "rows": ROWS,
-    "tokens": "context",
     "embed": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",
@@ -39,7 +38,7 @@ SAMPLER_RULES = {**TRAINER_RULES, "embed": None}
 
 @dataclass(frozen=True)
 class Role:
-    """One duty (trainer, sampler or reference) on its mesh.
+    """One of trainer, sampler and reference, on its mesh.
 
     >>> role.sharding(("layers", "embed", "heads"), (4, 128, 256))
     NamedSharding(mesh=..., spec=PartitionSpec(None, 'fsdp', 'tensor'))
@@ -50,7 +49,11 @@ class Role:
     rules: tuple[tuple[str, Any], ...]
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """Mesh axes for logical ones; a dimension that does not divide evenly stays whole."""
+        """Mesh axes for logical ones; a dimension that does not divide evenly is whole on every device.
+
+        The sizes of a model are checked where it is made (`shoal.model.transformer.check_mesh`); what is left to stay
+        whole are an odd vocabulary and the caches of key/value heads that are fewer than `tensor`.
+        """
         rules = dict(self.rules)
         parts: list[Any] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -80,7 +83,7 @@ class Role:
 
     @property
     def row_shards(self) -> int:
-        """Parts that rows are split into: R and the sampler's groups are multiples of it."""
+        """Number of parts that rows are split into: R and the sampler's groups are multiples of it."""
         return math.prod(self.mesh.shape[axis] for axis in ROWS)
 
 
@@ -92,17 +95,35 @@ class Roles:
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """The mesh `data x fsdp x tensor x context` over the first devices; fsdp=-1 takes what the others leave."""
-    fixed = section.data * section.tensor
-    fsdp = max(1, len(devices) // fixed) if section.fsdp == -1 else section.fsdp
-    needed = fixed * fsdp
-    if needed > len(devices):
-        raise ShoalError(
-            f"mesh.data={section.data} x mesh.fsdp={fsdp} x mesh.tensor={section.tensor} needs {needed} devices, "
-            f"but {len(devices)} {devices[0].platform} device(s) are here. Lower one of them."
-        )
-    grid = np.asarray(devices[:needed]).reshape(section.data, fsdp, section.tensor, 1)
+    """The mesh `data x fsdp x tensor` over the first devices; fsdp=-1 takes all that the others leave.
+
+    ShoalError for a size that does not divide the devices: the rest would stay idle, and a model dimension that the
+    odd size does not divide either would be copied to every device.
+    """
+    sizes = {"data": section.data, "tensor": section.tensor, "fsdp": section.fsdp}
+    left = len(devices)
+    for axis, size in sizes.items():
+        if size == -1:
+            sizes[axis] = size = left
+        if left % size:
+            place = f"{left} devices" if left == len(devices) else f"the {left} of {len(devices)} devices that " \
+                "the other axes leave"
+            raise ShoalError(f"mesh.{axis}={size} does not divide {place}; use {listed_divisors(left)}")
+        left //= size
+    shape = tuple(sizes[axis] for axis in AXES)
+    grid = np.asarray(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def listed_divisors(*numbers: int) -> str:
+    """The sizes that divide all of some numbers, as text.
+
+    >>> listed_divisors(8), listed_divisors(12, 8)
+    ('1, 2, 4 or 8', '1, 2 or 4')
+    """
+    common = math.gcd(*numbers)
+    *most, last = (str(size) for size in range(1, common + 1) if common % size == 0)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
@@ -117,37 +138,38 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Ro
     )
 
 
-def shared_devices(section: MeshSection, there: int) -> list[int]:
-    """Numbers of the devices that all roles are on; ShoalError where they are to have devices of their own, or are to
-    have more than there are."""
+def shared_devices(section: MeshSection, available: int) -> list[int]:
+    """Numbers of the devices that all roles share; ShoalError if the roles ask for different devices, or for more than
+    are available."""
     asked = {f"mesh.{name}": text for name in ("trainer", "sampler", "reference") if (text := getattr(section, name))}
     if not asked:
-        return list(range(there))
-    sizes = {key: devices_asked(key, text, there) for key, text in asked.items()}
+        return list(range(available))
+    sizes = {key: devices_asked(key, text, available) for key, text in asked.items()}
     shown = ", ".join(f"{key}={text}" for key, text in asked.items())
     numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
-    if beyond := [number for number in numbered if number >= there]:
-        raise ShoalError(f"{shown}: device {max(beyond)} is wanted, but {there} device(s) are here, numbered from 0")
+    if beyond := [number for number in numbered if number >= available]:
+        raise ShoalError(f"{shown}: there is no device {max(beyond)}; {available} device(s) are available, numbered "
+                         "from 0")
     counts = {key.removeprefix("mesh."): size for key, size in sizes.items() if isinstance(size, int)}
-    if sum(counts.values()) > there and set(counts.values()) != {there}:
+    if sum(counts.values()) > available and set(counts.values()) != {available}:
         raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
-                         f"wanted, but {there} device(s) are here. Lower them, or leave them out: all roles then share "
-                         "all devices")
-    trainer = sizes.get("mesh.trainer", there)
+                         f"requested, but {available} device(s) are available. Lower them, or leave them out: all "
+                         "roles then share all devices")
+    trainer = sizes.get("mesh.trainer", available)
     numbers = trainer if isinstance(trainer, list) else list(range(trainer))
-    if any(_own_devices(key, size, numbers, there) for key, size in sizes.items() if key != "mesh.trainer"):
+    if any(_own_devices(key, size, numbers, available) for key, size in sizes.items() if key != "mesh.trainer"):
         replicas = f" (replicas of {section.sampler_tensor})" if section.sampler_tensor else ""
-        raise ShoalError(f"{shown}{replicas}: devices of their own for sampler or reference are not there yet; leave "
-                         "mesh.sampler and mesh.reference out, all roles then share the trainer's devices")
+        raise ShoalError(f"{shown}{replicas}: sampler or reference on other devices than the trainer are not supported "
+                         "yet; leave mesh.sampler and mesh.reference out, all roles then share the trainer's devices")
     if section.sampler_tensor not in (0, section.tensor):
         raise ShoalError(f"mesh.sampler_tensor={section.sampler_tensor}: a sampler on the trainer's devices is split "
-                         f"as the trainer is, over mesh.tensor={section.tensor}; give one value for both, or leave it "
+                         f"as the trainer is, over mesh.tensor={section.tensor}; set both to one value, or leave it "
                          "out")
     return numbers
 
 
-def devices_asked(key: str, text: str, there: int) -> int | list[int]:
-    """What a role's text asks for: a number of devices, or a list of theirs.
+def devices_asked(key: str, text: str, available: int) -> int | list[int]:
+    """A role's setting as a number of devices, or as a list of their numbers.
 
     >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
     (4, [0, 2])
@@ -164,7 +186,7 @@ def devices_asked(key: str, text: str, there: int) -> int | list[int]:
             share = float(text)
             if not 0 < share <= 1:
                 raise wrong
-            return max(1, int(share * there))
+            return max(1, int(share * available))
         if int(text) < 1:
             raise wrong
         return int(text)
@@ -172,14 +194,14 @@ def devices_asked(key: str, text: str, there: int) -> int | list[int]:
         raise wrong from None
 
 
-def _own_devices(key: str, size: int | list[int], trainer: Sequence[int], there: int) -> bool:
-    """Whether a role's devices are others than the trainer's: the last ones for a number, those after the trainer's
-    for the reference."""
+def _own_devices(key: str, size: int | list[int], trainer: Sequence[int], available: int) -> bool:
+    """True if a role's devices differ from the trainer's: a number means the last ones for the sampler, and those after
+    the trainer's for the reference."""
     if isinstance(size, list):
         return set(size) != set(trainer)
     if key == "mesh.reference":
-        return size != len(trainer) or len(trainer) < there
-    return set(range(there - size, there)) != set(trainer)
+        return size != len(trainer) or len(trainer) < available
+    return set(range(available - size, available)) != set(trainer)
 
 
 _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
@@ -194,17 +216,17 @@ _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"NVIDIA B200\b.*", {"bfloat16": 2250e12, "float32": 75e12}),
     (r"NVIDIA L4", {"bfloat16": 121e12, "float32": 30.3e12}),
 )
-"""Device kind -> operations a second, as the makers state them: dense products; float32 without TensorFloat-32, which
-is how products of float32 are made here. TPUs have no stated rate for it."""
+"""Device kind -> operations a second, as the makers state them for dense products; float32 without TensorFloat-32,
+which JAX does not use here. TPUs have no stated rate for float32."""
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:
-    """Floating point operations a second of one device in products of this type; None where that is not known.
+    """Floating point operations a second of one device in products of this type; None if it is not known.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0
     """
-    if "MIG" in device_kind:  # a part of a device
+    if "MIG" in device_kind:  # a slice of a device: its share of the peak is not in the name
         return None
     name = np.dtype(dtype).name
     return next((rates.get(name) for kind, rates in _PEAKS if re.fullmatch(kind, device_kind)), None)

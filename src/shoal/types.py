@@ -1,18 +1,19 @@
-"""The records that cross borders, and the three protocols between sampling, scoring and training.
+"""Records that cross borders between the folders, and the protocols between sampling, scoring and training.
 
 Dimensions, used in the whole package:
 
     P prompts      G completions a group   R rows of a micro-batch   S slots a row     C tokens a slot
-    T tokens       V vocabulary            D model width             F feed-forward    L layers
-    H query heads  K key/value heads       A head width
+    T tokens       V vocabulary            D hidden size             F intermediate    L layers
+    H query heads  K key/value heads       A head size
 
 Words, used in code, metrics and documents alike:
 
     example      one row of a data set: a prompt and the columns that rewards read
-    group        the G completions of one prompt, with rewards: the unit of everything
-    completion   the tokens after a prompt; `drawn` marks those that the model drew itself
-    version      the number of steps that the weights had seen
-    beh old ref  log-probs of the same tokens: the sampler's when it drew them, the trainer's before the first
+    group        the G completions of one prompt, with rewards: the unit of sampling, advantages, records and metrics
+    completion   the tokens after a prompt; `loss_mask` is True at those that the model sampled itself
+    version      the number of steps that the weights had been trained for
+    sampler_logprobs, old_logprobs, ref_logprobs
+                 log-probs of the same tokens: the sampler's when it sampled them, the trainer's before the first
                  update on this batch, the reference model's
 """
 
@@ -25,7 +26,7 @@ import inspect
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -36,9 +37,9 @@ Params: TypeAlias = Any
 
 
 class ShoalError(Exception):
-    """A mistake that a user can mend: its text says what was wanted, what came and what to change.
+    """An error that the user can fix: its text says what is wrong, what was expected and what to change.
 
-    The command line prints it alone, without a traceback."""
+    The command line prints the text alone, without a traceback."""
 
 
 class Purpose(enum.StrEnum):
@@ -48,15 +49,17 @@ class Purpose(enum.StrEnum):
 
 
 class StopReason(enum.StrEnum):
-    EOS = "eos"  # the model drew an end-of-sequence token; it is the completion's last token
+    EOS = "eos"  # the model sampled an end-of-sequence token; it is the completion's last token
     STOP = "stop"  # a stop string appeared; the completion ends with the token that completed it
-    LENGTH = "length"  # max_tokens reached: the completion is cut
+    LENGTH = "length"  # the completion was truncated at max_tokens
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a random number lives: same address, same number, on any machine, in any company (DESIGN: randomness).
+    """The address of a random number: the same address gives the same number, on any machine and in any batch.
+
+    Noise by address instead of by a running key makes sampling resumable and independent of what else is sampled.
 
     >>> Address(seed=0, purpose="train", step=3, row=17).key(completion=2)
     array([...], dtype=uint32)      # folded with the position after the prompt, it gives one token's uniform
@@ -75,7 +78,7 @@ class Address:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen. `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` truncate nothing."""
+    """How tokens are sampled. `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` truncate nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -89,7 +92,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def as_greedy(self) -> SamplingParams:
-        """The same limits, always the likeliest token."""
+        """The same limits on lengths, with the most likely token always taken."""
         return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -106,12 +109,13 @@ class Example:
 
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
-"""Data columns that hold what is right, in the order in which they count. A `solution` beside an `answer` is worked."""
+"""Data columns that may hold the right answer, by priority: where a row has `answer` and `solution`, the solution is a
+worked one."""
 
 
 def ground_truth(columns: Mapping[str, Any]) -> Any:
-    """What a row says is right: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that is not empty;
-    None where there is none.
+    """A row's right answer: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that is not empty; None
+    where there is none.
 
     >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
     '5'
@@ -124,16 +128,16 @@ def ground_truth(columns: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function in TRL's or verl's convention, the name its figures go by, and its weight in the sum."""
+    """A reward function in TRL's or verl's convention, its name in metrics, and its weight in the sum."""
 
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
-    builtin: bool = False  # one of the task's: quick and pure, so it runs in the caller's process
+    builtin: bool = False  # one of the task's: fast and pure, so it runs in the caller's process
 
     @functools.cached_property
     def per_completion(self) -> bool:
-        """In verl's convention: a call for each completion."""
+        """True for a function in verl's convention, which is called once a completion."""
         try:
             names = set(inspect.signature(self.function).parameters)
         except (TypeError, ValueError):
@@ -142,14 +146,14 @@ class RewardFunction:
 
     @functools.cached_property
     def awaits(self) -> bool:
-        """`async def`, of the function or of the object's `__call__`."""
+        """True if the function, or the object's `__call__`, is `async def`."""
         return inspect.iscoroutinefunction(self.function) or \
             inspect.iscoroutinefunction(type(self.function).__call__)
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """G completions of one prompt, asked of a `Sampler`.
+    """A request to a `Sampler` for G completions of one prompt.
 
     >>> SampleRequest(id=4, prompt_ids=np.array([5, 8, 13]), num_completions=8,
     ...               address=Address(0, "train", 3, 17), params=SamplingParams(max_tokens=64))
@@ -164,9 +168,10 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a `Sampler` returns for one sibling; T tokens, the end-of-sequence token included where it was drawn.
+    """One completion of a group; T tokens, the end-of-sequence token included if the model sampled it.
 
-    `logprobs` are under the distribution that was sampled from (greedy: temperature 1, untruncated); 0 where not drawn.
+    `logprobs` are under the distribution that was sampled from (greedy: temperature 1, untruncated); 0 where
+    `loss_mask` is False.
 
     >>> Completion(request_id=4, index=0, token_ids=np.array([7, 9, 2]), logprobs=np.array([-.1, -.7, -.2]),
     ...            loss_mask=np.array([True, True, True]), versions=np.array([3, 3, 3]), stop_reason=StopReason.EOS)
@@ -179,7 +184,7 @@ class Completion:
     loss_mask: np.ndarray  # bool[T]
     versions: np.ndarray  # int32[T]
     stop_reason: StopReason
-    extra: Mapping[str, np.ndarray] = field(default_factory=dict)  # further arrays by token: kept sets, experts
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)  # further arrays by token, as support_ids int32[T, K]
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -187,7 +192,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt with their rewards: what training, metrics, records and the page go by.
+    """The completions of one prompt with their rewards.
 
     >>> group.rewards                   # float64[G]; NaN where unscorable (then `valid` is False)
     array([1.1, 0.1, 1.1, 0.])
@@ -196,8 +201,8 @@ class Group:
     """
 
     purpose: Purpose
-    step: int  # the step that asked
-    version: int  # the weights that were asked for
+    step: int  # the step that requested it
+    version: int  # the weights that it was requested from
     example: Example
     prompt_ids: np.ndarray  # int32[Tp]
     completions: tuple[Completion, ...]  # G, in order of their index
@@ -206,7 +211,7 @@ class Group:
     reward_components: Mapping[str, np.ndarray]  # name -> float64[G]
     valid: np.ndarray  # bool[G]
     correct: np.ndarray | None = None  # bool[G], where the task defines it
-    subset: str = "train"  # the name of the data it was drawn from ("held_out", ...)
+    subset: str = "train"  # the name of the data set that the example is from ("held_out", ...)
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns that rewards logged
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # by function
 
@@ -217,7 +222,7 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """G completions of one example, asked of a `RolloutSource` at a named version."""
+    """A request to a `RolloutSource` for G completions of one example, sampled from the weights of one version."""
 
     purpose: Purpose
     step: int
@@ -230,67 +235,63 @@ class GroupRequest:
 
 
 class Sampler(Protocol):
-    """Draws tokens. Slots are fixed; nothing here knows of rewards."""
+    """Samples tokens; it knows nothing of rewards."""
 
-    fidelity: Literal["exact", "corrected"]
-    """`corrected`: log-probs are another engine's, the loss must weigh by importance."""
+    def load(self, version: int, params: Params) -> None:
+        """Sets the weights to sample from. RuntimeError while a request is in progress."""
+        ...
 
     def submit(self, requests: Sequence[SampleRequest]) -> None: ...
     def step(self) -> bool:
-        """Starts the next piece of device work and returns without waiting for it; False when there is none."""
+        """Starts the next piece of device work without waiting for it; False if there is none to start now."""
         ...
 
     def collect(self) -> list[Completion]:
-        """What is done by now; waits for the oldest piece in flight where nothing is."""
+        """The completions that have finished; waits for the oldest piece of work in flight if none has."""
         ...
 
-    def extend(self, id: int, index: int, tokens: np.ndarray) -> None:
-        """A further turn of a finished completion: tokens that the model did not draw, without another prefill."""
-        ...
-
-    def cancel(self, id: int) -> None: ...
-    def release(self, id: int) -> None:
-        """The group's keys and values may be forgotten."""
-        ...
-
-    def load(self, version: int, params: Params) -> None:
-        """Samples from these weights from now on; refused while anything is in flight."""
+    def cancel(self, id: int) -> None:
+        """Ends a request: what it has sampled comes out of `collect` with `StopReason.CANCELLED`."""
         ...
 
 
 class Scorer(Protocol):
-    """Log-probs of given tokens: the reference, a teacher, or the trainer before its update (`old`)."""
+    """Log-probs of given tokens: the reference's, a teacher's, or the trainer's before its update."""
 
     def score(self, batch: Any) -> Any:
-        """LearnerBatch -> float32[R, S, C], 0 at padding; a token's value at its own place."""
+        """LearnerBatch -> float32[R, S, C], 0 at padding."""
         ...
 
 
 class RolloutSource(Protocol):
-    """Hands over finished groups, with rewards, of the weights that were asked for."""
+    """Hands over finished groups, with rewards, sampled from the requested version of the weights."""
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        """Queues groups; versions are served in order, each drained before the next is loaded."""
+        """Queues groups."""
         ...
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
-        """The groups that this step asked for, in the order asked; waits for them."""
+        """The groups that this step requested, in the order of the requests; waits for them."""
         ...
 
     def cancel(self, purpose: Purpose, step: int) -> None:
-        """Takes back what this step asked for and was not handed over."""
+        """Removes what this step requested and has not been handed over."""
         ...
 
-    def publish(self, version: int, params: Params, subset: Sequence[str] | None = None,
-                keep_from: int | None = None) -> None:
-        """Makes weights available under a number; `subset` names the parameters that changed (LoRA), None for all.
-        Versions from `keep_from` on (None: this one) may yet be asked for; older ones only where something pending
-        names them."""
+    def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
+        """Makes weights available under a number.
+
+        Versions from `keep_from` on (None: this one) stay available; an older one is released once no pending request
+        names it.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold: pending groups and their addresses."""
+        """What a checkpoint must hold: the addresses of pending requests and the published weights."""
         ...
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None:
+        """Checks, after the pending groups were requested again, that they are those of `state`."""
+        ...
+
     def close(self) -> None: ...

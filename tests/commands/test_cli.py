@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
-from shoal.config import completion
+from shoal.commands import completion
 from shoal.config.loading import compose
 from shoal.commands.help import TOPICS, step_text, topics_of
 from shoal.config.keys import COMMANDS, keys_of

@@ -93,9 +93,9 @@ def test_a_sweep_over_their_names_ends_with_a_table(workshop, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(("stem", "number", "part"), [
-    ("pathways", 0, "16 (trainer) + 16 (sampler) devices are wanted, but 8 device(s) are here"),
-    ("torchrl", 0, "devices of their own for sampler or reference are not there yet"),
-    ("torchrl", 1, "devices of their own for sampler or reference are not there yet"),
+    ("pathways", 0, "16 (trainer) + 16 (sampler) devices are requested, but 8 device(s) are available"),
+    ("torchrl", 0, "sampler or reference on other devices than the trainer are not supported yet"),
+    ("torchrl", 1, "sampler or reference on other devices than the trainer are not supported yet"),
 ])
 def test_a_line_for_more_says_what_is_missing(workshop, stem, number, part, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: list(range(8)))

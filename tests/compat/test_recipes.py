@@ -21,8 +21,8 @@ from shoal.config.values import leaves_of
 from shoal.config.keys import keys_of
 from shoal.config.schema import AlgorithmSection, Config
 from shoal.run.learning import algorithm_warnings
-from shoal.trainer.step import Objective
-from shoal.trainer.update import step_advantages
+from shoal.trainer.loss import Objective
+from shoal.trainer.step_table import step_advantages
 from shoal.types import ShoalError
 
 RECIPES = sorted(file.stem for file in (translator().presets / "recipe").glob("*.yaml"))
@@ -235,6 +235,9 @@ PAPERS: dict[str, dict[str, Any]] = {
     **{name: {"advantage": "grpo", "loss": name, "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 0.0,
               "aggregation": "seq-mean-token-mean", "kl_coef": 0.0, "num_minibatches": 4}
        for name in ("gspo", "gspo-token")},
+    # LUSPO: GSPO with sums over tokens in place of means.
+    "luspo": {"advantage": "grpo", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 0.0,
+              "aggregation": "seq-mean-token-sum", "kl_coef": 0.0, "num_minibatches": 4},
     "lite_ppo": {"advantage": "batch_std", "loss": "grpo", **PPO, "aggregation": "token-mean"},
     "maxrl": {"advantage": "maxrl"},
     "reinforce++": {"advantage": "reinforce++", "loss": "grpo", **PPO, "kl": "k1", "kl_placement": "reward"},
@@ -321,7 +324,7 @@ def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
         assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
         values = yaml.safe_load(text)
         names = {name for name, _ in leaves_of(Config, values)}
-        assert names and not names - set(keys_of(Config)) - set(FOREIGN if folder == "recipe" else ()), file.name
+        assert names and not names - set(keys_of(Config)) - set(translator().flags(Config) if folder == "recipe" else ()), file.name
         if folder == "algorithm":
             assert {"algorithm"} <= set(values) <= {"algorithm", "reward"} and "arXiv" in text
 
@@ -346,4 +349,4 @@ def test_an_unknown_recipe_names_the_ones_there_are():
 
 
 def test_presets_are_in_the_package():
-    assert Path(PRESETS, "recipe", "trl.yaml").is_file() and len(ALGORITHMS) >= 12
+    assert Path(translator().presets, "recipe", "trl.yaml").is_file() and len(ALGORITHMS) >= 12

@@ -52,7 +52,7 @@ def test_every_valid_completion_lands_once_with_its_numbers(seed, prompts, sibli
         b = batch.arrays
         assert b.slots.shape == b.segment.shape == (shape.rows, shape.slots, shape.length)
         assert b.prefix.shape == (shape.rows, shape.prefix) and b.temperature == np.float32(0.7)
-        for (g, i), (row, slot, segment) in batch.places.items():
+        for (g, i), (row, slot, segment) in batch.positions.items():
             group, completion = groups[g], groups[g].completions[i]
             n, p = len(completion), len(group.prompt_ids)
             at = (row, slot, slice(0, n))
@@ -83,8 +83,8 @@ def test_values_come_back_to_their_completions(seed, prompts, siblings, micro_to
     ref_logprobs = {key: value - 0.5 for key, value in old_logprobs.items()}
     found, there = {}, {}
     for batch in packed(groups, shape, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)[2]:
-        found |= batch.take(batch.arrays.old_logprobs)
-        there |= batch.take(batch.arrays.ref_logprobs)
+        found |= batch.unpack(batch.arrays.old_logprobs)
+        there |= batch.unpack(batch.arrays.ref_logprobs)
     assert (found and found.keys() == there.keys()) or not any(
         group.valid[i] and len(c) for group in groups for i, c in enumerate(group.completions))
     for key, value in found.items():
@@ -97,7 +97,7 @@ def test_two_completions_in_one_slot_come_back_apart():
     segment = np.array([[[1, 1, 1, 2, 2, 0, 0, 0]]])
     merged = type(batch)(type(batch.arrays)(**{**vars(batch.arrays), "segment": segment}),
                          {(0, 0): (0, 0, 1), (0, 1): (0, 0, 2)})
-    taken = merged.take(np.arange(8.0).reshape(1, 1, 8))
+    taken = merged.unpack(np.arange(8.0).reshape(1, 1, 8))
     assert taken[0, 0].tolist() == [0, 1, 2] and taken[0, 1].tolist() == [3, 4]
 
 
@@ -119,7 +119,7 @@ def test_shapes_do_not_depend_on_which_groups_are_included():
         assert batches  # an update without rows has one, empty
         for batch in batches:
             assert batch.arrays.slots.shape == (shape.rows, shape.slots, shape.length)
-            assert {g for g, _ in batch.places} <= set(include)
+            assert {g for g, _ in batch.positions} <= set(include)
     assert not packed(groups, shape, [])[2][0].arrays.segment.any()
 
 

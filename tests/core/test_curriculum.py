@@ -103,7 +103,7 @@ def test_solved_prompts_are_retired_and_hard_ones_drawn_more_from_the_next_epoch
     often = np.zeros(12, int)
     for seed in range(60):
         one = stream(bound=0.8, seed=seed)
-        one.rates.settled = {row: 1.0 if row < 3 else 0.0 if row < 6 else 0.75 for row in range(12)}
+        one.rates.at_epoch = {row: 1.0 if row < 3 else 0.0 if row < 6 else 0.75 for row in range(12)}
         often += np.bincount(one._order_of(0), minlength=12)
     assert (often[:3] == 0).all() and (often[3:6] == 120).all()  # rate 0: twice an epoch
     assert np.abs(often[6:] / 60 - 1.25).max() < 0.25  # rate 3/4: 1.25 times in the mean

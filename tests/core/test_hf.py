@@ -20,7 +20,7 @@ from tiny_models import FAMILIES, save_tensors, tensors, write_model, write_toke
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model import hf
+from shoal.model import hf, hf_config, hub
 from shoal.model.transformer import Architecture, RopeScaling, initialise, is_param_spec, param_specs
 from shoal.types import ShoalError
 
@@ -99,7 +99,7 @@ LAYERS = ["full_attention", "sliding_attention"]
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt_neox"}, "'gpt_neox'; Shoal knows llama, qwen2, qwen3"),
+        ({"model_type": "gpt_neox"}, "'gpt_neox'; supported are llama, qwen2, qwen3"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
@@ -138,41 +138,41 @@ def test_config_missing_or_broken(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_made_config_describes_the_same_architecture(tmp_path, family):
     a = hf.architecture_of(config_folder(tmp_path, family))
-    (tmp_path / "config.json").write_text(json.dumps(hf.config_of(a)))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.config_of(a)))
     assert hf.architecture_of(tmp_path) == a
 
 
 def test_no_config_for_a_mixture_that_no_family_has():
     a = Architecture(8, 4, 4, 1, 1, 1, 4, qk_norm=True, mlp_bias=True)
     with pytest.raises(ShoalError, match="mixture"):
-        hf.config_of(a)
+        hf_config.config_of(a)
 
 
 # Where a model is
 
 
 def test_locate_a_folder(tmp_path):
-    assert hf.locate(tmp_path) == tmp_path
+    assert hub.locate(tmp_path) == tmp_path
 
 
 def test_locate_nothing(tmp_path):
     for path in (str(tmp_path / "absent"), "absent", "./org/name/x"):
         with pytest.raises(ShoalError, match="no model folder"):
-            hf.locate(path)
+            hub.locate(path)
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ShoalError, match="is a file"):
-        hf.locate(file)
+        hub.locate(file)
 
 
 def test_locate_tiny_is_the_packaged_one(tmp_path, monkeypatch):
     assets = tmp_path / "assets" / "tiny"
     assets.mkdir(parents=True)
-    monkeypatch.setattr(hf.resources, "files", lambda name: {"shoal": tmp_path}[name])
-    assert hf.locate("tiny") == assets
+    monkeypatch.setattr(hub.resources, "files", lambda name: {"shoal": tmp_path}[name])
+    assert hub.locate("tiny") == assets
     assets.rmdir()
     with pytest.raises(ShoalError, match="lacks its packaged model"):
-        hf.locate("tiny")
+        hub.locate("tiny")
 
 
 def test_locate_a_hub_id(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_locate_a_hub_id(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert hf.locate("org/name-1.5B") == tmp_path
+    assert hub.locate("org/name-1.5B") == tmp_path
     assert asked["repository"] == "org/name-1.5B" and asked["token"] == "secret"
     assert "*.bin" not in asked["allow_patterns"]
 
@@ -216,7 +216,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch, number):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ShoalError, match=said) as raised:
-        hf.locate("org/name")
+        hub.locate("org/name")
     assert "org/name" in str(raised.value)
 
 
@@ -352,7 +352,7 @@ SHARDED = """
 import sys, numpy as np, jax
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model import hf
+from shoal.model import hf, hf_config, hub
 folder = sys.argv[1]
 a = hf.architecture_of(folder)
 one = hf.load(folder, a, make_roles(MeshSection(), jax.devices()[:1]).trainer)
@@ -389,7 +389,7 @@ MEMORY = """
 import sys, jax
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model import hf
+from shoal.model import hf, hf_config, hub
 
 def status(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))

@@ -69,7 +69,7 @@ class Diary:
         return [SimpleNamespace(step=step, example=request.example, rewards=np.zeros(3), valid=np.ones(3, bool),
                                 correct=None) for request in self.pending[step]]
 
-    def publish(self, version, params, subset=None, keep_from=None) -> None:
+    def publish(self, version, params, keep_from=None) -> None:
         assert params == ("weights", version)
         self.published.append(version)
         self.events.append(("publish", version))
@@ -196,7 +196,7 @@ class Learning(Diary):
         del self.waiting[step]
         return groups
 
-    def publish(self, version, params, subset=None, keep_from=None) -> None:
+    def publish(self, version, params, keep_from=None) -> None:
         super().publish(version, params, subset, keep_from)
         first = version if keep_from is None else keep_from
         self.kept = {v for v in {*self.kept, version} if v >= first or v in self.waiting.values()}

@@ -15,8 +15,8 @@ from small import QWEN3, batches, learner, random_groups, relative, roles
 from shoal.config.schema import MeshSection
 from shoal.mesh import Roles, make_mesh
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
-from shoal.rollout.source import drive, publish_to
-from shoal.sampler.engine import Engine
+from shoal.rollout.publication import publish_to
+from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
@@ -164,7 +164,7 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
     prompts = [rng.integers(0, SMALL.vocab_size, n).astype(np.int32) for n in (16, 1, 5, 9, 3, 7, 12, 2, 4)]
     engine.submit([SampleRequest(row, ids, 2, Address(0, "train", 0, row), SamplingParams(max_tokens=16))
                    for row, ids in enumerate(prompts)])
-    played = drive(engine)
+    played = drain(engine)
     assert len(played) == 18
     cache = engine._slots.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
@@ -173,7 +173,7 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
                     np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]
     one = alone.learner
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), SHAPE, 1.0):
-        for (g, i), lp in batch.take(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
+        for (g, i), lp in batch.unpack(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
 
 
@@ -247,19 +247,37 @@ def test_axes_and_all_that_remain():
     def shape(*section: int) -> dict[str, int]:
         return dict(make_mesh(MeshSection(*section), jax.devices()).shape)
 
-    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
-    assert shape(1, -1, 2) == {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}
-    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
-    assert shape(3, -1, 1) == {"data": 3, "fsdp": 2, "tensor": 1, "context": 1}  # six of the eight
-    assert shape(1, 2, 1)["fsdp"] == 2
+    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert shape(1, -1, 2) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert shape(1, 2, 1)["fsdp"] == 2  # the first two of the eight
 
 
-@pytest.mark.parametrize(("section", "counts"), [
-    ((1, 16, 1), "mesh.fsdp=16 x mesh.tensor=1 needs 16 devices, but 8 cpu"),
-    ((2, 4, 2), "needs 16 devices"), ((3, -1, 4), "mesh.fsdp=1 x mesh.tensor=4 needs 12 devices, but 8")])
-def test_too_few_devices_are_counted(section, counts):
-    with pytest.raises(ShoalError, match=counts):
+@pytest.mark.parametrize(("section", "message"), [
+    ((1, 3, 1), "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
+    ((1, 16, 1), "mesh.fsdp=16 does not divide 8 devices; use 1, 2, 4 or 8"),
+    ((2, 4, 2), "mesh.fsdp=4 does not divide the 2 of 8 devices that the other axes leave; use 1 or 2"),
+    ((3, -1, 4), "mesh.data=3 does not divide 8 devices; use 1, 2, 4 or 8"),
+    ((8, 1, 2), "mesh.tensor=2 does not divide the 1 of 8 devices that the other axes leave; use 1")])
+def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
+    with pytest.raises(ShoalError, match=message):
         make_mesh(MeshSection(*section), jax.devices())
+
+
+@pytest.mark.parametrize(("mesh", "changes", "message"), [
+    ((1, 1, 8), {}, "mesh.tensor=8 does not divide the model's num_attention_heads=4; use 1, 2 or 4"),
+    ((1, 1, 4), {"intermediate_size": 90}, "mesh.tensor=4 does not divide the model's intermediate_size=90; use 1 or 2"),
+    ((1, 8, 1), {"hidden_size": 36}, "mesh.fsdp=8 does not divide the model's hidden_size=36; use 1, 2 or 4"),
+    ((1, 1, 4), {"num_heads": 12, "num_kv_heads": 6},
+     "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of it; use 1 or 2")])
+def test_sizes_that_do_not_divide_the_model_are_refused(mesh, changes, message):
+    with pytest.raises(ShoalError, match=message):
+        Model(replace(SMALL, **changes), roles(*mesh).trainer)
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    role = Model(replace(SMALL, vocab_size=97), roles(tensor=2).trainer).role
+    assert role.spec(("vocab", "embed"), (97, 32)) == PartitionSpec(None, "fsdp")
 
 
 def test_roles_name_dimensions():

@@ -1,4 +1,4 @@
-"""Devices that the roles ask for: shared ones are taken, all else is refused before a model is loaded."""
+"""The devices of the roles: shared ones are used, all else is refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_shared_devices(there, asked, numbers):
 
 @pytest.mark.parametrize(("there", "asked", "part"), [
     (1, {"trainer": "2", "sampler": "2", "reference": "2"},
-     "2 (trainer) + 2 (sampler) + 2 (reference) devices are wanted, but 1 device(s) are here"),
-    (4, {"trainer": "2", "sampler": "2", "reference": "2"}, "but 4 device(s) are here"),
-    (4, {"trainer": "3", "sampler": "2"}, "3 (trainer) + 2 (sampler) devices are wanted"),
-    (8, {"trainer": "4", "sampler": "4"}, "are not there yet"),
-    (8, {"trainer": "4", "reference": "4"}, "are not there yet"),
-    (8, {"trainer": "[0,1]", "sampler": "[1,2]"}, "are not there yet"),
-    (8, {"sampler": "4", "sampler_tensor": 2}, "mesh.sampler=4 (replicas of 2): devices of their own"),
-    (8, {"trainer": "[0,9]"}, "device 9 is wanted, but 8 device(s) are here, numbered from 0"),
+     "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but 1 device(s) are available"),
+    (4, {"trainer": "2", "sampler": "2", "reference": "2"}, "but 4 device(s) are available"),
+    (4, {"trainer": "3", "sampler": "2"}, "3 (trainer) + 2 (sampler) devices are requested"),
+    (8, {"trainer": "4", "sampler": "4"}, "are not supported yet"),
+    (8, {"trainer": "4", "reference": "4"}, "are not supported yet"),
+    (8, {"trainer": "[0,1]", "sampler": "[1,2]"}, "are not supported yet"),
+    (8, {"sampler": "4", "sampler_tensor": 2}, "mesh.sampler=4 (replicas of 2): sampler or reference on other devices"),
+    (8, {"trainer": "[0,9]"}, "there is no device 9; 8 device(s) are available, numbered from 0"),
     (4, {"sampler": "4", "sampler_tensor": 4}, "is split as the trainer is, over mesh.tensor=1"),
 ])
 def test_what_is_refused(there, asked, part):

@@ -29,8 +29,9 @@ from shoal.tasks.task import Task
 from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
-from shoal.trainer.step import batch_logprobs
-from shoal.trainer.update import PrecomputedLogprobs, StepTable, Updater
+from shoal.trainer.loss import batch_logprobs
+from shoal.trainer.step_table import StepTable
+from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
 
 
@@ -303,7 +304,7 @@ def test_a_teachers_part_of_the_advantage_by_hand():
     shape = choose_shape(made, 1, 1, 1000, 1)
     ones = np.ones((1, 1))
     batch = pack(made, [0], 2 * ones, ones, shape, 1.0, teacher_bonus=teacher_bonus)[0]
-    np.testing.assert_array_equal(batch.take(batch.arrays.advantage)[0, 0], [2.25, 1.0, 2.0])
+    np.testing.assert_array_equal(batch.unpack(batch.arrays.advantage)[0, 0], [2.25, 1.0, 2.0])
 
 
 # ---- divergence in the reward, cut completions, penalties
@@ -318,7 +319,7 @@ def test_a_divergence_in_the_reward_by_hand():
     old_logprobs = {(0, 0): np.array([-1.0, -1], np.float32), (0, 1): np.array([-1.0, -9], np.float32)}
     ref_logprobs = {(0, 0): np.array([-2.0, -3], np.float32), (0, 1): np.array([-2.0, -3], np.float32)}
     told = MetricSet()
-    taken = updater(a)._penalty(
+    taken = updater(a)._kl_penalty(
         made, StepTable.of(made, a), PrecomputedLogprobs(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs), choose_shape(made, 1, 2, 100, 1), told)
     assert taken is not None
     np.testing.assert_allclose(taken, [[0.3, 0.1]], rtol=1e-6)  # 0.1 x (1 + 2) and, of its one drawn token, 0.1 x 1
@@ -329,7 +330,7 @@ def test_a_divergence_in_the_reward_by_hand():
     first, second = made[0].completions
     made[0] = replace(made[0], completions=(replace(first, stop_reason=StopReason.LENGTH), second))
     told, masked = MetricSet(), replace(a, mask_truncated=True)
-    again = updater(masked)._penalty(
+    again = updater(masked)._kl_penalty(
         made, StepTable.of(made, masked), PrecomputedLogprobs(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs), choose_shape(made, 1, 2, 100, 1), told)
     np.testing.assert_array_equal(again, taken)
     assert told.result()["kl"] == pytest.approx(1.0)
@@ -346,7 +347,7 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
         table = StepTable.of(made, a)
         np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
         batch = updater(a)._pack(made, table, np.arange(1), shape, None, None, None)[0]
-        weight = {index: float(values[0]) for (_, index), values in batch.take(batch.arrays.weight).items()}
+        weight = {index: float(values[0]) for (_, index), values in batch.unpack(batch.arrays.weight).items()}
         assert weight == {0: pytest.approx(1 / 3), 1: 0 if masked else pytest.approx(1 / 3), 2: pytest.approx(1 / 3)}
 
 

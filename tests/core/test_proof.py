@@ -22,6 +22,8 @@ from shoal.algorithm.correction import CORRECTIONS, correction_weights
 from shoal.algorithm.kl import KL_ESTIMATORS, token_kl
 from shoal.algorithm.logprobs import token_logprobs
 from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds
+from shoal.config.schema import AlgorithmSection
+from shoal.trainer.loss import Objective
 
 LOSSES = {
     "grpo": Settings("grpo"), "grpo, dual": Settings("grpo", dual=1.25), "gspo": Settings("gspo"),
@@ -286,6 +288,15 @@ def test_dual_clip_worked_by_hand():
           [3, 2, -1.2, 0.8], [0, 2, 0, 0])
 
 
+def test_luspo_worked_by_hand():
+    """GSPO's completion loss times its length, the mean over completions (TRL's loss_type=luspo)."""
+    # s = 4 and 1/2 as below, A = 1 and -2, lengths 2 and 3: (2 x -4 + 3 x 1) / 2.
+    ratio, advantage, segment = [2.0, 8, 0.25, 0.5, 1], [1.0, 1, -2, -2, -2], [1, 1, 2, 2, 2]
+    weights = token_weights("seq-mean-token-sum", np.array([[2, 3]]), np.ones((1, 2), bool), np.ones((1, 2), bool))
+    tokens, _ = in_slot("gspo", ratio, advantage, Bounds(0.6, 5.0), segment)
+    assert (np.repeat(weights[0], [2, 3]) * tokens).sum() == pytest.approx((2 * -4 + 3 * 1) / 2)
+
+
 def test_gspo_worked_by_hand():
     # Ratios 2 and 8: s = sqrt(16) = 4, and ds / dlp = s / 2 for each. 1/4 and 1: s = 1/2.
     ratio, advantage, segment = [2.0, 8, 0.25, 1], [1.0, 1, -2, -2], [1, 1, 2, 2]
@@ -355,22 +366,39 @@ def test_aggregation_worked_by_hand(mode: str, want: list[list[float]]):
         np.testing.assert_allclose(got, [*want, [0, 0]], rtol=1e-15)
 
 
-@pytest.mark.parametrize(("kind", "level", "want"), [
+@pytest.mark.parametrize(("kind", "level", "bounds", "want"), [
     # Completion 1: weights 1/4, 1, 4, product and geometric mean 1. Completion 2: 2 and 2, product 4, mean 2.
-    ("tis", "token", [0.25, 1, 2, 2, 2]), ("mis", "token", [0.25, 1, 0, 2, 2]), ("icepop", "token", [0, 1, 0, 2, 2]),
-    ("tis", "sequence", [1, 1, 1, 2, 2]), ("mis", "sequence", [1, 1, 1, 0, 0]), ("icepop", "sequence", [1, 1, 1, 0, 0]),
-    ("tis", "geometric", [1, 1, 1, 2, 2]), ("mis", "geometric", [1, 1, 1, 2, 2]),
+    ("tis", "token", (2, 0), [0.25, 1, 2, 2, 2]), ("mis", "token", (2, 0), [0.25, 1, 0, 2, 2]),
+    ("icepop", "token", (2, 0.5), [0, 1, 0, 2, 2]), ("icepop", "sequence", (2, 0.5), [1, 1, 1, 0, 0]),
+    ("tis", "sequence", (2, 0), [1, 1, 1, 2, 2]), ("mis", "sequence", (2, 0), [1, 1, 1, 0, 0]),
+    ("tis", "geometric", (2, 0), [1, 1, 1, 2, 2]), ("mis", "geometric", (2, 0), [1, 1, 1, 2, 2]),
+    ("tis", "token", (2, 0.5), [0.5, 1, 2, 2, 2]), ("mis", "token", (2, 0.5), [0, 1, 0, 2, 2]),
+    ("tis", "token", (np.inf, 0), [0.25, 1, 4, 2, 2]), ("mis", "token", (np.inf, 0), [0.25, 1, 4, 2, 2]),
+    ("tis", "sequence", (np.inf, 1.5), [1.5, 1.5, 1.5, 4, 4]), ("mis", "sequence", (np.inf, 1.5), [0, 0, 0, 4, 4]),
 ])
-def test_corrections_worked_by_hand(kind: str, level: str, want: list[float]):
+def test_corrections_worked_by_hand(kind: str, level: str, bounds: tuple[float, float], want: list[float]):
     # A token in between was not drawn, the last place is padding: what stands there has no part.
     log_ratio = jnp.asarray([*np.log([0.25, 1]), np.inf, *np.log([4, 2, 2]), np.nan, 7.0])[None, None]
     segment = jnp.array([1, 1, 1, 1, 2, 2, 0, 0])[None, None]
     mask = jnp.array([True, True, False, True, True, True, False, False])[None, None]
     sampler_logprobs = jnp.full(log_ratio.shape, -2.0)
-    weights = np.asarray(correction_weights(kind, level, sampler_logprobs + log_ratio, sampler_logprobs, mask, segment, 2 + 1e-9, 0.5))[0, 0]
-    close([weights], [*want[:2], 0, *want[2:], 0, 0])
-    assert not np.asarray(jax.grad(lambda old_logprobs: correction_weights(
-        kind, level, old_logprobs, sampler_logprobs, mask, segment, 2.0, 0.5).sum())(sampler_logprobs + jnp.where(mask, log_ratio, 0))).any()
+
+    def of(old_logprobs: jax.Array) -> jax.Array:
+        cap, floor = bounds
+        return correction_weights(kind, level, old_logprobs, sampler_logprobs, mask, segment, cap + 1e-9, floor)
+
+    close([np.asarray(of(sampler_logprobs + log_ratio))[0, 0]], [*want[:2], 0, *want[2:], 0, 0])
+    gradient = jax.grad(lambda old_logprobs: of(old_logprobs).sum())(sampler_logprobs + jnp.where(mask, log_ratio, 0))
+    assert not np.asarray(gradient).any()
+
+
+def test_the_bounds_of_a_correction_by_kind():
+    """The floor is off unless it is set; IcePop's is then its paper's."""
+    got = {kind: Objective.of(AlgorithmSection(correction=kind)).correction_bounds for kind in CORRECTIONS}
+    assert got == {"tis": (2.0, 0.0), "mis": (2.0, 0.0), "icepop": (2.0, 0.5)}
+    for kind in CORRECTIONS:
+        a = AlgorithmSection(correction=kind, correction_cap=np.inf, correction_floor=0.3)
+        assert Objective.of(a).correction_bounds == (np.inf, 0.3)
 
 
 def test_the_bias_of_truncated_sampling_is_the_kept_mass():
@@ -379,14 +407,15 @@ def test_the_bias_of_truncated_sampling_is_the_kept_mass():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 9)) * 1.5)
     p = np.asarray(jax.nn.softmax(logits))[0, 0]
     order = np.argsort(-p)
-    support_ids = order[: int(np.searchsorted(np.cumsum(p[order]), 0.8)) + 1]
-    mass = p[support_ids].sum()
+    kept = order[: int(np.searchsorted(np.cumsum(p[order]), 0.8)) + 1]
+    mass = p[kept].sum()
     assert 0.8 <= mass < 0.95
-    targets = jnp.asarray(support_ids)[:, None]
-    hidden = jnp.broadcast_to(logits, (len(support_ids), 1, 9))
-    sets = np.broadcast_to(np.append(support_ids, -1).astype(np.int32), (len(support_ids), 1, len(support_ids) + 1))  # -1: a place left free
-    both = jax.jit(lambda sets: [token_logprobs(hidden, targets, jnp.float64(1.0), lambda x: x, 1, given)[0]
-                                 for given in (None, sets)])(sets)
-    loss_mask = p[support_ids] / mass
-    over_all, over_kept = (loss_mask @ (np.exp(np.asarray(lp)[:, 0]) / loss_mask) for lp in both)
+    targets = jnp.asarray(kept)[:, None]
+    hidden = jnp.broadcast_to(logits, (len(kept), 1, 9))
+    ids = np.append(kept, -1).astype(np.int32)  # -1 fills up
+    support_ids = np.broadcast_to(ids, (len(kept), 1, len(ids)))
+    both = jax.jit(lambda given: [token_logprobs(hidden, targets, jnp.float64(1.0), lambda x: x, 1, support)[0]
+                                  for support in (None, given)])(support_ids)
+    sampled = p[kept] / mass
+    over_all, over_kept = (sampled @ (np.exp(np.asarray(lp)[:, 0]) / sampled) for lp in both)
     assert over_all == pytest.approx(mass, rel=1e-12) and over_kept == pytest.approx(1.0, rel=1e-12)

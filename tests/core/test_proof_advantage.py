@@ -14,15 +14,18 @@ from shoal.algorithm.advantage import ADVANTAGES
 NAMES = sorted(ADVANTAGES)
 WITHIN = ("grpo", "dr_grpo", "rloo", "maxrl")
 """Forms in which nothing but the group has a part."""
+WHITENED = ("reinforce++", "reinforce++-baseline", "gdpo")
+"""Forms that whiten over the step's completions, or over their tokens."""
 
 
 def advantages(name: str, rewards: Any, valid: Any = None, ddof: int = 1, eps: float = 0.0, eps_mode: str = "add",
-               parts: Any = None, weights: Any = None) -> np.ndarray:
+               parts: Any = None, weights: Any = None, lengths: Any = None) -> np.ndarray:
     rewards = np.array(rewards, np.float64)
     valid = np.ones(rewards.shape, bool) if valid is None else np.array(valid)
     components = None if parts is None else np.array(parts, np.float64)
     return ADVANTAGES[name](rewards, valid, std_ddof=ddof, std_eps=eps, std_eps_mode=eps_mode, components=components,
-                            weights=None if weights is None else np.array(weights, np.float64))
+                            weights=None if weights is None else np.array(weights, np.float64),
+                            lengths=None if lengths is None else np.array(lengths))
 
 
 # Two groups, (0, 2) and (4, 6): means 1 and 5, squares 1 + 1 each; over all: mean 3, squares 9 + 1 + 1 + 9 = 20.
@@ -47,6 +50,21 @@ REWARDS = [[0, 2], [4, 6]]
     # 1/2: -3/2, 3/2, 1/2, -1/2, of mean 0 and variance (9 + 9 + 1 + 1) / 16 = 5/4.
     ("gdpo", {"ddof": 0, "parts": [[[0, 1], [0, 0]], [[0, 10], [10, 0]]], "weights": [1, 0.5]},
      np.array([[-1.5, 1.5], [0.5, -0.5]]) / 1.25**0.5),
+    # Lengths 1, 3, 2, 2: mean (0 + 6 + 8 + 12) / 8 = 13/4, squares less the mean's (0 + 12 + 32 + 72) / 8 - 169/16.
+    ("reinforce++", {"ddof": 0, "lengths": [[1, 3], [2, 2]]},
+     (np.array([[0, 2], [4, 6]]) - 3.25) / (14.5 - 169 / 16) ** 0.5),
+    ("reinforce++", {"ddof": 1, "eps": 1.0, "lengths": [[1, 3], [2, 2]]},
+     (np.array([[0, 2], [4, 6]]) - 3.25) / (((14.5 - 169 / 16) * 8 / 7) ** 0.5 + 1)),
+    # Centred -1, 1, -1, 1 with lengths 1, 3, 2, 2: mean (-1 + 3 - 2 + 2) / 8 = 1/4, variance 1 - 1/16.
+    ("reinforce++-baseline", {"ddof": 0, "lengths": [[1, 3], [2, 2]]},
+     (np.array([[-1, 1], [-1, 1]]) - 0.25) / (15 / 16) ** 0.5),
+    # A completion without a token is not counted, and has no advantage: 2 and 4, twice each.
+    ("reinforce++", {"ddof": 0, "lengths": [[0, 2], [2, 0]]}, [[0, -1], [1, 0]]),
+    ("gdpo", {"ddof": 0, "parts": [[[0, 1], [0, 0]], [[0, 10], [10, 0]]], "weights": [1, 0.5],
+              "lengths": [[1, 1], [2, 4]]},
+     # -3/2, 3/2, 1/2 twice, -1/2 four times: mean -1/8, squares (9/4 x 2 + 6/4) / 8 = 3/4.
+     (np.array([[-1.5, 1.5], [0.5, -0.5]]) + 0.125) / (0.75 - 1 / 64) ** 0.5),
+    ("grpo", {"ddof": 0, "lengths": [[1, 3], [2, 2]]}, [[-1, 1]] * 2),  # no form within groups reads lengths
     ("none", {}, [[0, 0]] * 2),
 ])
 def test_worked_by_hand(name: str, settings: dict[str, Any], want: Any):
@@ -87,12 +105,14 @@ def test_against_the_oracle(name: str, eps: float, eps_mode: str):
         valid[3] = [[True] * 5, [True, *[False] * 4], [False] * 5][draw % 3]
         judged = valid & (rng.random((3, 4, 5)) < (0.8 if draw > 3 else 2))
         garbage = np.where(valid, rewards, [np.nan, np.inf, 1e300][draw % 3])
-        got = advantages(name, garbage, valid, ddof, eps, eps_mode, np.where(judged, parts, np.nan), weights)
+        lengths = rng.integers(0, 7, (4, 5)) if name in WHITENED and draw % 4 > 1 else None
+        got = advantages(name, garbage, valid, ddof, eps, eps_mode, np.where(judged, parts, np.nan), weights, lengths)
         listed = [lists(part, there) for part, there in zip(parts, judged, strict=True)]
-        want = oracle_advantage.advantages(name, lists(rewards, valid), ddof, eps, eps_mode, listed, weights)
+        tokens = None if lengths is None else lengths.tolist()
+        want = oracle_advantage.advantages(name, lists(rewards, valid), ddof, eps, eps_mode, listed, weights, tokens)
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
         assert (got[~valid] == 0).all()
-        if name != "none" and valid[0].sum() > 1 and draw % 2 and draw < 6:
+        if name != "none" and valid[0].sum() > 1 and draw % 2 and draw < 6 and lengths is None:
             assert (got[0][valid[0]] != 0).all()
 
 

@@ -23,7 +23,8 @@ from shoal.config.schema import AlgorithmSection, BatchSection, OptimizerSection
 from shoal.model.attention import segment_index
 from shoal.model.transformer import Model
 from shoal.trainer.batch import choose_shape, pack
-from shoal.trainer.step import Learner, Objective, ParameterScorer
+from shoal.trainer.loss import Objective
+from shoal.trainer.step import Learner, ParameterScorer
 from shoal.trainer.update import Updater, UpdateResult, needs_all_groups
 from shoal.types import Group, StopReason
 
@@ -104,7 +105,8 @@ def table_logprobs(model: Model, parameters: Any, batch: Any, chunk: int, entrop
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("shoal.trainer.step.batch_logprobs", table_logprobs)
+    for module in ("loss", "step"):
+        monkeypatch.setattr(f"shoal.trainer.{module}.batch_logprobs", table_logprobs)
     forget_programs()
     yield
     forget_programs()
@@ -120,7 +122,7 @@ def pulled(parameters: Any, batch: Any, by_lp: Any, by_entropy: Any) -> Any:
 
 def scores(chosen: Sequence[Group], seed: int) -> dict[tuple[int, int], np.ndarray]:
     batch = everything(chosen)
-    return batch.take(np.asarray(LOGPROBS(parameters(seed), batch.arrays)[0]))
+    return batch.unpack(np.asarray(LOGPROBS(parameters(seed), batch.arrays)[0]))
 
 
 @dataclass
@@ -188,7 +190,7 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
     """Loss, gradient by the parameters, and the oracle's completions and entropies of one update at these
     parameters."""
     batch = everything(groups())
-    lp, entropy = (batch.take(np.asarray(x, np.float64)) for x in LOGPROBS(at, batch.arrays))
+    lp, entropy = (batch.unpack(np.asarray(x, np.float64)) for x in LOGPROBS(at, batch.arrays))
     several = a.num_epochs * a.num_minibatches > 1
     old_logprobs, ref_logprobs, has_teacher = (scores(groups(), seed) for seed in (0, 1, 2))
     advantage = advantages(a, old_logprobs, ref_logprobs)
@@ -207,7 +209,7 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
     s, entropies = settings(a), [entropy[key] for key in keys]
     by_lp, by_entropy = (np.zeros(batch.arrays.slots.shape, np.float32) for _ in range(2))
     for i, (key, slope) in enumerate(zip(keys, oracle.gradients(s, completions), strict=True)):
-        row, slot, _ = batch.places[key]
+        row, slot, _ = batch.positions[key]
         by_lp[row, slot, : len(slope)] = slope
         if a.entropy_coef:
             share = oracle.derivative(lambda e, i=i: oracle.loss(

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.sampler.sample_tokens import SamplingArrays, inverse, sample_tokens, support_ids, uniform
+from shoal.sampler.sample_tokens import SamplingArrays, inverse, sample_tokens, sampling_support, uniform
 from shoal.types import Address
 
 ADDRESS = Address(seed=0, purpose="train", step=3, row=17)
 GOLDEN = [0.6257759928703308, 0.013721287250518799, 0.18219202756881714]  # of ADDRESS, completion 2, positions 0, 1, 2
 
-_inverse, _choose, _kept = jax.jit(inverse), jax.jit(sample_tokens, static_argnums=3), jax.jit(support_ids)
+_inverse, _choose, _kept = jax.jit(inverse), jax.jit(sample_tokens, static_argnums=3), jax.jit(sampling_support)
 ROWS = 64  # of every call of `drawn`: few programs are compiled
 
 

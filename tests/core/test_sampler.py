@@ -17,11 +17,11 @@ from test_sample_tokens import truncated_probabilities
 from shoal.model.attention import prefill_attention
 from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.transformer import Architecture, Model, Parameters, forward, is_param_spec, logits, param_specs
-from shoal.rollout.source import drive
 from shoal.run.compilation import CompilationCounter
-from shoal.sampler.engine import CHUNK, MAX_IN_FLIGHT, Engine, prompt_bucket
+from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
+from shoal.sampler.programs import CHUNK
 from shoal.trainer.batch import bucket, choose_shape, pack
-from shoal.trainer.step import batch_logprobs
+from shoal.trainer.loss import batch_logprobs
 from shoal.types import (
     Address,
     Completion,
@@ -84,7 +84,7 @@ def play(engine: Engine, requests: Sequence[SampleRequest]) -> dict[tuple[int, i
     """By (row, index)."""
     engine.submit(requests)
     rows = {r.id: r.address.row for r in requests}
-    return {(rows[id], index): c for (id, index), c in drive(engine).items()}
+    return {(rows[id], index): c for (id, index), c in drain(engine).items()}
 
 
 def same(ours: dict, theirs: dict) -> None:
@@ -150,7 +150,7 @@ def test_log_probs_are_the_trainers(family):
         lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))
         if temperature == 1:  # of logits of standard deviation s it is about log V - s^2 / 2
             assert entropy[batch.arrays.loss_mask].mean() < np.log(a.vocab_size) - 0.5
-        scored = batch.take(lps)
+        scored = batch.unpack(lps)
         assert len(scored) == 12
         for (g, i), lp in scored.items():
             completion = groups[g].completions[i]
@@ -171,7 +171,7 @@ def test_other_companions_another_order_fewer_prompts(engine, base):
     assert engine.step()  # they are in already when the others come
     engine.submit([request(row, id=200 + row) for row in (0, 3, 6)])
     engine.submit(strangers[3:])
-    same({(id - 200, index): c for (id, index), c in drive(engine).items() if id >= 200}, base)
+    same({(id - 200, index): c for (id, index), c in drain(engine).items() if id >= 200}, base)
 
 
 def test_after_parking_and_by_another_engine(engine, base):
@@ -294,7 +294,7 @@ def test_wrong_requests_are_refused_and_nothing_is_left_behind(engine, wrong, er
 def test_an_id_twice_without_weights_without_decode(engine):
     with pytest.raises(ValueError, match="request 0 was submitted already"):
         engine.submit([request(0, max_tokens=2), request(0, max_tokens=2)])
-    assert len(drive(engine)) == 4
+    assert len(drain(engine)) == 4
     bare = Engine(model(SMALL), slots=1, group_size=1, max_prompt_tokens=8, max_completion_tokens=8, eos_ids=EOS)
     with pytest.raises(RuntimeError, match="no weights are loaded"):
         bare.submit([request(1, count=1)])
@@ -314,9 +314,9 @@ def test_versions_are_those_loaded_and_loading_waits_for_idleness(engine, base):
         with pytest.raises(RuntimeError, match="version 8 cannot be loaded while completions of 7 are drawn"):
             engine.load(8, before)
         engine.step()
-    with pytest.raises(RuntimeError, match="parked"):
+    with pytest.raises(RuntimeError, match="cannot release its memory"):
         engine.release_memory()
-    played = {(0, index): c for (_, index), c in drive(engine).items()}
+    played = {(0, index): c for (_, index), c in drain(engine).items()}
     assert all((c.versions == 7).all() for c in played.values())
     same(played, base)
     try:
@@ -361,7 +361,7 @@ def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     engine.cancel(row)
     engine.cancel(waiting)
     assert row not in engine.scheduler.running and waiting not in engine.progress
-    found = {(c.request_id, c.index): c for c in found} | drive(engine)
+    found = {(c.request_id, c.index): c for c in found} | drain(engine)
     assert len(found) == 28
     cancelled = {k: found.pop(k) for k in list(found) if k[0] in (row, waiting)}
     assert sum(c.stop_reason == StopReason.CANCELLED for k, c in cancelled.items() if k[0] == row) >= 1

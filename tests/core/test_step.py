@@ -17,7 +17,7 @@ from tiny_runs import quick_compilation
 from shoal.algorithm.policy_loss import POLICY_LOSSES, grpo
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
-from shoal.trainer.step import batch_logprobs, batch_loss
+from shoal.trainer.loss import batch_logprobs, batch_loss
 
 AS_IT_RUNS = ("test_no_buffer", "test_recomputing")
 """Tests that look at the compiled program itself."""

@@ -466,7 +466,7 @@ def test_a_publication_in_another_type_compiles_once():
     from small import QWEN3, random_parameters, roles
 
     from shoal.model.transformer import Model
-    from shoal.rollout.source import publish_to
+    from shoal.rollout.publication import publish_to
     from shoal.run.compilation import CompilationCounter
 
     model, parameters = Model(QWEN3, roles().sampler, jnp.bfloat16), random_parameters(QWEN3)

@@ -20,7 +20,7 @@ STEP = 1e-40
 
 @dataclass(frozen=True)
 class Completion:
-    """T tokens of one completion; those not `drawn` are context, never loss."""
+    """T tokens of one completion; those outside `loss_mask` are context, never loss."""
 
     lp: np.ndarray  # float64[T]
     old_logprobs: np.ndarray  # float64[T]
@@ -165,8 +165,8 @@ def corrections(s: Settings, c: Completion) -> np.ndarray:
     elif s.level == "geometric":
         own = np.full(len(own), geometric_mean(own[c.loss_mask]))
     rule: Callable[[float], float] = {
-        "tis": lambda w: min(w, s.cap),
-        "mis": lambda w: w if w <= s.cap else 0.0,
+        "tis": lambda w: max(min(w, s.cap), s.floor),
+        "mis": lambda w: w if s.floor <= w <= s.cap else 0.0,
         "icepop": lambda w: w if s.floor <= w <= s.cap else 0.0,
     }[s.correction]
     return np.array([rule(float(w)) if d else 0.0 for w, d in zip(own, c.loss_mask, strict=True)])

@@ -38,9 +38,14 @@ def within(group: Group, value: Callable[[float, list[float]], float]) -> list[f
     return [0.0 if r is None or alike else value(r, rewards) for r in group]
 
 
-def whiten(groups: Groups, ddof: int, eps: float, eps_mode: str) -> list[list[float]]:
-    """Over all that are there; 0 where all of them are the same."""
-    every = [r for group in groups for r in there(group)]
+def whiten(groups: Groups, ddof: int, eps: float, eps_mode: str,
+           lengths: Sequence[Sequence[int]] | None = None) -> list[list[float]]:
+    """Over all that are there, each as often as it has tokens where `lengths` are given; 0 where all are the same."""
+    counts = lengths or [[1] * len(group) for group in groups]
+    groups = [[r if n else None for r, n in zip(group, row, strict=True)]
+              for group, row in zip(groups, counts, strict=True)]
+    every = [r for group, row in zip(groups, counts, strict=True) for r, n in zip(group, row, strict=True)
+             if r is not None for _ in range(n)]
     if len(set(every)) < 2:
         return [[0.0] * len(group) for group in groups]
     size = divisor(deviation(every, ddof), eps, eps_mode)
@@ -55,8 +60,9 @@ def masked(values: Groups, groups: Groups) -> list[list[float | None]]:
 def advantages(
     name: str, groups: Groups, ddof: int = 1, eps: float = 0.0, eps_mode: str = "add",
     parts: Sequence[Groups] | None = None, weights: Sequence[float] | None = None,
+    lengths: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
-    """`parts` are the reward functions' own values, a list of groups for each."""
+    """`parts` are the reward functions' own values, a list of groups for each; `lengths` are tokens to whiten over."""
 
     def normalised(r: float, rewards: list[float]) -> float:
         return (r - mean(rewards)) / divisor(deviation(rewards, ddof), eps, eps_mode)
@@ -78,9 +84,9 @@ def advantages(
         size = divisor(deviation(every, ddof), eps, eps_mode)
         return [[a / size for a in centred(group)] for group in groups]
     if name == "reinforce++":
-        return whiten(groups, ddof, eps, eps_mode)
+        return whiten(groups, ddof, eps, eps_mode, lengths)
     if name == "reinforce++-baseline":
-        return whiten(masked([centred(group) for group in groups], groups), ddof, eps, eps_mode)
+        return whiten(masked([centred(group) for group in groups], groups), ddof, eps, eps_mode, lengths)
     if name == "maxrl":
         return [within(group, lambda r, rewards: r / mean(rewards) - 1 if min(rewards) >= 0 < mean(rewards) else 0.0)
                 for group in groups]
@@ -91,7 +97,7 @@ def advantages(
                 judged = [None if r is None else v for v, r in zip(values, rewards, strict=True)]
                 for i, a in enumerate(within(judged, normalised)):
                     sums[i] += weight * a
-        return whiten(masked(total, groups), ddof, eps, eps_mode)
+        return whiten(masked(total, groups), ddof, eps, eps_mode, lengths)
     if name == "none":
         return [[0.0] * len(group) for group in groups]
     raise KeyError(name)

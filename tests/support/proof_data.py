@@ -14,7 +14,7 @@ import oracle
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.policy_loss import Bounds
 from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.step import Objective, token_losses
+from shoal.trainer.loss import Objective, token_losses
 
 Key = tuple[int, int]
 """(prompt, sibling)"""

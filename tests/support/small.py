@@ -12,7 +12,8 @@ from shoal.config.schema import MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
 from shoal.model.transformer import Architecture, Model, Parameters, ParamSpec, RopeScaling, is_param_spec, param_specs
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
-from shoal.trainer.step import Learner, Objective
+from shoal.trainer.loss import Objective
+from shoal.trainer.step import Learner
 from shoal.types import Completion, Example, Group, Purpose, StopReason
 
 LLAMA3 = Architecture(

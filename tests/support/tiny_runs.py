@@ -18,7 +18,7 @@ from shoal import cli
 from shoal.config.schema import MeshSection
 from shoal.mesh import Role, make_roles
 from shoal.model import hf
-from shoal.sampler import engine
+from shoal.sampler.programs import make_programs
 from shoal.trainer import step
 from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
 
@@ -103,7 +103,7 @@ def _set(settings: dict[str, Any]) -> None:
 
 def forget_programs() -> None:
     """The next engine and learner of this process are traced and compiled anew, or read from the cache of files."""
-    for programs in (engine._programs, step._optimizer_programs, step._gradient_programs):
+    for programs in (make_programs, step._optimizer_programs, step._gradient_programs):
         programs.cache_clear()
 
 

@@ -1,4 +1,5 @@
-"""What is optimised: pure functions from arrays and floats to advantages, token losses, divergences and weights.
+"""The maths of the algorithms: pure functions from arrays and floats to advantages, token losses, KL and weights.
 
-A new algorithm is one function in the file of its noun, and one line in that file's registry.
+Nothing here knows the configuration, the model or the trainer. A new algorithm is one function in the file of its noun,
+and one line in that file's registry.
 """

@@ -1,8 +1,9 @@
-"""How token losses become one number: a weight a token, so that loss = sum(weight * token_loss).
+"""How token losses become one number: each token gets a weight, and loss = sum(weight * token_loss).
 
-Weights are made once, on the host, in float64, from all completions of an update; any split of that update into
-micro-batches then adds up to the same gradient. Each mode is a pure function of the completions' lengths and stands
-in `AGGREGATIONS` under the name that a user sets.
+Weights are computed once, on the host, in float64, from all completions of an update; any split of that update into
+micro-batches then adds up to the same gradient. (A mean of micro-batch means, as TRL long had it, does not: batches of
+short completions count too much.) Each mode is a pure function of the completions' lengths and stands in
+`AGGREGATIONS` under the name that a user sets.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ def seq_mean_token_mean(lengths: Lengths, counted: Counted, constant: int) -> We
 
 
 def seq_mean_token_sum(lengths: Lengths, counted: Counted, constant: int) -> Weights:
-    """1 / completions: the sum over tokens, with no length in the denominator, as the policy gradient has it."""
+    """1 / completions: the sum over tokens, with no length in the denominator, as in the policy gradient theorem. With
+    GSPO's loss it is LUSPO (each completion's loss times its length), arXiv 2602.05261."""
     return np.full(lengths.shape, 1.0 / max(counted.sum(), 1))
 
 
 def seq_mean_token_sum_norm(lengths: Lengths, counted: Counted, constant: int) -> Weights:
-    """1 / (completions x a constant length, the longest that can be). Dr. GRPO, arXiv 2503.20783, section 3.2 and its
+    """1 / (completions x a constant length, the longest possible one). Dr. GRPO, arXiv 2503.20783, section 3.2 and its
     listing 1."""
     return seq_mean_token_sum(lengths, counted, constant) / constant
 
@@ -61,12 +63,12 @@ def token_weights(mode: str, lengths: Lengths, valid: Bool[np.ndarray, "P G"], c
                   constant: int = 0) -> Weights:
     """The weight of each token of each completion of one update, float64[P, G].
 
-    `lengths` are numbers of drawn tokens in the whole update, not in a micro-batch; 0 for a completion that is masked
-    out of the loss. `counts` is False for completions that leave the loss and its denominator
-    (`zero_std_groups="exclude"`: those of groups without variance). A completion that does not count, is not `valid`,
-    or has no drawn token has weight 0; one that counts, is valid and has no drawn token is still one of the
-    completions that the seq-means divide by. Nothing counts: all weights 0. `constant`: the length that
-    seq-mean-token-sum-norm divides by, 1 or more.
+    `lengths` are numbers of sampled tokens in the whole update, not in a micro-batch; 0 for a completion that is masked
+    out of the loss. `counts` is False for completions that leave the loss and its denominator (those of groups without
+    variance, where these are excluded). A completion that does not count, is not `valid`, or has no sampled token has
+    weight 0; one that counts, is valid and has no sampled token is still one of the completions that the seq-means
+    divide by. If nothing counts, all weights are 0. `constant` is the length that seq-mean-token-sum-norm divides by,
+    1 or more.
     """
     counted = valid & counts
     return np.where(counted & (lengths > 0), AGGREGATIONS[mode](lengths, counted, constant), 0.0)

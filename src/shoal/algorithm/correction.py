@@ -1,7 +1,7 @@
-"""Importance weights for what sampler and trainer disagree on: w = exp(old - sampler), under stop-gradient.
+"""Importance weights w = exp(old - sampler) that correct for the difference of sampler and trainer, without gradient.
 
-They multiply the policy term alone. Each kind is a pure function of the weight and stands in `CORRECTIONS` under the
-name that a user sets.
+They multiply the policy term alone. Each kind is a pure function of w and stands in `CORRECTIONS` under the name that
+a user sets. `cap=inf` and `floor=0` are no bounds.
 """
 
 from __future__ import annotations
@@ -16,34 +16,29 @@ from shoal.algorithm.segments import segment_mean, segment_sum
 
 
 def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
-    """min(w, cap): truncated importance sampling. F. Yao et al., "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training" (2025)."""
-    return jnp.minimum(w, cap)
+    """w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training" (2025); the lower bound is TRL's."""
+    return jnp.clip(w, floor or None, cap)
 
 
 def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
-    """w where it is at most cap, else 0: masked importance sampling. J. Liu et al., "When Speed Kills Stability"
-    (2025)."""
-    return jnp.where(w <= cap, w, 0)
-
-
-def icepop(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
-    """w where floor <= w <= cap, else 0. IcePop, in "Every Step Evolves", arXiv 2510.18855."""
+    """w where floor <= w <= cap, else 0: masked importance sampling. J. Liu et al., "When Speed Kills Stability"
+    (2025), without a floor; with one it is IcePop, in "Every Step Evolves", arXiv 2510.18855."""
     return jnp.where((w >= floor) & (w <= cap), w, 0)
 
 
-CORRECTIONS: dict[str, Callable[[Array, float, float], Array]] = {"tis": tis, "mis": mis, "icepop": icepop}
+CORRECTIONS: dict[str, Callable[[Array, float, float], Array]] = {"tis": tis, "mis": mis, "icepop": mis}
 """By the names of `algorithm.correction`; `none` is no weight at all."""
 
 
 def correction_weights(
-    kind: str, level: str, old_logprobs: Float[Array, "R S C"], sampler_logprobs: Float[Array, "R S C"], mask: Bool[Array, "R S C"],
-    segment: Int[Array, "R S C"], cap: float, floor: float,
+    kind: str, level: str, old_logprobs: Float[Array, "R S C"], sampler_logprobs: Float[Array, "R S C"],
+    mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"], cap: float, floor: float,
 ) -> Float[Array, "R S C"]:
-    """The weight of each masked-in token, 0 elsewhere.
+    """The weight of each token where `mask` is True, 0 elsewhere.
 
-    `level`: `token`, each its own; `sequence`, the product over the drawn tokens of its completion; `geometric`, their
-    geometric mean (GSPO's ratio: it does not grow with length).
+    `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its completion;
+    `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
     """
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0))
     if level == "sequence":

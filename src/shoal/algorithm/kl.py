@@ -1,7 +1,7 @@
-"""Estimators of the divergence KL(policy || reference) from the tokens that the policy drew, in nats.
+"""Estimators of KL(policy || reference) from tokens that the policy sampled, in nats.
 
-Each is a pure function of the difference of two log-probs and stands in `KL_ESTIMATORS` under the name that a user
-sets: J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
+Each is a pure function of log_ratio = ref - lp and stands in `KL_ESTIMATORS` under the name that a user sets:
+J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from jaxtyping import Array, Bool, Float
 
 
 def k1(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """lp - ref: unbiased, of either sign. Taken off the reward it regularises; as a term of the loss its on-policy
-    gradient is zero in expectation. `apart` is ref - lp, here and below."""
+    """lp - ref: unbiased, of either sign. Subtracted from the reward it regularises; as a term of the loss its
+    on-policy gradient is zero in expectation."""
     return -log_ratio
 
 
 def k2(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the divergence."""
+    """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the true KL."""
     return log_ratio**2 / 2
 
 
 def k3(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     """exp(ref - lp) - (ref - lp) - 1: unbiased, never negative, 0 with gradient 0 where both agree.
 
-    DeepSeekMath, arXiv 2402.03300, eq. 4. Written with expm1: near 0, in float32, exp(x) - 1 would leave only
-    rounding.
+    DeepSeekMath, arXiv 2402.03300, eq. 4.
     """
+    # Near 0, where policy and reference are for most of a run, exp(x) - 1 in float32 would be rounding only.
     return jnp.expm1(log_ratio) - log_ratio
 
 
@@ -40,10 +40,10 @@ def token_kl(
     name: str, lp: Float[Array, "*tokens"], ref_logprobs: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"],
     clamp_input: float = 0.0, clamp_value: float = 0.0,
 ) -> Float[Array, "*tokens"]:
-    """The named estimator at masked-in tokens; elsewhere value and gradient are exactly 0, whatever is there.
+    """The named estimator where `mask` is True; elsewhere value and gradient are exactly 0, whatever the inputs hold.
 
-    Above 0, `clamp_input` limits the size of ref - lp, `clamp_value` that of the estimate; beyond them the gradient
-    is 0.
+    `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0 sets no limit.
+    Beyond a limit the gradient is 0.
     """
     log_ratio = jnp.where(mask, ref_logprobs, 0) - jnp.where(mask, lp, 0)
     if clamp_input:

@@ -1,12 +1,12 @@
-"""Policy losses: log-probs, advantages and masks in, one loss a token out. Pure, fixed shapes, differentiable in `lp`.
+"""Policy losses: log-probs, advantages and masks in, one loss for each token out; pure and differentiable in `lp`.
 
 Each function has the signature of `PolicyLoss` and stands in `POLICY_LOSSES` under the name that a user sets. The
 loss of an update is `sum(weight * token_loss)`, weights from `aggregation`. `lp` are the log-probs of the policy that
-is trained, `old` those from before the first update on this batch; where only one update is made `old` is
-`stop_gradient(lp)`: the ratio is then 1, and clipping never acts.
+is trained, `old_logprobs` those from before the first update on this batch; if a batch gets one update only,
+`old_logprobs` is `stop_gradient(lp)`: the ratio is then 1, and clipping never acts.
 
-What stands where `mask` is False is never read: there loss and gradient are exactly 0, whatever `lp` and `old` hold.
-At masked-in tokens nothing is guarded: a log-prob that is not finite shows in the loss.
+Where `mask` is False, loss and gradient are exactly 0 whatever the inputs hold. Where it is True nothing is guarded: a
+log-prob that is not finite shows in the loss.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ Metrics: TypeAlias = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 """Name -> (sum, count): the value is sum / count, after sums and counts of all micro-batches are added."""
 
 Tokens = Float[Array, "R S C"]
+Mask = Bool[Array, "R S C"]
+Segments = Int[Array, "R S C"]
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far the ratio may go: `low` and `high` around 1, `dual` times the advantage's size (0: off), the form of
-    CISPO's bound, SAPO's temperatures for advantages above and below 0. A loss reads what it needs."""
+    """Limits of the ratio; each loss reads those that it needs.
+
+    `low` and `high` are distances from 1. `dual` bounds the loss at negative advantages, 0 turns it off. `cispo` is
+    the form of CISPO's bound; `positive` and `negative` are SAPO's temperatures by the sign of the advantage.
+    """
 
     low: float
     high: float
@@ -42,18 +47,17 @@ class Bounds:
 class PolicyLoss(Protocol):
     """Arrays of [R, S, C] in nats -> (token loss of the same shape, metrics).
 
-    `mask` is True at tokens that the model drew; `segment` numbers the completions within a slot from 1, 0 is padding.
+    `mask` is True at tokens that the model sampled; `segment` numbers the completions within a slot from 1, 0 is
+    padding.
     """
 
-    def __call__(
-        self, lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
-        bounds: Bounds,
-    ) -> tuple[Tokens, Metrics]: ...
+    def __call__(self, lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segment: Segments,
+                 bounds: Bounds) -> tuple[Tokens, Metrics]: ...
 
 
-def grpo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
+def grpo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segment: Segments,
          bounds: Bounds) -> tuple[Tokens, Metrics]:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), ratio = exp(lp - old) of each token.
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) with ratio = exp(lp - old) of each token.
 
     PPO, arXiv 1707.06347, eq. 7, as in GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3 (without its KL term, which is
     `kl`). With high > low it is the clip-higher of DAPO, arXiv 2503.14476, eq. 10. With `dual` c, where A < 0 the loss
@@ -62,30 +66,31 @@ def grpo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, 
     return _clipped(policy_log_ratio("grpo", lp, old_logprobs, mask, segment), advantage, mask, bounds)
 
 
-def gspo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
+def gspo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segment: Segments,
          bounds: Bounds) -> tuple[Tokens, Metrics]:
-    """As `grpo`, with one ratio for a completion, s = exp(mean of lp - old over its drawn tokens), gradient through s.
+    """As `grpo`, with one ratio for a completion, s = exp(mean of lp - old over its sampled tokens); gradient through
+    s.
 
-    Each token carries its completion's loss. The paper clips at 3e-4 below and 4e-4 above: s moves far less than a
+    Every token has its completion's loss. The paper clips at 3e-4 below and 4e-4 above: s moves far less than a
     token's ratio does. GSPO, arXiv 2507.18071, eqs. 5 to 7.
     """
     return _clipped(policy_log_ratio("gspo", lp, old_logprobs, mask, segment), advantage, mask, bounds)
 
 
-def gspo_token(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
+def gspo_token(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segment: Segments,
                bounds: Bounds) -> tuple[Tokens, Metrics]:
     """As `gspo` in value, with a gradient at each token: sg(s) exp(lp - sg(lp)). GSPO-token, arXiv 2507.18071,
     eqs. 13 and 14."""
     return _clipped(policy_log_ratio("gspo-token", lp, old_logprobs, mask, segment), advantage, mask, bounds)
 
 
-def cispo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
+def cispo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segment: Segments,
           bounds: Bounds) -> tuple[Tokens, Metrics]:
-    """-sg(bounded ratio) A lp: the weight is bounded, no token loses its gradient. MiniMax-M1, arXiv 2506.13585,
+    """-sg(bounded ratio) A lp: the weight is bounded, and no token loses its gradient. MiniMax-M1, arXiv 2506.13585,
     eqs. 4 and 5.
 
-    `bounds.cispo`: `paper`, at most 1 + high; `absolute`, at most high; `both`, also at least 1 - low. The clip metrics
-    count the tokens whose weight was bounded.
+    `bounds.cispo`: `paper`, at most 1 + high; `absolute`, at most high (TRL); `both`, also at least 1 - low (verl). The
+    clip metrics count the tokens whose weight was bounded.
     """
     lp, old_logprobs, advantage = _zero_outside(mask, lp, old_logprobs, advantage)
     ratio = jax.lax.stop_gradient(jnp.exp(lp - old_logprobs))
@@ -94,28 +99,29 @@ def cispo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array,
     return jnp.where(mask, -weight * advantage * lp, 0), _metrics(ratio, weight < ratio, weight > ratio, mask)
 
 
-def gmpo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
+def gmpo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segment: Segments,
          bounds: Bounds) -> tuple[Tokens, Metrics]:
     """-A times the geometric mean over a completion of its tokens' clipped ratios, gradient through those not clipped.
 
     Ratios are clipped in logarithms, from above at `high` where A > 0, from below at -`low` where A < 0; the paper has
-    0.4 for both. Each token carries its completion's loss. GMPO, arXiv 2507.20673.
+    0.4 for both. Every token has its completion's loss. GMPO, arXiv 2507.20673.
     """
     lp, old_logprobs, advantage = _zero_outside(mask, lp, old_logprobs, advantage)
-    policy_log_ratio = lp - old_logprobs
-    fixed = jax.lax.stop_gradient(policy_log_ratio)
-    above, below = mask & (advantage > 0) & (fixed > bounds.high), mask & (advantage < 0) & (fixed < -bounds.low)
-    kept = jnp.where(above, bounds.high, jnp.where(below, -bounds.low, policy_log_ratio))
-    token_loss = -advantage * jnp.exp(segment_mean(kept, segment, mask))
-    return jnp.where(mask, token_loss, 0), _metrics(jnp.exp(fixed), above, below, mask)
+    log_ratio = lp - old_logprobs
+    value = jax.lax.stop_gradient(log_ratio)
+    above, below = mask & (advantage > 0) & (value > bounds.high), mask & (advantage < 0) & (value < -bounds.low)
+    clipped = jnp.where(above, bounds.high, jnp.where(below, -bounds.low, log_ratio))
+    token_loss = -advantage * jnp.exp(segment_mean(clipped, segment, mask))
+    return jnp.where(mask, token_loss, 0), _metrics(jnp.exp(value), above, below, mask)
 
 
-def sapo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"],
+def sapo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segment: Segments,
          bounds: Bounds) -> tuple[Tokens, Metrics]:
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = `positive` where A > 0, else `negative`: a gate that closes softly
-    on both sides. Nothing is clipped; far beyond, the gate is shut. SAPO, arXiv 2511.20347."""
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = `positive` where A > 0, else `negative`: in place of a clip,
+    a gate that closes smoothly on both sides. SAPO, arXiv 2511.20347."""
     lp, old_logprobs, advantage = _zero_outside(mask, lp, old_logprobs, advantage)
-    ratio = jnp.exp(jnp.minimum(lp - old_logprobs, 80.0))  # the slope of exp at infinity times that of the gate, 0, is NaN
+    # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0, would be NaN.
+    ratio = jnp.exp(jnp.minimum(lp - old_logprobs, 80.0))
     tau = jnp.where(advantage > 0, bounds.positive, bounds.negative)
     token_loss = -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantage
     never = jnp.zeros_like(mask)
@@ -128,9 +134,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 """By the names of `algorithm.loss`."""
 
 
-def policy_log_ratio(name: str, lp: Tokens, old_logprobs: Tokens, mask: Bool[Array, "R S C"],
-              segment: Int[Array, "R S C"]) -> Tokens:
-    """The logarithm of the ratio that a loss goes by: the token's, or for the two forms of GSPO its completion's."""
+def policy_log_ratio(name: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments) -> Tokens:
+    """The logarithm of the ratio that the named loss uses: the token's, or for the two forms of GSPO the
+    completion's."""
     lp, old_logprobs = _zero_outside(mask, lp, old_logprobs)
     if name == "gspo":
         return segment_mean(lp - old_logprobs, segment, mask)
@@ -144,28 +150,31 @@ def _zero_outside(mask: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jnp.where(mask, array, 0) for array in arrays)
 
 
-def _clipped(policy_log_ratio: jax.Array, advantage: jax.Array, mask: jax.Array, bounds: Bounds) -> tuple[jax.Array, Metrics]:
-    """The clipped surrogate of PPO; log_ratio is finite outside the mask. Only a clipped loss strictly above the free
-    one is active, and has gradient 0; at a tie the gradient is whole, where that of `jnp.minimum` and `jnp.clip` would
-    be halved."""
+def _clipped(log_ratio: jax.Array, advantage: jax.Array, mask: jax.Array, bounds: Bounds) -> tuple[jax.Array, Metrics]:
+    """PPO's clipped surrogate; `log_ratio` is finite outside the mask.
+
+    Where the clipped loss is strictly above the unclipped one its gradient is 0; at a tie the gradient is whole.
+    """
+    # Not jnp.minimum and jnp.clip: at a tie, the common case of ratio 1, both would halve the gradient.
     (advantage,) = _zero_outside(mask, advantage)
-    ratio = jax.lax.stop_gradient(jnp.exp(policy_log_ratio))
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     clipped = -jnp.clip(ratio, 1 - bounds.low, 1 + bounds.high) * advantage
     active = mask & (clipped > -ratio * advantage)
-    free = -ratio * advantage
+    unclipped = -ratio * advantage
     high, low = active & (ratio > 1), active & (ratio < 1)
-    fixed = jnp.where(active, clipped, 0)
+    constant = jnp.where(active, clipped, 0)
     if bounds.dual:
-        capped = mask & (advantage < 0) & (jnp.where(active, clipped, free) > -bounds.dual * advantage)
-        fixed, active = jnp.where(capped, -bounds.dual * advantage, fixed), active | capped
+        capped = mask & (advantage < 0) & (jnp.where(active, clipped, unclipped) > -bounds.dual * advantage)
+        constant, active = jnp.where(capped, -bounds.dual * advantage, constant), active | capped
         high = high | capped
-    live = -jnp.exp(jnp.where(active, 0, policy_log_ratio)) * advantage
-    token_loss = jnp.where(mask, jnp.where(active, fixed, live), 0)
+    # Where a bound is active the exponent is 0, so that a ratio of inf leaves no NaN in the gradient.
+    live = -jnp.exp(jnp.where(active, 0, log_ratio)) * advantage
+    token_loss = jnp.where(mask, jnp.where(active, constant, live), 0)
     return token_loss, _metrics(ratio, high, low, mask)
 
 
 def _metrics(ratio: jax.Array, high: jax.Array, low: jax.Array, mask: jax.Array) -> Metrics:
-    """`high` and `low`: tokens whose clipped term, from above or from below, is the active one."""
+    """`high` and `low` mark the tokens where the upper or the lower bound is active (the sign of A considered)."""
     high, low = mask & high, mask & low
     count = mask.sum(dtype=ratio.dtype)
     values = {

@@ -1,4 +1,4 @@
-"""Sums and means over the completions that lie in slots."""
+"""Sums and means over the completions that share a slot; `segment` numbers them from 1, 0 is padding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def segment_sum(x: Float[Array, "*rows C"], segment: Int[Array, "*rows C"]) -> Float[Array, "*rows C"]:
-    """Each token gets the sum of `x` over its segment of its slot. Segment numbers are at most C; sums in x's type."""
+    """The sum of `x` over a token's segment, at each of its tokens, in x's type. Segment numbers are at most C."""
 
     def in_slot(x: jax.Array, segment: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(x, segment, num_segments=segment.shape[0] + 1)[segment]
@@ -19,9 +19,7 @@ def segment_sum(x: Float[Array, "*rows C"], segment: Int[Array, "*rows C"]) -> F
 def segment_mean(
     x: Float[Array, "*rows C"], segment: Int[Array, "*rows C"], mask: Bool[Array, "*rows C"]
 ) -> Float[Array, "*rows C"]:
-    """Each token gets the mean of `x` over the masked-in tokens of its segment; 0 where there are none.
-
-    Tokens of a segment that are themselves masked out get it too.
-    """
+    """The mean of `x` over the tokens of a segment where `mask` is True, at each token of the segment (masked-out ones
+    too); 0 where the mask has none."""
     total = segment_sum(jnp.where(mask, x, 0), segment)
     return total / jnp.maximum(segment_sum(mask.astype(x.dtype), segment), 1)

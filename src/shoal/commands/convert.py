@@ -22,23 +22,15 @@ import numpy as np
 
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
 from shoal.mesh import Role, make_roles
-from shoal.model import hf, maxtext
+from shoal.model import hf, hf_config, hub, maxtext
 from shoal.model.names import check_name, model_named
 from shoal.model.transformer import Architecture
 from shoal.report.console import Console
 from shoal.report.folder import named_folder
 from shoal.run.loading import find_maxtext, own_path, unnamed
 from shoal.run.output import check_local, check_new_folder, writing
-from shoal.trainer.checkpoint import (
-    ITEM,
-    MODEL_FOLDER,
-    STEP,
-    Unread,
-    find_checkpoint,
-    find_tree,
-    load_parameters,
-    write_tree,
-)
+from shoal.trainer.array_tree import ITEM, STEP, LazyArray, find_tree, write_tree
+from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
 from shoal.types import Params, ShoalError
 
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
@@ -145,7 +137,7 @@ def find(source: str) -> tuple[Architecture, Callable[[Role], Read]]:
     """A folder of Hugging Face's or a run's checkpoint: what it is, and what opens it to be read in parts."""
     local = Path(source).expanduser()
     checkpoint = find_checkpoint(local) if local.is_dir() else None
-    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hf.locate(source)
+    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(source)
     architecture = hf.architecture_of(folder)
 
     def opened(role: Role) -> Read:
@@ -161,7 +153,7 @@ def _by_path(parameters: Params) -> dict[str, jax.Array]:
     return {hf.dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)}
 
 
-def unread(read: Read, a: Architecture, pairs: bool, scan_layers: bool, dtype: np.dtype) -> dict[str, Unread]:
+def unread(read: Read, a: Architecture, pairs: bool, scan_layers: bool, dtype: np.dtype) -> dict[str, LazyArray]:
     """The arrays of MaxText's tree by name, each made when it is written."""
 
     def layer_of(place: maxtext.Place, layer: int, _: slice | None = None) -> np.ndarray:
@@ -187,7 +179,7 @@ def unread(read: Read, a: Architecture, pairs: bool, scan_layers: bool, dtype: n
                 how = (maxtext.STACKED_AXIS, partial(layers_of, place), True)
             else:
                 how = (None, partial(layer_of, place, layer), False)
-            arrays[maxtext.ROOTS[0] + name] = Unread(shape, dtype, *how)
+            arrays[maxtext.ROOTS[0] + name] = LazyArray(shape, dtype, *how)
     return arrays
 
 
@@ -199,14 +191,14 @@ def _to_hugging_face(config: ConvertConfig, tree: Path, target: Path, role: Role
         raise unnamed(tree, "model_name", "tokenizer")
     if config.tokenizer:
         check_local(config.tokenizer, "tokenizer")
-    tokenizer = hf.locate(config.tokenizer, weights=False) if config.tokenizer else None
+    tokenizer = hub.locate(config.tokenizer, weights=False) if config.tokenizer else None
     found = find_maxtext(tree, config.model_name, tokenizer, config.scan_layers)
     console.note(found.told())
     if tokenizer is None:
         console.warning("no tokenizer was given: the folder will hold none; copy the tokenizer's files into it, or "
                         "give tokenizer=FOLDER or a hub id")
     a = found.architecture
-    made = None if tokenizer and hf.own_config(a, tokenizer) else hf.made_config(a, tokenizer)
+    made = None if tokenizer and hf_config.own_config(a, tokenizer) else hf_config.made_config(a, tokenizer)
     with writing(target, _key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
         later = found.later(role, jnp.dtype(config.dtype))

@@ -16,6 +16,7 @@ from shoal.report.console import Console
 from shoal.report.lines import json_ready
 from shoal.rewards.judge import Judge
 from shoal.rewards.scores import Failure, failed_figures, failure_lines
+from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.assembly import compute_dtype, engine_maker, make_model, open_model, prepare_sets
 from shoal.run.output import check_writable, write_text
@@ -51,8 +52,8 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
         model = make_model(config.model, opened, roles.sampler, 0)
         make = engine_maker(model, opened.tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
-        source = LocalSource(model, make, task, judge, opened.tokenizer.decode, config.seed)
-        source.answered = console.answered
+        source = LocalSource(model, Player(make, task, judge, opened.tokenizer.decode, config.seed))
+        source.player.on_progress = console.answered
         source.publish(0, opened.load())
         sets = prepare_sets(task, opened.tokenizer, config.sampling, console)
         evaluator = Evaluator(sets, params, config.pass_k, task)

@@ -16,6 +16,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rewards.judge import Judge
+from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.assembly import engine_maker, prepare_sets
 from shoal.run.output import check_new_folder, writing
@@ -49,7 +50,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         model = Model(architecture, roles.sampler)
         make = engine_maker(model, tokenizer, sampling, 128)
         judge = Judge(task.rewards, RewardSection(workers=0))
-        source = LocalSource(model, make, task, judge, tokenizer.decode, config.seed)
+        source = LocalSource(model, Player(make, task, judge, tokenizer.decode, config.seed))
 
         def batch_of(step: int) -> LearnerBatch:
             rows = range(step * config.batch, (step + 1) * config.batch)

@@ -29,11 +29,12 @@ from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, figure, group_files, ranges, read_file, read_parts, read_stored
 from shoal.rollout.group import sample_request
-from shoal.rollout.source import drive, publish_to
+from shoal.rollout.publication import publish_to
 from shoal.run.assembly import LoadedModel, make_model, open_model, open_teacher, training_engines
 from shoal.run.learning import make_learner, make_updater
 from shoal.run.resume import machine
 from shoal.run.task import load_task
+from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
 from shoal.trainer.loop import sampling_params
 from shoal.trainer.step import Learner, ModelScorer, TrainState
@@ -202,7 +203,7 @@ class Replayed:
                                chosen, group.subset)
         engine.load(group.version, params)
         engine.submit([sample_request(request, 0, c.seed)])
-        drawn = drive(engine)
+        drawn = drain(engine)
         return [drawn[0, index] for index in range(group.size)]
 
 

@@ -15,8 +15,13 @@ from typing import Any
 
 import numpy as np
 
+<<<<<<< HEAD
 from shoal.algorithm.advantage import nonzero_std, step_advantages
 from shoal.config.text import require_given
+=======
+from shoal.algorithm.advantage import nonzero_std
+from shoal.config.text import require_given
+>>>>>>> core
 from shoal.config.schema import AlgorithmSection, Config, RescoreConfig
 from shoal.report.console import Console
 from shoal.report.folder import find_run
@@ -37,6 +42,7 @@ from shoal.rewards.judge import Judge
 from shoal.rewards.scores import Failure, Scores, load_functions, name_functions
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import Task
+from shoal.trainer.step_table import step_advantages
 from shoal.types import Group, RewardFunction
 
 NUM_SHOWN = 5
@@ -221,9 +227,10 @@ def _judge(stored: Sequence[StoredGroup], step: int, judge: Judge, algorithm: Al
     valid = np.stack([found.valid[place] for found, place in places])
     components = [{name: values[place] for name, values in found.components.items()} for found, place in places]
     weights = {one.name: one.weight for one in judge.functions}
-    new = step_advantages(algorithm, rewards, valid, components, weights)
+    lengths = np.array([[int(c.loss_mask.sum()) for c in group.completions] for group in groups])
+    new = step_advantages(algorithm, rewards, valid, lengths, components, weights)
     by_settings = step_advantages(
-        algorithm, np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups]),
+        algorithm, np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups]), lengths,
         [group.reward_components for group in groups], groups[0].reward_weights)
     return [Judged(step, n, entry.group, rewards[n], components[n], valid[n], entry.advantages, by_settings[n], new[n])
             for n, entry in enumerate(stored)]

@@ -161,6 +161,9 @@ class AlgorithmSection:
     """Added to the standard deviation."""
     std_eps_mode: Literal["add", "max"] = "add"
     """Whether std_eps is added to the standard deviation or is the least that it is taken for (TorchRL)."""
+    whiten_over: Literal["completions", "tokens"] = "completions"
+    """reinforce++, reinforce++-baseline, gdpo: whether each completion counts once in the step's mean and deviation, or
+    once a token (verl)."""
     loss: Literal["grpo", "gspo", "gspo-token", "cispo", "gmpo", "sapo"] = "grpo"
     """The policy loss."""
     clip_low: float = 0.2
@@ -196,14 +199,14 @@ class AlgorithmSection:
     aggregation_tokens: int = 0
     """seq-mean-token-sum-norm: the constant length to divide by; 0 for sampling.max_completion_tokens."""
     correction: Literal["none", "tis", "mis", "icepop"] = "none"
-    """Weights exp(old - sampler) for what sampler and trainer disagree on: capped, left out above correction_cap, or left
-    out outside both bounds."""
+    """Weights w = exp(old - sampler) for the difference of sampler and trainer. tis: w clipped to [correction_floor,
+    correction_cap]; mis, icepop: 0 outside these bounds, else w."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Whether that weight is a token's, a completion's product, or its geometric mean."""
     correction_cap: float = 2.0
-    """Upper bound of the weight."""
-    correction_floor: float = 0.5
-    """icepop: lower bound of the weight."""
+    """Upper bound of the weight; inf for none."""
+    correction_floor: float = 0.0
+    """Lower bound of the weight; 0 for none, with icepop for its paper's 0.5."""
     match_sampling_support: bool = True
     """Compute log-probs over the tokens that top_k, top_p and min_p had kept; without, the ratio is biased."""
     mask_truncated: bool = False
@@ -266,9 +269,12 @@ class OptimizerSection:
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, "optimizer.lr", self.lr, "0 or more")
+        require(self.eps >= 0, "optimizer.eps", self.eps, "0 or more")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
         require(self.clip_grad_norm >= 0, "optimizer.clip_grad_norm", self.clip_grad_norm, "0 (off) or more")

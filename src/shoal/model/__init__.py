@@ -1,0 +1,1 @@
+"""The model: parameters, the one `forward`, attention, caches, Hugging Face files and tokenizer."""

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 
 LOWEST = -1e30
-"""Stands for minus infinity where a row may have no key at all: no infinity ever meets another."""
+"""In place of minus infinity for masked scores: in a row without any key, -inf minus -inf would be NaN."""
 
 
 class Keys(NamedTuple):
-    """Keys and values with who may see them. `k, v` are [R, T, K, A] (shared by all slots) or [R, S, T, K, A];
-    `mask` is bool, [R, T] for shared keys, [R, S, C, T] for own ones."""
+    """Keys and values, and which queries may attend to them.
+
+    `k, v` are [R, T, K, A], shared by all slots of a row, or [R, S, T, K, A]; `mask` is bool, [R, T] for shared keys
+    and [R, S, C, T] for a slot's own.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -26,11 +29,14 @@ class Keys(NamedTuple):
 
 
 def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
-    """Softmax attention of q[R, S, C, H, A] over a shared and an own set of keys -> [R, S, C, H, A].
+    """Softmax attention of q[R, S, C, H, A] over a shared set of keys and the slot's own -> [R, S, C, H, A].
 
-    H is a multiple of K: query heads read key heads in order, H // K to each. Scores and sums are float32.
+    H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores and sums are float32.
     A query without any key gives 0, and no gradient.
     """
+    # One softmax over both sets, not two merged by their log-sum-exp: the residual that
+    # jax.nn.dot_product_attention returns for merging carries no gradient and has the keys' type, 1.5-3% off in
+    # bfloat16 (docs/decisions).
     q = _by_key_head(q, own.k.shape[-2])  # [R, S, C, K, g, A]
     scores = [_masked(_own_scores(q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
     if prefix is not None:
@@ -72,17 +78,17 @@ def attend_blocks(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, 
                   block: int) -> jax.Array:
     """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
 
-    Of each set only the first `num_*` keys (int32 scalars) are looked at, rounded up to blocks; the others must be
-    masked. A block that is wholly masked changes no bit of a row that has seen a key before, so neither the padding
-    nor the companions of a row show in its result. T of both sets is a multiple of `block`. No gradient.
+    Of each set only the first `num_*` keys (int32 scalars) are read, rounded up to blocks; the others must be masked. A
+    wholly masked block changes no bit of a row that already has a key, so neither the padding of a row nor the other
+    rows of the batch show in its result. T of both sets is a multiple of `block`. No gradient.
     """
     q = _by_key_head(q, own.k.shape[-2])
-    rows, slots, _, heads, share, hidden_size = q.shape
+    rows, slots, _, heads, share, head_dim = q.shape
     shape = (rows, slots, heads, share, 1)
     start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32),
-             jnp.zeros((rows, slots, heads, share, 1, hidden_size), jnp.float32))
+             jnp.zeros((*shape, head_dim), jnp.float32))
 
-    def cut(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
+    def block_of(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis)
 
     def add(carry: tuple, scores: jax.Array, v: jax.Array, form: str) -> tuple:
@@ -93,31 +99,31 @@ def attend_blocks(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, 
         return new_top, total * shrink + p.sum(-1), out
 
     def prefix_block(number: jax.Array, carry: tuple) -> tuple:
-        mask = cut(prefix.mask, number, 1)[:, None, None, None, None]
-        scores = _masked(_prefix_scores(q, cut(prefix.k, number, 1)), mask)
-        return add(carry, scores, cut(prefix.v, number, 1), "rskgct,rtka->rskgca")
+        mask = block_of(prefix.mask, number, 1)[:, None, None, None, None]
+        scores = _masked(_prefix_scores(q, block_of(prefix.k, number, 1)), mask)
+        return add(carry, scores, block_of(prefix.v, number, 1), "rskgct,rtka->rskgca")
 
     def own_block(number: jax.Array, carry: tuple) -> tuple:
-        mask = cut(own.mask, number, 3)[:, :, None, None]
-        scores = _masked(_own_scores(q, cut(own.k, number, 2)), mask)
-        return add(carry, scores, cut(own.v, number, 2), "rskgct,rstka->rskgca")
+        mask = block_of(own.mask, number, 3)[:, :, None, None]
+        scores = _masked(_own_scores(q, block_of(own.k, number, 2)), mask)
+        return add(carry, scores, block_of(own.v, number, 2), "rskgct,rstka->rskgca")
 
     carry = jax.lax.fori_loop(0, -(-num_prefix // block), prefix_block, start)
     _, total, out = jax.lax.fori_loop(0, -(-num_own // block), own_block, carry)
     out = jnp.moveaxis(out / total[..., None], 4, 2)
-    return out.reshape(rows, slots, 1, -1, hidden_size).astype(q.dtype)
+    return out.reshape(rows, slots, 1, -1, head_dim).astype(q.dtype)
 
 
 def segment_index(segment: jax.Array) -> jax.Array:
     """segment[..., C] (0 = padding; runs of equal numbers) -> each token's index within its run, int32[..., C]."""
-    place = jnp.arange(segment.shape[-1], dtype=jnp.int32)
+    position = jnp.arange(segment.shape[-1], dtype=jnp.int32)
     before = jnp.pad(segment, [(0, 0)] * (segment.ndim - 1) + [(1, 0)])[..., :-1]
-    starts = jnp.where(segment != before, place, 0)
-    return place - jax.lax.cummax(starts, axis=segment.ndim - 1)
+    starts = jnp.where(segment != before, position, 0)
+    return position - jax.lax.cummax(starts, axis=segment.ndim - 1)
 
 
 def shared_prefix_attention(prefix_size: int, prefix_len: jax.Array, segment: jax.Array):
-    """The `Mix` of training and scoring: rows [prefix | slots], T = Tp + S*C, slots reading their row's prefix.
+    """The `AttentionFn` of training and scoring, for rows [prefix | slots] of T = Tp + S*C tokens.
 
     A prompt token attends to the prompt up to itself; a completion token to the prompt and to the tokens of its own
     segment up to itself. `prefix_len[R]`, `segment[R, S, C]`.
@@ -134,18 +140,19 @@ def shared_prefix_attention(prefix_size: int, prefix_len: jax.Array, segment: ja
         def own(x: jax.Array) -> jax.Array:
             return x[:, prefix_size:].reshape(rows, slots, size, *x.shape[2:])
 
-        first = attend(prefix(q)[:, None], None, Keys(prefix(k)[:, None], prefix(v)[:, None], prefix_mask))[:, 0]
-        rest = attend(own(q), Keys(prefix(k), prefix(v), visible), Keys(own(k), own(v), own_mask))
-        return jnp.concatenate([first, rest.reshape(rows, slots * size, *rest.shape[3:])], axis=1), None
+        prompt = attend(prefix(q)[:, None], None, Keys(prefix(k)[:, None], prefix(v)[:, None], prefix_mask))[:, 0]
+        slot = attend(own(q), Keys(prefix(k), prefix(v), visible), Keys(own(k), own(v), own_mask))
+        return jnp.concatenate([prompt, slot.reshape(rows, slots * size, *slot.shape[3:])], axis=1), None
 
     return attention
 
 
 def prefill_attention(prefix_len: jax.Array, size: int):
-    """The `Mix` of prefill: prompts [R, T] attend to themselves, and their keys and values are handed back."""
+    """The `AttentionFn` of prefill: prompts [R, T] attend to themselves; their keys and values are the new cache."""
     mask = ((jnp.arange(size) < prefix_len[:, None])[:, None, :] & jnp.tri(size, dtype=bool))[:, None]
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array,
+                  cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask))[:, 0], (k, v)
 
     return attention

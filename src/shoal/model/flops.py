@@ -1,9 +1,9 @@
-"""How many floating point operations a step needs: what its speed is measured against.
+"""Floating point operations that a step needs, from which its MFU (model FLOPs utilisation) is computed.
 
 A product of a matrix with n elements and a vector counts 2n. Counted are the products with weights and the two
-products of attention, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), but with each token's
-own number of keys; norms, activations and sampling are left out, and so is what a program computes twice, on padding
-or for nothing. A backward pass costs two forward passes.
+products of attention, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), but with the number
+of keys that each token really has; norms, activations and sampling are left out, and so is what a program recomputes or
+computes on padding. A backward pass costs two forward passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
     blocks = a.num_layers * a.hidden_size * (2 * queries + 2 * keys + 3 * a.intermediate_size)
     tokens = sum(completions)
     pairs = prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in completions)
-    return 2.0 * (blocks * (prompt + tokens) + a.hidden_size * a.vocab_size * tokens) + 4.0 * a.num_layers * queries * pairs
+    products = 2.0 * (blocks * (prompt + tokens) + a.hidden_size * a.vocab_size * tokens)
+    return products + 4.0 * a.num_layers * queries * pairs
 
 
 def model_flops(a: Architecture, sampled: Iterable[GroupLengths], trained: Iterable[GroupLengths],

@@ -1,23 +1,19 @@
-"""Other people's checkpoints: folders in Hugging Face format, in and out.
+"""Model folders in Hugging Face format, read and written.
 
-    locate           a name -> a folder
-    architecture_of  its config.json -> Architecture
-    load             its safetensors -> Parameters, each made where it belongs
-    save             Parameters -> a folder that transformers loads
+    load    its safetensors -> Parameters, each array created on the devices that hold it
+    save    Parameters -> a folder that transformers loads
 
-One table, `NAMES`, says what each parameter is called in the files. Reading goes by one stacked parameter at a time,
-writing by one tensor, so the host never holds a second copy of the model.
+One table, `NAMES`, holds each parameter's name in the files. One stacked parameter is read at a time and one tensor
+written at a time, so the host never holds a second copy of the model.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import Role
-from shoal.model.hf_config import architecture_of, config_of, read_config, read_json
-from shoal.model.tensor_file import DTYPES, Stored, read_header, write_file
+from shoal.model.hf_config import architecture_of, read_config, read_json, saved_config, typed_config
+from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
 from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError
 
 
 @dataclass(frozen=True)
 class Name:
-    """What a parameter is called in the files; `{layer}` is the layer's number. Kernels lie there as [out, in]."""
+    """A parameter's name in the files; `{layer}` is the layer's number. Files hold kernels as [out, in]."""
 
     template: str
     transposed: bool = False
@@ -73,81 +69,20 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-# Where a model is
-
-
-def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
-    """The folder of a model: a local one, the packaged one under the name `tiny`, or a hub id, downloaded.
-
-    `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
-    downloaded. A local folder called `tiny` is `./tiny`. ShoalError where there is none.
-    """
-    if str(path) == "tiny":
-        return _packaged("tiny")
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
-        return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
-    raise ShoalError(f"There is no model folder {folder}. Give a folder, a hub id (org/name), or `tiny`.")
-
-
-def _packaged(name: str) -> Path:
-    folder = Path(str(resources.files("shoal").joinpath("assets", name)))
-    if not folder.is_dir():
-        raise ShoalError(f"This installation lacks its packaged model `{name}` ({folder}): reinstall shoal.")
-    return folder
-
-
-def _download(repository: str, token: str | None, weights: bool) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
-    wanted = f"{repository} is no local folder, and as a hub id"
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                token=token,
-                allow_patterns=patterns,
-                ignore_patterns=["*/*"],
-            )
-        )
-    except errors.GatedRepoError as error:
-        raise ShoalError(
-            f"{wanted} it is gated: ask for access on its page, then set HF_TOKEN to a token that has it."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ShoalError(f"{wanted} it was not found; where it is private, set HF_TOKEN.") from error
-    except errors.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        advice = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "try again later"
-        raise ShoalError(f"{wanted} the hub answered with an error ({status}): {advice}.") from error
-    except errors.HFValidationError as error:
-        raise ShoalError(f"{wanted} it is not well formed: {error}") from error
-    except Exception as error:  # of the network, the disk, the library's own transport
-        raise ShoalError(
-            f"{wanted} it could not be downloaded ({type(error).__name__}): "
-            "is this machine online? Otherwise give a local folder."
-        ) from error
-
-
 # Weights in
 
 
 def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32) -> Parameters:
-    """The parameters in a folder's safetensors (bf16, f16 or f32), as `dtype`, sharded as `role` lays them out.
+    """The parameters in a folder's safetensors (bf16, f16 or f32) as `dtype`, in the role's sharding.
 
-    Each is built stacked, shard by shard, from the slices that the shard needs. ShoalError names every tensor that is
-    missing, left over or misshapen, and a file that is cut short.
+    Each is stacked shard by shard, from the slices that the shard needs. ShoalError names every tensor that is missing,
+    left over or misshapen, and a truncated file.
     """
     dtype, tensors = np.dtype(dtype), open_tensors(folder, architecture)
 
     def make(path: Any, declared: ParamSpec) -> jax.Array:
         sharding = role.sharding(declared.axes, declared.shape)
-        parts: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
+        parts: dict[str, np.ndarray] = {}  # a part that several devices hold is read once
 
         def read(index: Any) -> np.ndarray:
             key = str(index)
@@ -156,26 +91,26 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
             return parts[key]
 
         array = jax.make_array_from_callback(declared.shape, sharding, read)
-        return array.block_until_ready()  # else the host's copies of several wait for their transfer at once
+        return array.block_until_ready()  # else the host keeps copies of several arrays until they are transferred
 
     return jax.tree_util.tree_map_with_path(make, param_specs(architecture), is_leaf=is_param_spec)
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a folder by parameter: matched to an architecture, not read."""
+    """The tensors of a folder, matched to the parameters of an architecture; their values are read on demand."""
 
-    stored: Mapping[str, Sequence[Stored]]
+    stored: Mapping[str, Sequence[StoredTensor]]
 
     def read(self, path: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-        """A part of the parameter at a dotted path, `index` in its own dimensions; stacked ones have L in front."""
+        """A part of the parameter at a dotted path; `index` is in its own dimensions, with L first if it is stacked."""
         return _read(self.stored[path], NAMES[path], index, np.dtype(dtype))
 
 
 def open_tensors(folder: str | Path, architecture: Architecture) -> Tensors:
-    """The tensors in a folder's safetensors; ShoalError unless they are those of the architecture, whole."""
+    """The tensors in a folder's safetensors; ShoalError unless they are exactly those of the architecture."""
     folder = Path(folder)
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored.update(read_header(file))
     return Tensors(_match(stored, architecture, folder))
@@ -186,13 +121,12 @@ def dotted(path: Sequence[Any]) -> str:
     return ".".join(key.name for key in path).removesuffix(".kernel")
 
 
-def _read(tensors: Sequence[Stored], name: Name, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+def _read(tensors: Sequence[StoredTensor], name: Name, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
     """One shard of a parameter: `index` is in its own, stacked and untransposed, dimensions."""
     chosen, within = (tensors[index[0]], index[1:]) if name.stacked else (tensors, index)
     parts = None
     for number, tensor in enumerate(chosen):
-        view = tensor.view()
-        part = view[within[::-1]].T if name.transposed else view[within]
+        part = tensor.read(within[::-1]).T if name.transposed else tensor.read(within)
         if parts is None:
             parts = np.empty((len(chosen), *part.shape), dtype)
         parts[number] = part
@@ -208,7 +142,7 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise ShoalError(f"{folder}: {index.name} names {_listed(absent)}, which is not there. Download it again.")
+            raise ShoalError(f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it again.")
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -218,9 +152,9 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _match(stored: Mapping[str, Stored], a: Architecture, folder: Path) -> dict[str, list[Stored]]:
+def _match(stored: Mapping[str, StoredTensor], a: Architecture, folder: Path) -> dict[str, list[StoredTensor]]:
     """The stored tensors of each parameter, by dotted path; ShoalError unless they fit one to one."""
-    found: dict[str, list[Stored]] = {}
+    found: dict[str, list[StoredTensor]] = {}
     missing, misshapen = [], []
     left = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
     if a.tie_embeddings and "lm_head.weight" in stored:
@@ -240,9 +174,9 @@ def _match(stored: Mapping[str, Stored], a: Architecture, folder: Path) -> dict[
             else:
                 tensors.append(stored[text])
     problems = (("missing", missing), ("left over", sorted(left)), ("not as expected", misshapen))
-    told = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems if names)
-    if told:
-        raise ShoalError(f"The tensors in {folder} do not fit its config.json. {told}.")
+    listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems if names)
+    if listed:
+        raise ShoalError(f"The tensors in {folder} do not fit its config.json. {listed}.")
     return found
 
 
@@ -255,7 +189,7 @@ def _named(a: Architecture) -> Iterator[tuple[str, Name, tuple[int, ...], Sequen
 
 
 def names_of(a: Architecture) -> Iterator[str]:
-    """What the tensors of an architecture are called in the files."""
+    """Names in the files of all tensors of an architecture."""
     for _, name, _, numbers in _named(a):
         yield from (name.template.format(layer=layer) for layer in numbers)
 
@@ -269,8 +203,8 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 @dataclass(frozen=True)
-class Later:
-    """A parameter to be written that is not in memory: read a layer at a time, None for one that has none."""
+class LazyParameter:
+    """A parameter to be written that is not in memory: `read` gets a layer's number, or None if it has no layers."""
 
     shape: tuple[int, ...]
     read: Callable[[int | None], Any]
@@ -278,7 +212,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor to be written: `leaf` is its parameter, of which it is one layer where `layer` is a number."""
+    """A tensor to be written: its parameter, or one layer of a stacked one."""
 
     name: str
     leaf: Any
@@ -287,10 +221,10 @@ class Outgoing:
     layer: int | None
 
     def fetch(self, dtype: np.dtype) -> np.ndarray:
-        """The tensor on the host, as it lies in the file."""
-        if isinstance(self.leaf, Later):
+        """The tensor on the host, in the file's layout."""
+        if isinstance(self.leaf, LazyParameter):
             value = np.asarray(self.leaf.read(self.layer))
-        else:  # a new array either way: an array keeps the host's copy that was once asked of it
+        else:  # a new array either way: a jax.Array keeps the host copy that np.asarray made, all layers in the end
             value = np.asarray(jnp.copy(self.leaf) if self.layer is None else _layer_of(self.leaf, self.layer))
         return np.ascontiguousarray(value.T if self.transposed else value, dtype=dtype)
 
@@ -311,9 +245,9 @@ def save(
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer files.
 
-    The config is the one given, or the source's own, but for the type of the weights; without one it is made from the
-    architecture. Parameters may be `Later`: each is then read when its turn comes.
-    Everything is written beside the folder and moved into its place at the end. ShoalError where it holds files.
+    The config is the given one, or the source's own, with the type of the weights set; without a source it is made from
+    the architecture. A parameter may be a `LazyParameter`: it is read when it is written. Everything is written to a
+    temporary folder and renamed at the end. ShoalError if the folder holds files.
     """
     folder, source = Path(folder).expanduser(), None if source_folder is None else Path(source_folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -321,7 +255,7 @@ def save(
     dtype = np.dtype(jnp.dtype(dtype))
     if dtype not in DTYPES.values():
         raise ShoalError(f"dtype={dtype.name!r}: expected float32, bfloat16 or float16.")
-    config = _config_to_write(architecture, source, dtype) if config is None else typed_config(config, dtype)
+    config = saved_config(architecture, source, dtype) if config is None else typed_config(config, dtype)
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)
     try:
@@ -368,39 +302,3 @@ def _write_shards(folder: Path, tensors: Iterator[Outgoing], dtype: np.dtype, sh
         weight_map.update({tensor.name: name for tensor in shard})
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _config_to_write(a: Architecture, source: Path | None, dtype: np.dtype) -> dict[str, Any]:
-    if source is None or not (source / "config.json").is_file():
-        config = made_config(a, source)
-    else:
-        if architecture_of(source) != a:
-            raise ShoalError(f"{source}/config.json describes another architecture than these parameters have.")
-        config = read_config(source)
-    return typed_config(config, dtype)
-
-
-def typed_config(config: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """A config that names the type of the weights beside it."""
-    return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype.name}
-
-
-def made_config(a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A config made from an architecture (or the one given), with the ids of special tokens of a tokenizer's folder."""
-    made = dict(config or config_of(a))
-    for name in ("config.json", "generation_config.json"):
-        if tokenizer and (tokenizer / name).is_file():
-            ids = read_json(tokenizer / name)
-            made.update({key: value for key, value in ids.items() if key in _TOKEN_IDS})
-    return made
-
-
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def own_config(a: Architecture, folder: Path) -> bool:
-    """Whether the config.json in a folder describes this architecture."""
-    try:
-        return architecture_of(folder) == a
-    except ShoalError:  # none, or of a model that Shoal does not compute
-        return False

@@ -1,4 +1,4 @@
-"""What a config.json says: the architecture of a checkpoint, read and written."""
+"""config.json: the architecture of a model folder, read and written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shoal.model.transformer import Architecture, RopeScaling
 from shoal.types import ShoalError
@@ -19,12 +21,12 @@ FAMILIES: Mapping[str, str] = {
 
 
 def architecture_of(folder: str | Path) -> Architecture:
-    """Reads config.json, as transformers 4 or 5 writes it. ShoalError for what Shoal does not compute."""
+    """Reads config.json, as transformers 4 or 5 writes it. ShoalError for a model that is not supported."""
     folder = Path(folder)
     config = read_config(folder)
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ShoalError(f"{folder}: model_type is {family!r}; Shoal knows {', '.join(FAMILIES)}.")
+        raise ShoalError(f"{folder}: model_type is {family!r}; supported are {', '.join(FAMILIES)}.")
     _refuse_unsupported(config, folder)
     hidden_size, heads = _size(config, "hidden_size", folder), _size(config, "num_attention_heads", folder)
     key_heads = config.get("num_key_value_heads") or heads
@@ -59,7 +61,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; ShoalError where it is none."""
+    """A JSON object from a file; ShoalError if the file holds anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -79,7 +81,7 @@ def _size(config: Mapping[str, Any], key: str, folder: Path) -> int:
 
 def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
     def refuse(what: str, advice: str = "") -> None:
-        raise ShoalError(f"{folder}: {what}, which Shoal does not compute.{advice and ' ' + advice}")
+        raise ShoalError(f"{folder}: {what}, which is not supported.{advice and ' ' + advice}")
 
     if config.get("quantization_config"):
         refuse("config.json has a quantization_config", "Use the model's unquantised weights.")
@@ -102,11 +104,11 @@ def _rope(config: Mapping[str, Any], folder: Path) -> tuple[float, RopeScaling |
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ShoalError(f"{folder}: partial_rotary_factor is set, which Shoal does not compute.")
+        raise ShoalError(f"{folder}: partial_rotary_factor is set, which is not supported.")
     if kind == "default":
         return theta, None
     if kind not in ("llama3", "linear"):
-        raise ShoalError(f"{folder}: rope type {kind!r} is not supported; Shoal knows default, linear, llama3.")
+        raise ShoalError(f"{folder}: rope type {kind!r} is not supported; use default, linear or llama3.")
 
     def number(key: str) -> float:
         if not isinstance(rope.get(key), (int, float)):
@@ -126,7 +128,7 @@ def _rope(config: Mapping[str, Any], folder: Path) -> tuple[float, RopeScaling |
 
 
 def config_of(a: Architecture) -> dict[str, Any]:
-    """A config.json for an architecture; ShoalError where no family of transformers has it."""
+    """A config.json for an architecture; ShoalError if no family of transformers has it."""
     family = "qwen3" if a.qk_norm else "qwen2" if a.qkv_bias and not a.output_bias else "llama"
     if (family != "llama" and a.mlp_bias) or (family != "qwen2" and a.qkv_bias != a.output_bias):
         raise ShoalError(f"No model of transformers has this mixture of biases and norms ({family}): {a}.")
@@ -165,3 +167,40 @@ def config_of(a: Architecture) -> dict[str, Any]:
                 "original_max_position_embeddings": s.original_max_position,
             }
     return config
+
+
+def saved_config(a: Architecture, source: Path | None, dtype: np.dtype) -> dict[str, Any]:
+    """The config.json to write with parameters of `dtype`: the source's, or one made from the architecture."""
+    if source is None or not (source / "config.json").is_file():
+        config = made_config(a, source)
+    else:
+        if architecture_of(source) != a:
+            raise ShoalError(f"{source}/config.json describes another architecture than these parameters have.")
+        config = read_config(source)
+    return typed_config(config, dtype)
+
+
+def typed_config(config: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """The config with the type of the weights set."""
+    return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype.name}
+
+
+def made_config(a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A config for an architecture (or the given one), with the special token ids of a tokenizer's folder."""
+    made = dict(config or config_of(a))
+    for name in ("config.json", "generation_config.json"):
+        if tokenizer and (tokenizer / name).is_file():
+            ids = read_json(tokenizer / name)
+            made.update({key: value for key, value in ids.items() if key in _TOKEN_IDS})
+    return made
+
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def own_config(a: Architecture, folder: Path) -> bool:
+    """True if the config.json in a folder describes this architecture."""
+    try:
+        return architecture_of(folder) == a
+    except ShoalError:  # no config.json, or a model that is not supported
+        return False

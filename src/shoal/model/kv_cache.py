@@ -1,4 +1,4 @@
-"""Keys and values that sampling keeps: the prompt's once a group, each completion's its own; one pair a layer."""
+"""The keys and values of sampling: a prompt's once a group, a completion's in its own slot; one cache a layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.model.attention import Keys, attend_blocks
 from shoal.model.transformer import Architecture, AttentionFn
 
 KEY_BLOCK = 64
-"""Keys that one step of decoding's online softmax takes; caches are multiples of it."""
+"""Keys in one block of decoding's online softmax; the sizes of caches are multiples of it."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,20 +27,21 @@ class LayerCache:
 
 
 def empty(a: Architecture, groups: int, siblings: int, prefix: int, own: int, dtype: Any) -> tuple[LayerCache, ...]:
-    """A cache a layer, all zeros."""
+    """One cache of zeros for each layer."""
     heads = (a.num_kv_heads, a.head_dim)
 
     def layer() -> LayerCache:
-        shared, single = (groups, prefix, *heads), (groups, siblings, own, *heads)
-        return LayerCache(*(jnp.zeros(shape, dtype) for shape in (shared, shared, single, single)))
+        of_group, of_slot = (groups, prefix, *heads), (groups, siblings, own, *heads)
+        return LayerCache(*(jnp.zeros(shape, dtype) for shape in (of_group, of_group, of_slot, of_slot)))
 
     return tuple(layer() for _ in range(a.num_layers))
 
 
 def write_prefixes(caches: tuple[LayerCache, ...], keys: Any, groups: jax.Array) -> tuple[LayerCache, ...]:
-    """Puts prompts' keys and values (k, v), each [L, R, T, K, A], at groups[R]; a group past the end is dropped.
+    """Writes prompts' keys and values (k, v), each [L, R, T, K, A], to groups[R]; a group past the end is dropped.
 
-    Where T is padded beyond the caches, that padding is left out."""
+    T may be padded beyond the size of the caches; what is beyond is padding and not written.
+    """
     k, v = (x[:, :, : caches[0].prefix_k.shape[1]] for x in keys)
     size = k.shape[2]
     return tuple(
@@ -54,13 +55,18 @@ def write_prefixes(caches: tuple[LayerCache, ...], keys: Any, groups: jax.Array)
     )
 
 
-def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array, num_own: jax.Array) -> AttentionFn:
-    """The `Mix` of decoding: one token for each of [N, G] slots, written at place[N, G] of its own keys, which then
-    attends to its group's prompt and to its own tokens. `num_*` bound the keys that anybody has."""
+def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
+                     num_own: jax.Array) -> AttentionFn:
+    """The `AttentionFn` of decoding: one token for each of [N, G] slots.
+
+    The token's key and value are written at position[N, G] of its slot; it then attends to its group's prompt and to
+    its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has.
+    """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        put = jax.vmap(jax.vmap(lambda keys, new, at: jax.lax.dynamic_update_slice(keys, new[None], (at, 0, 0))))
-        cache = LayerCache(cache.prefix_k, cache.prefix_v, put(cache.own_k, k, position), put(cache.own_v, v, position))
+        write = jax.vmap(jax.vmap(lambda keys, new, at: jax.lax.dynamic_update_slice(keys, new[None], (at, 0, 0))))
+        cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k, position),
+                           write(cache.own_v, v, position))
         prefix_mask = jnp.arange(cache.prefix_k.shape[1]) < prefix_len[:, None]
         own_mask = (jnp.arange(cache.own_k.shape[2]) <= position[..., None])[:, :, None]
         prefix = Keys(cache.prefix_k, cache.prefix_v, prefix_mask)

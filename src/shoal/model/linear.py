@@ -1,4 +1,4 @@
-"""The one matrix product of the model. Kinds of weight (plain, biased; later adapted, quantised) differ here alone."""
+"""The one matrix product of the model: kinds of weight (plain, biased) differ here and nowhere else."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Weight: TypeAlias = "jax.Array | Biased"
 
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """x[..., in] -> [..., out] in x's type, to which the weight is cast; `out_dtype` keeps the sums in a wider one."""
+    """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless `out_dtype` is given."""
     if isinstance(weight, Biased):
         return linear(weight.kernel, x, out_dtype) + weight.bias.astype(out_dtype or x.dtype)
-    # Two plain dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
+    # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     return jnp.matmul(flat, weight.astype(x.dtype), preferred_element_type=out_dtype).reshape(*x.shape[:-1], -1)

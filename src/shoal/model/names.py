@@ -29,7 +29,8 @@ _LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 
 def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, key_heads: int, vocabulary: int = 128256,
            theta: float = 500000.0, scaling: RopeScaling | None = None) -> Architecture:
-    return Architecture(vocabulary, hidden_size, intermediate_size, layers, heads, key_heads, 128, theta, scaling, norm_eps=1e-5)
+    return Architecture(vocabulary, hidden_size, intermediate_size, layers, heads, key_heads, 128, theta, scaling,
+                        norm_eps=1e-5)
 
 
 def _qwen2(hidden_size: int, intermediate_size: int, layers: int, heads: int, key_heads: int, vocabulary: int = 152064,
@@ -39,8 +40,8 @@ def _qwen2(hidden_size: int, intermediate_size: int, layers: int, heads: int, ke
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, tied: bool = False) -> Architecture:
-    return Architecture(151936, hidden_size, intermediate_size, layers, heads, 8, 128, 1e6, norm_eps=1e-6, tie_embeddings=tied,
-                        qk_norm=True)
+    return Architecture(151936, hidden_size, intermediate_size, layers, heads, 8, 128, 1e6, norm_eps=1e-6,
+                        tie_embeddings=tied, qk_norm=True)
 
 
 _LLAMA_8B = _llama(4096, 14336, 32, 32, 8)

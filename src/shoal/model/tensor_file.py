@@ -1,13 +1,12 @@
-"""The safetensors file: a length, a JSON header, then the bytes of every tensor.
+"""Safetensors files: read by the library, slice by slice, and written tensor by tensor.
 
-Read and written here, not by the safetensors library, so that one slice of one tensor at a time is in memory, in
-every type that it stores. Format: https://github.com/huggingface/safetensors#format
+Writing is done here because the library takes all tensors of a file at once, which would need a second copy of a small
+model in memory, and 4 GB of a large one. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from shoal.types import ShoalError
 
@@ -23,50 +23,39 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file: where its bytes lie."""
+class StoredTensor:
+    """A tensor in a safetensors file, of which slices can be read."""
 
     file: Path
-    dtype: str
+    name: str
+    dtype: str  # by the format's names, as in DTYPES
     shape: tuple[int, ...]
-    offset: int
 
-    def view(self) -> np.ndarray:
-        """The tensor, mapped from the file; pages that are looked at are in memory as long as the view lives."""
-        return np.memmap(self.file, DTYPES[self.dtype], "r", self.offset, self.shape)
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of the tensor, copied from the file."""
+        # Opened for each read: the library maps the file, and pages that were read stay in memory while it is open.
+        with safe_open(self.file, "np") as opened:
+            return opened.get_slice(self.name)[index]
 
 
-def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name. ShoalError where the file is cut short or is something else."""
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > _MAX_HEADER_BYTES:
-            raise ShoalError(f"{file} is not a safetensors file ({size} bytes). Download it again.")
-        raw = stream.read(length)
-    if len(raw) < length:
-        raise ShoalError(f"{file} is cut short: {size} bytes, its header alone needs {8 + length}. Download it again.")
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name. ShoalError if the file is truncated or is something else."""
     try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        stored = {
-            name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in header.items()
-        }
-        for entry in header.values():
-            start, end = entry["data_offsets"]
-            if entry["dtype"] in DTYPES and end - start != DTYPES[entry["dtype"]].itemsize * math.prod(entry["shape"]):
-                raise ValueError("a tensor's bytes do not make up its shape")
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ShoalError(f"{file} has a damaged header. Download it again.") from error
-    if size < end:
-        raise ShoalError(f"{file} is cut short: {size} bytes, its header promises {end}. Download it again.")
-    return stored
+        with safe_open(file, "np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: StoredTensor(file, name, one.get_dtype(), tuple(one.get_shape()))
+                    for name, one in slices.items()}
+    except SafetensorError as error:
+        text = str(error)
+        if "not fully covered" in text or "invalid header length" in text:
+            raise ShoalError(f"{file} is cut short ({file.stat().st_size} bytes). Download it again.") from error
+        if "header too" in text:
+            raise ShoalError(f"{file} is not a safetensors file ({file.stat().st_size} bytes). Download it again."
+                             ) from error
+        raise ShoalError(f"{file} has a damaged header ({text}). Download it again.") from error
 
 
 class Writable(Protocol):
@@ -82,7 +71,7 @@ class Writable(Protocol):
 
 
 def write_file(file: Path, tensors: Sequence[Writable], dtype: np.dtype) -> None:
-    """Writes a file, tensor by tensor; each is fetched when its turn comes (the library wants all at once)."""
+    """Writes a file; each tensor is fetched when it is written."""
     kind = next(kind for kind, value in DTYPES.items() if value == dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,8 +1,8 @@
-"""Text to tokens and back, by the model's own tokenizer.json and chat template.
+"""Text to tokens and back, by the model's tokenizer.json and chat template.
 
-Prompt ids equal what transformers' `apply_chat_template(messages, add_generation_prompt=True)` gives. Templates come
-with checkpoints and so are strangers' code: they run in Jinja's immutable sandbox and see plain data only. The names
-that they may use follow https://huggingface.co/docs/transformers/chat_templating_writing.
+Prompt ids equal those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`. Templates come with
+checkpoints and are untrusted code: they run in Jinja's immutable sandbox on plain data. The names that they may use
+follow https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 class Tokenizer:
     """The tokens of one model.
 
-    eos_ids        any of them ends a completion: generation_config.json's, else config.json's, else eos_token
-    pad_id         never read by the model; the pad token, else an end-of-sequence one
-    bos_id         None where the model has none
+    eos_ids        token ids that end a completion: of generation_config.json, else config.json, else eos_token
+    pad_id         the pad token, else an end-of-sequence one; the model never attends to it
+    bos_id         None if the model has none
     vocab_size     the largest token id + 1
-    has_template   whether messages are written by a chat template
-    notes          what a user should know, a line each
+    has_template   True if messages are rendered by a chat template
+    notes          warnings for the user, a line each
 
     >>> tokenizer = Tokenizer.load(folder)
     >>> tokenizer.decode(tokenizer.encode_prompt([{"role": "user", "content": "2 + 3 = ?"}]), skip_special_tokens=False)
@@ -69,7 +69,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, template: str = "") -> Tokenizer:
-        """Reads a model folder. `template` is a chat template, or a file that holds one, in place of its own."""
+        """Reads a model folder. `template`, a chat template or a file with one, replaces the folder's."""
         folder = Path(folder)
         config = _read(folder / "tokenizer_config.json")
         backend = _backend(folder / "tokenizer.json")
@@ -82,7 +82,7 @@ class Tokenizer:
         notes = []
         if not text:
             notes.append(
-                f"no chat template in {folder}: messages are written plainly as 'User: ...'; "
+                f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; "
                 "set model.template to choose one"
             )
         if not eos_ids:
@@ -97,9 +97,9 @@ class Tokenizer:
         return self._template is not None
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
-        """Ids of a prompt, int32[T]: messages by the chat template, open for the answer; a text as it stands.
+        """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a text as it is.
 
-        ShoalError where the template refuses the messages.
+        ShoalError if the template raises for these messages.
         """
         if isinstance(prompt, str):
             return self._encode_text(prompt)
@@ -107,7 +107,7 @@ class Tokenizer:
         return self._array(self._encode(text, special=False)) if self.has_template else self._encode_text(text)
 
     def render(self, messages: Messages) -> str:
-        """The text that messages become, up to where the answer starts."""
+        """The text of messages, up to where the answer starts."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
         clean = [{key: _plain(value) for key, value in m.items() if value is not None} for m in messages]
@@ -123,7 +123,7 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **special,
             )
-        except Exception as error:  # a template is a program of another's: whatever it raises is about the prompt
+        except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}") from error
 
@@ -132,7 +132,7 @@ class Tokenizer:
         return self._backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
 
     def token_text(self, id: int) -> str:
-        """One token as it reads, special ones and leading spaces included; for tables, not for joining."""
+        """One token as text, for tables: special tokens and leading spaces are shown, so texts cannot be joined."""
         token = self._backend.id_to_token(int(id))
         if token is None:
             return f"<{int(id)}>"
@@ -143,7 +143,7 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     def check_vocabulary(self, architecture: Architecture) -> None:
-        """ShoalError where a token would lie outside the model's embedding."""
+        """ShoalError if a token id is outside the model's embedding."""
         largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)
         if largest >= architecture.vocab_size:
             raise ShoalError(
@@ -152,7 +152,10 @@ class Tokenizer:
             )
 
     def _encode_text(self, text: str) -> np.ndarray:
-        """A text with the tokenizer's own special tokens, but neither a second bos nor a closing eos."""
+        """A text with the tokenizer's special tokens, but neither a second bos nor a closing eos.
+
+        Some tokenizers append eos: a prompt that ends with it is finished, and a model continues it with another text.
+        """
         ids, plain = self._encode(text, special=True), self._encode(text, special=False)
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             ids = ids[1:]
@@ -198,7 +201,7 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... with their text. The older special_tokens_map.json counts only where
+    """`bos_token`, `eos_token`, ... with their text. The older special_tokens_map.json counts only if
     tokenizer_config.json lists no added tokens, as in transformers."""
     older = {} if "added_tokens_decoder" in config else _read(folder / "special_tokens_map.json")
     texts = {
@@ -211,7 +214,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows, in the order in which transformers adds them."""
+    """Adds tokens that only tokenizer_config.json has, in the order of transformers, which decides their ids."""
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     tokens = [tokenizers.AddedToken(**{flag: value[flag] for flag in _FLAGS if flag in value}) for _, value in listed]
@@ -242,7 +245,7 @@ def _own_template(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _given_template(template: str) -> str:
-    """model.template: a file where there is one of that name, else the template itself."""
+    """The text of model.template, which is a template or the name of a file with one."""
     if "{" in template or "\n" in template:
         return template
     file = Path(template).expanduser()
@@ -255,7 +258,7 @@ def _given_template(template: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks what the assistant wrote: here just its body."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text: rendered as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -284,7 +287,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML; this one does not."""
+    """JSON without the HTML escapes of Jinja's own filter, as in transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -293,7 +296,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Data that a stranger's template may see: JSON types, arrays and scalars of NumPy unpacked, else its text."""
+    """Plain data for an untrusted template: JSON types, NumPy values as JSON types, the text of anything else."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -306,14 +309,14 @@ def _plain(value: Any) -> Any:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning goes by three names; a template may read any of the first two."""
+    """A message with its reasoning under both names that templates read, of the three that data sets use."""
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain_text(messages: Messages) -> str:
-    """Where there is no template: the system's text, then `User: ...` and `Assistant: ...` lines."""
+    """Messages without a template: the system's text, then `User: ...` and `Assistant: ...` lines."""
     lines = []
     for message in messages:
         role, content = str(message.get("role", "user")), str(message.get("content", ""))

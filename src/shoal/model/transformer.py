@@ -1,8 +1,8 @@
 """The model: an architecture, its parameters declared once, and the one `forward`.
 
-`forward` runs on rows of tokens [R, T] and leaves attention to a `mix` function: training and scoring mix a shared
-prefix with slots, prefill mixes a prompt with itself and hands back keys and values, decoding mixes one new token
-a row with caches. Everything else, and so every number, is the same code.
+`forward` runs on rows of tokens [R, T] and takes attention as an `AttentionFn`: in training and scoring, completions
+attend to a shared prompt; in prefill, a prompt attends to itself and its keys and values are returned; in decoding, one
+new token a row attends to caches. Everything else, and so every number, is the same code.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shoal.mesh import Role
+from shoal.mesh import Role, listed_divisors
 from shoal.model.linear import Biased, Weight, linear
+from shoal.types import ShoalError
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of rotary frequencies beyond the length trained on: `llama3` (by wavelength) or `linear`."""
+    """Scaling of rotary frequencies beyond the pretraining length: `llama3` (by wavelength) or `linear`."""
 
     kind: Literal["llama3", "linear"]
     factor: float
@@ -80,8 +81,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its shape, the logical axes of its dimensions, the standard deviation (or constant) it starts
-    with."""
+    """One parameter: its shape, the logical axes of its dimensions, and its initialisation."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -90,13 +90,13 @@ class ParamSpec:
 
     @property
     def weight_decay(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms and biases."""
+        """True for matrices; norms and biases have no weight decay."""
         return self.init == "normal"
 
 
 def param_specs(a: Architecture) -> Parameters:
-    """Every parameter of an architecture, as `Declared` leaves in the form of `Parameters`."""
-    depth = (2 * a.num_layers) ** -0.5  # what adds to the residual stream starts smaller
+    """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them."""
+    depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
     def stacked(*shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0) -> ParamSpec:
         return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale)
@@ -138,8 +138,27 @@ def shardings(a: Architecture, role: Role) -> Parameters:
     return jax.tree.map(lambda d: role.sharding(d.axes, d.shape), param_specs(a), is_leaf=is_param_spec)
 
 
+def check_mesh(a: Architecture, role: Role) -> None:
+    """ShoalError unless the mesh divides the model's heads, feed-forward and hidden size.
+
+    Two things may stay whole on every device. Key/value heads fewer than `mesh.tensor` (it is then a multiple of
+    theirs): their caches are copied, as tensor-parallel engines do, while the products that make them stay split. And a
+    vocabulary that does not divide (a resized embedding may have any size): embeddings and logits are then copied.
+    """
+    tensor, fsdp = role.mesh.shape["tensor"], role.mesh.shape["fsdp"]
+    for axis, parts, name, size in (("tensor", tensor, "num_attention_heads", a.num_heads),
+                                    ("tensor", tensor, "intermediate_size", a.intermediate_size),
+                                    ("fsdp", fsdp, "hidden_size", a.hidden_size)):
+        if size % parts:
+            raise ShoalError(f"mesh.{axis}={parts} does not divide the model's {name}={size}; use "
+                             f"{listed_divisors(size, role.mesh.size)}")
+    if a.num_kv_heads % tensor and tensor % a.num_kv_heads:
+        raise ShoalError(f"mesh.tensor={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "
+                         f"is a multiple of it; use {listed_divisors(a.num_kv_heads, role.mesh.size)}")
+
+
 def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
-    """Random float32 parameters, made where they live."""
+    """Random float32 parameters, created on the devices that hold them."""
     declared, structure = jax.tree.flatten(param_specs(a), is_leaf=is_param_spec)
 
     def make() -> Parameters:
@@ -155,12 +174,15 @@ def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
 
 @dataclass(frozen=True)
 class Model:
-    """What `forward` needs to know beside parameters: static, hashable, part of what is compiled."""
+    """What `forward` needs besides parameters: static, hashable, a key of the compiled programs."""
 
     architecture: Architecture
     role: Role
-    dtype: Any = jnp.float32  # of the computation
+    dtype: Any = jnp.float32  # of the computation; parameters are float32
     remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again, see REMAT
+
+    def __post_init__(self) -> None:
+        check_mesh(self.architecture, self.role)
 
     def on(self, role: Role) -> Model:
         return replace(self, role=role)
@@ -173,7 +195,7 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
 }
 """What a block's backward pass computes again: nothing; all but its products with weights; everything.
 
-On CPU the second is the fastest by far: the first writes and reads four times the memory (docs/LOG.md)."""
+On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
 
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache)."""
@@ -189,9 +211,9 @@ def forward(
 ) -> tuple[jax.Array, Any]:
     """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
 
-    With `caches` (one a layer) the layers are unrolled, each with its own; aux is the tuple of new ones (decoding).
-    Without, they are scanned, and aux is whatever `mix` gave beside its output, stacked over layers (training gives
-    nothing, prefill the keys and values).
+    With `caches`, one a layer, the layers are unrolled and aux is the tuple of new caches (decoding). Without, the
+    layers are scanned and aux is what `attention` returned next to its output, stacked over layers: nothing in
+    training, keys and values in prefill.
     """
     a = model.architecture
     x = parameters.embed_tokens[tokens].astype(model.dtype)
@@ -201,6 +223,8 @@ def forward(
     def layer(x: jax.Array, weights: Block, cache: Any) -> tuple[jax.Array, Any]:
         return block(model, weights, x, rope, attention, cache)
 
+    # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
+    # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
     if caches is None:
         step = REMAT[model.remat](layer)
         x, aux = jax.lax.scan(lambda x, weights: step(x, weights, None), x, parameters.blocks)
@@ -217,7 +241,8 @@ def layer_of(blocks: Block, number: int) -> Block:
     return jax.tree.map(lambda leaf: leaf[number], blocks)
 
 
-def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn, cache: Any) -> Any:
+def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,
+          cache: Any) -> tuple[jax.Array, Any]:
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
     a, constrain = model.architecture, model.role.constrain
     h = rms_norm(x, w.attention_norm, a.norm_eps)
@@ -238,22 +263,25 @@ def _heads(x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; mean and division in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return weight.astype(x.dtype) * wide.astype(x.dtype)
 
 
 def frequencies(a: Architecture) -> jax.Array:
-    """Rotary frequencies, float32[A/2], scaled as the architecture says (Llama 3's rule: the long wavelengths are
-    divided by `factor`, the short ones kept, those between interpolated)."""
+    """Rotary frequencies, float32[A/2], scaled by the architecture's rule.
+
+    Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short ones and interpolates
+    between. https://github.com/meta-llama/llama-models, `apply_scaling`.
+    """
     base = a.rope_theta ** -(jnp.arange(0, a.head_dim, 2, dtype=jnp.float32) / a.head_dim)
     scaling = a.rope_scaling
     if scaling is None:
         return base
     if scaling.kind == "linear":
         return base / scaling.factor
-    turns = scaling.original_max_position * base / (2 * jnp.pi)  # full turns within the original length
+    turns = scaling.original_max_position * base / (2 * jnp.pi)  # within the original length
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = jnp.clip(share, 0.0, 1.0)
     return share * base + (1.0 - share) * base / scaling.factor
@@ -279,17 +307,18 @@ def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array
 
 @jax.jit
 def checksum(parameters: Any) -> jax.Array:
-    """A uint32 over the bits of every array of a tree, the same for any layout: sums of integers have no order.
+    """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices.
 
-    Each element's bits are mixed with its place first (one to one), so that any single change shows, an exchange too.
+    Each element's bits are mixed with its position first (one to one), so that any change of one element, and any
+    exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
     """
     total = jnp.uint32(0)
     for number, leaf in enumerate(jax.tree.leaves(parameters)):
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if leaf.dtype.itemsize == 4 else jnp.uint16)
-        place = jnp.zeros(leaf.shape, jnp.uint32)
+        position = jnp.zeros(leaf.shape, jnp.uint32)
         for axis, size in enumerate(leaf.shape):
-            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        total += jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(place + _mixed(jnp.uint32(number + 1)))))
+            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        total += jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(position + _mixed(jnp.uint32(number + 1)))))
     return total
 
 
@@ -300,9 +329,3 @@ def _mixed(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def checksum_of(parameters: Any) -> int:
-    """`checksum`, compiled, as a number of the host's."""
-    return int(_compiled_checksum(parameters))
-
-
-_compiled_checksum = jax.jit(checksum)

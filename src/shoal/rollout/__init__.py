@@ -1,1 +1,1 @@
-"""Plays groups: a request becomes completions with rewards. Nothing here knows how they are learnt from."""
+"""Plays groups: a request becomes completions with rewards. Nothing here knows how they are learned from."""

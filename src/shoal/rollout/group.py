@@ -1,8 +1,8 @@
-"""Makes the G siblings of a prompt a `Group`: what is asked of the sampler, what becomes of tokens and rewards."""
+"""A `Group` from its parts: the request to the sampler, and completions with scores as a rewarded group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,16 +12,19 @@ from shoal.types import Address, Completion, Group, GroupRequest, SampleRequest
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
-    """What to ask of the sampler. Purpose, data set and way of choosing name the noise together with step and row: a
-    prompt occurs once in each."""
+    """The sampler's request for a group.
+
+    Purpose, data set and greedy or sampled are part of the noise's address, with step and row: a prompt occurs once in
+    each of them, so no two completions of a run share their noise.
+    """
     purpose = f"{request.purpose}/{request.subset}/{'greedy' if request.params.temperature == 0 else 'sampled'}"
     address = Address(seed, purpose, request.step, request.example.row)
     return SampleRequest(id, request.prompt_ids, request.num_completions, address, request.params)
 
 
-def make_group(task: Task, request: GroupRequest, siblings: Sequence[Completion], texts: Sequence[str], scores: Scores,
-               number: int = 0) -> Group:
-    """Finished completions, in order of their index, with their texts, as a rewarded group: the `number`-th of
+def make_group(task: Task, request: GroupRequest, completions: Sequence[Completion], texts: Sequence[str],
+               scores: Scores, position: int = 0) -> Group:
+    """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
     `scores`."""
     correct = None
     if task.correct is not None:
@@ -32,17 +35,13 @@ def make_group(task: Task, request: GroupRequest, siblings: Sequence[Completion]
         version=request.version,
         example=request.example,
         prompt_ids=request.prompt_ids,
-        completions=tuple(siblings),
+        completions=tuple(completions),
         texts=tuple(texts),
-        rewards=scores.rewards[number],
-        reward_components=_of_group(scores.components, number),
-        valid=scores.valid[number],
+        rewards=scores.rewards[position],
+        reward_components={name: values[position] for name, values in scores.components.items()},
+        valid=scores.valid[position],
         correct=correct,
         subset=request.subset,
-        extra={name: column[number] for name, column in scores.extra.items()},
+        extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={one.name: one.weight for one in task.rewards},
     )
-
-
-def _of_group(components: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    return {name: values[number] for name, values in components.items()}

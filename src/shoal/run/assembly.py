@@ -37,7 +37,9 @@ from shoal.report.console import Console
 from shoal.report.folder import RunFolder, is_run, read_summary
 from shoal.report.sink import Sink, check_sinks, make_sinks
 from shoal.rewards.judge import Judge
-from shoal.rollout.source import LocalSource, drive, publish_to
+from shoal.rollout.player import Player
+from shoal.rollout.publication import publish_to
+from shoal.rollout.source import LocalSource
 from shoal.run.brief import brief
 from shoal.run.compilation import CompilationCounter
 from shoal.run.interrupt import StopRequest
@@ -54,15 +56,10 @@ from shoal.run.output import check_local, check_new_folder, check_writable, writ
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, compare, fingerprint, resolve_run
 from shoal.run.task import load_task, with_overlong
-from shoal.sampler.engine import Engine
+from shoal.sampler.engine import Engine, drain
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import (
-    MODEL_FOLDER,
-    Checkpoints,
-    Restored,
-    find_tree,
-    restore_newest,
-)
+from shoal.trainer.array_tree import find_tree
+from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, Restored, restore_newest
 from shoal.trainer.curriculum import PassRates, Prepared, PromptStream, prepare
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
@@ -240,7 +237,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     console.note(f"run folder {folder.path}")
     model = make_model(config.model, opened, roles.trainer, config.batch.micro_tokens)
     source = make_source(config, model.on(roles.sampler), tokenizer, task, judge)
-    source.answered = console.answered
+    source.player.on_progress = console.answered
     stack.enter_context(closing(source))
     updater = make_updater(config, make_learner(config, model), weights, teacher)
     learner = updater.learner
@@ -339,7 +336,8 @@ def restore_latest(folder: RunFolder, learner: Learner, source: LocalSource, now
 
 
 def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, judge: Judge) -> LocalSource:
-    return LocalSource(model, training_engines(config, model, tokenizer), task, judge, tokenizer.decode, config.seed)
+    player = Player(training_engines(config, model, tokenizer), task, judge, tokenizer.decode, config.seed)
+    return LocalSource(model, player)
 
 
 def copy_model_files(opened: LoadedModel, target: Path) -> None:
@@ -395,7 +393,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         engine.submit([
             SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
             for number, ids in enumerate(prompt_ids)])
-        lines = list(completion_rows(prompt_ids, drive(engine), tokenizer.decode, count))
+        lines = list(completion_rows(prompt_ids, drain(engine), tokenizer.decode, count))
         write_text(output, "".join(line + "\n" for line in lines))
         console.note(f"wrote {len(lines)} completions to {output}")
     return {"completions": len(lines), "output": str(output)}

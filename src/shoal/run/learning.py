@@ -10,7 +10,8 @@ from shoal.model.transformer import Model
 from shoal.run.brief import num_updates
 from shoal.tasks.task import TASKS
 from shoal.trainer.loop import Schedule, sampling_params
-from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
+from shoal.trainer.loss import Objective
+from shoal.trainer.step import Learner, ModelScorer, ParameterScorer
 from shoal.trainer.update import Updater, needs_all_groups
 from shoal.types import Params, ShoalError
 

@@ -13,19 +13,13 @@ import numpy as np
 
 from shoal.config.schema import ModelSection
 from shoal.mesh import Role
-from shoal.model import hf, maxtext
+from shoal.model import hf, hf_config, hub, maxtext
 from shoal.model.maxtext import Place
 from shoal.model.names import model_named
 from shoal.model.transformer import Architecture, is_param_spec, param_specs
 from shoal.run.output import check_local
-from shoal.trainer.checkpoint import (
-    MODEL_FOLDER,
-    find_checkpoint,
-    find_tree,
-    load_parameters,
-    look_at_tree,
-    read_leaves,
-)
+from shoal.trainer.array_tree import find_tree, inspect_tree, read_leaves
+from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
 from shoal.types import Params, ShoalError
 
 
@@ -49,13 +43,13 @@ def resolve_model(section: ModelSection) -> ModelSpec:
     if tree := find_tree(local):
         return _maxtext_source(section, tree)
     checkpoint = find_checkpoint(local) if local.is_dir() else None
-    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hf.locate(path)
+    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(path)
     architecture = hf.architecture_of(folder)
     load = partial(load_parameters, *checkpoint, architecture) if checkpoint else partial(hf.load, folder, architecture)
     tokenizer, config = folder, None
     if section.tokenizer:
-        tokenizer = hf.locate(section.tokenizer, weights=False)
-        config = hf.made_config(architecture, tokenizer, hf.read_config(folder))
+        tokenizer = hub.locate(section.tokenizer, weights=False)
+        config = hf_config.made_config(architecture, tokenizer, hf.read_config(folder))
     return ModelSpec(tokenizer, architecture, load, config, _name_notes(section, path, architecture))
 
 
@@ -82,9 +76,9 @@ def _maxtext_source(section: ModelSection, tree: Path) -> ModelSpec:
     hub_id = section.name if "/" in section.name else model_named(section.name).hub_id if section.name else ""
     if not (section.tokenizer or hub_id):
         raise unnamed(tree, "model.name", "model.tokenizer")
-    tokenizer = hf.locate(section.tokenizer or hub_id, weights=False)
+    tokenizer = hub.locate(section.tokenizer or hub_id, weights=False)
     found = find_maxtext(tree, section.name, tokenizer, section.scan_layers)
-    config = None if hf.own_config(found.architecture, tokenizer) else hf.made_config(found.architecture, tokenizer)
+    config = None if hf_config.own_config(found.architecture, tokenizer) else hf_config.made_config(found.architecture, tokenizer)
     return ModelSpec(tokenizer, found.architecture, found.load, config, (found.told(),))
 
 
@@ -100,12 +94,12 @@ def find_maxtext(tree: Path, name: str, reference: Path | None, scan_layers: boo
     if name and "/" not in name:
         architecture, model = model_named(name).architecture, name
     else:
-        folder = reference if not name else hf.locate(name, weights=False)
+        folder = reference if not name else hub.locate(name, weights=False)
         assert folder is not None
         architecture, model, name = hf.architecture_of(folder), f"{folder}/config.json", ""
-    found = look_at_tree(tree)
+    found = inspect_tree(tree)
     root = maxtext.check(found.shapes, architecture, scan_layers, tree, model)
-    pairs = found.said.get("rope_in_pairs")  # what `shoal convert` wrote
+    pairs = found.metadata.get("rope_in_pairs")  # what `shoal convert` wrote
     told = maxtext.in_pairs(name, architecture) if pairs is None else bool(pairs)
     return MaxText(tree, architecture, told, scan_layers, root, found.dtypes)
 
@@ -135,7 +129,7 @@ class MaxText:
             param_specs(self.architecture), is_leaf=is_param_spec)
 
     def later(self, role: Role, dtype: Any = np.float32) -> Any:
-        """`Parameters` of hf.Later: one parameter of all layers (of one layer, where they lie one by one) is in
+        """`Parameters` of hf.LazyParameter: one parameter of all layers (of one layer, where they lie one by one) is in
         memory at a time."""
         kept: dict[str, np.ndarray] = {}
 
@@ -147,8 +141,8 @@ class MaxText:
                 kept[place.path] = np.asarray(self._parameter(place, None, role, dtype))
             return kept[place.path] if layer is None else kept[place.path][layer]
 
-        def later(path: Any, declared: Any) -> hf.Later:
-            return hf.Later(declared.shape, partial(read, found[hf.dotted(path)]))
+        def later(path: Any, declared: Any) -> hf.LazyParameter:
+            return hf.LazyParameter(declared.shape, partial(read, found[hf.dotted(path)]))
 
         found = maxtext.places(self.architecture)
         return jax.tree_util.tree_map_with_path(later, param_specs(self.architecture), is_leaf=is_param_spec)

@@ -143,11 +143,11 @@ def changed(stored: Config, config: Config) -> list[str]:
 def fingerprint(task: Task, seed: int, reference: Params | None = None, teacher: Params | None = None) -> dict[str, Any]:
     """What decides a run's numbers beside its configuration, as JSON holds it. `reference`: the weights that a KL term
     refers to; `teacher`: those of a teacher."""
-    from shoal.model.transformer import checksum_of
+    from shoal.model.transformer import checksum
 
     found = {"machine": machine(), "data": data_digest(task, seed), "rewards": reward_digests(task.rewards)}
     given = {"reference": reference, "teacher": teacher}
-    return found | {name: f"{checksum_of(params):#010x}" for name, params in given.items() if params is not None}
+    return found | {name: f"{int(checksum(params)):#010x}" for name, params in given.items() if params is not None}
 
 
 def machine() -> dict[str, str]:

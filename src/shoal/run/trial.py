@@ -21,7 +21,7 @@ from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.rewards.judge import Judge
 from shoal.rollout.group import make_group, sample_request
-from shoal.rollout.source import publish_to
+from shoal.rollout.publication import publish_to
 from shoal.run.learning import max_support
 from shoal.run.memory import Program
 from shoal.run.probe import judged
@@ -114,7 +114,7 @@ def prepare_apply(learner: Learner, programs: dict[str, Program], pool: Executor
     """The same for the optimizer: the gradient is compiled meanwhile."""
     state = learner.shapes()
     loss = jax.ShapeDtypeStruct((), np.float32, sharding=learner.model.role.replicated)
-    programs["apply"].prepare(pool, loss, state.trainable, state.frozen, state.updates, gradient=state.trainable,
+    programs["apply"].prepare(pool, loss, state.trainable, state.updates, gradient=state.trainable,
                               moments=state.optimizer)
 
 
@@ -186,7 +186,7 @@ def learn(trial: Trial, config: Config, learner: Learner, parameters: Params, po
         batch = batches[number % len(batches)]
         started = time.perf_counter()
         total, lp = learner.accumulate(total, state, batch.arrays)
-        found = batch.take(np.asarray(lp))
+        found = batch.unpack(np.asarray(lp))
         seconds.append(time.perf_counter() - started)
         differences += [np.abs(values - own[key]) for key, values in found.items()]
     assert total is not None

@@ -1,4 +1,4 @@
-"""Decides what runs next: which waiting prompts enter which free group slots. Sees numbers, never an array."""
+"""Decides what runs next: which waiting prompts enter which free group slots. It handles numbers, never arrays."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Admission:
 class Scheduler:
     """First come, first served, a bucket of prompt lengths at a time.
 
-    Prompts enter together, `prefill_rows` at once: a prefill costs the same however many of its rows are used, so it
-    waits until it can be filled, unless nothing else is left to run.
+    Prompts enter together, `prefill_rows` at once. A prefill costs the same however many of its rows are used, so the
+    scheduler waits until it can fill one, unless nothing else is left to run.
     """
 
     num_slots: int
@@ -38,7 +38,7 @@ class Scheduler:
         self.waiting.append((id, bucket))
 
     def admit(self) -> Admission | None:
-        """The next prefill, or None when decoding should go on."""
+        """The next prefill, or None if decoding should continue."""
         wanted = min(self.prefill_rows, len(self.waiting))
         if wanted == 0 or not self.free or (len(self.free) < wanted and self.running):
             return None
@@ -52,7 +52,7 @@ class Scheduler:
         return Admission(bucket, tuple(ids), tuple(slots))
 
     def finish(self, id: int) -> None:
-        """Frees a group's slot, or takes it off the queue."""
+        """Frees a request's slot, or removes it from the queue."""
         if id in self.running:
             self.free.append(self.running.pop(id))
             self.free.sort()

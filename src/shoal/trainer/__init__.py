@@ -1,0 +1,1 @@
+"""Learning from groups: batches, the compiled update, checkpoints, curriculum, evaluation and the loop."""

@@ -1,7 +1,7 @@
-"""Groups to batches of fixed shape: `LearnerBatch`, what enters the compiled update, and the way back.
+"""Packs groups into batches of fixed shape, and unpacks values by token.
 
-A row holds one prompt and S slots, a slot one completion. Shapes come from a few buckets, rows are filled up with
-empty ones, so that neither the number of groups nor their lengths compile anything anew.
+A row holds one prompt and S slots, a slot one completion. Sizes are rounded up to a few buckets and batches are filled
+up with empty rows, so that neither the number of groups nor their lengths compile anything anew.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class LearnerBatch:
     prefix_len: Any  # int32[R]
     slots: Any  # int32[R, S, C]
     segment: Any  # int32[R, S, C]: 0 = padding, else the number of the completion within its slot, from 1
-    loss_mask: Any  # bool[R, S, C]: the model drew this token; only such tokens have loss, KL and entropy
-    weight: Any  # float32[R, S, C]: of the token's loss; aggregation and denominator of the whole update are in it
+    loss_mask: Any  # bool[R, S, C]: the model sampled this token; only such tokens have loss, KL and entropy
+    weight: Any  # float32[R, S, C]: of the token's loss; it holds aggregation and denominator of the whole update
     advantage: Any  # float32[R, S, C]
-    sampler_logprobs: Any  # float32[R, S, C]: log-probs of the sampler
-    old_logprobs: Any  # float32[R, S, C]: of the trainer before the first update on this batch
-    ref_logprobs: Any  # float32[R, S, C]: of the reference
+    sampler_logprobs: Any  # float32[R, S, C]: the sampler's
+    old_logprobs: Any  # float32[R, S, C]: the trainer's before the first update on this batch
+    ref_logprobs: Any  # float32[R, S, C]: the reference's
     temperature: Any  # float32[]
-    support_ids: Any = None  # int32[R, S, C, K]: tokens that the sampler chose from, -1 for none; where it truncated
+    support_ids: Any = None  # int32[R, S, C, K]: tokens that a truncating sampler chose from, -1 fills up
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,24 @@ class Shape:
 Key = tuple[int, int]
 """(group, completion)"""
 
-Place = tuple[int, int, int]
+Position = tuple[int, int, int]
 """(row, slot, segment)"""
 
 TokenValues = dict[Key, np.ndarray]
-"""Values by token, float32[T] for each completion."""
+"""Values by token, float32[T] for each (group, completion)."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A LearnerBatch of host arrays and where each (group, completion) lies in it."""
+    """A LearnerBatch of host arrays, and the position of each (group, completion) in it."""
 
     arrays: LearnerBatch
-    places: dict[Key, Place]
+    positions: dict[Key, Position]
 
-    def take(self, values: np.ndarray) -> TokenValues:
-        """values[R, S, C] -> each completion's own, by (group, completion)."""
+    def unpack(self, values: np.ndarray) -> TokenValues:
+        """values[R, S, C] -> the values of each completion's tokens."""
         found = {}
-        for key, (row, slot, segment) in self.places.items():
+        for key, (row, slot, segment) in self.positions.items():
             found[key] = values[row, slot][np.asarray(self.arrays.segment)[row, slot] == segment]
         return found
 
@@ -90,9 +90,9 @@ def bucket(size: int, smallest: int = 16) -> int:
 
 def choose_shape(groups: Sequence[Group], num_prompts: int, group_size: int, micro_tokens: int,
                  row_shards: int) -> Shape:
-    """The shape for an update on these groups: as many rows as `micro_tokens` a device allow, at least one a device.
+    """The shape for an update on these groups: as many rows as `micro_tokens` a device allows, at least one a device.
 
-    A group whose completions do not fit one row takes several; its prompt is then computed once a row.
+    A group whose completions do not fit one row gets several; its prompt is then computed once a row.
     """
     prefix = bucket(max(len(g.prompt_ids) for g in groups))
     length = bucket(max((len(c) for g in groups for c in g.completions), default=1))
@@ -102,7 +102,7 @@ def choose_shape(groups: Sequence[Group], num_prompts: int, group_size: int, mic
 
 
 def _even(count: int, most: int) -> int:
-    """The size of equal parts, none above `most`, into which `count` falls with the least padding."""
+    """The size, at most `most`, of equal parts of `count` with the least padding."""
     return -(-count // -(-count // most))
 
 
@@ -118,26 +118,27 @@ def pack(
     teacher_bonus: TokenValues | None = None,
     max_support: int = 0,
 ) -> list[MicroBatch]:
-    """Lays the groups numbered in `include` out in micro-batches of one shape.
+    """Packs the groups numbered in `include` into micro-batches of one shape.
 
-    `advantages[P, G]`, `weights[P, G]` (of each token of a completion). Completions that are not valid are left out.
-    `teacher_bonus` is added to the advantage of each token. `max_support`: K, places for the tokens that a truncating sampler
-    chose from; 0 where it kept all. At least one micro-batch comes back: an update without rows applies a gradient of
-    0.
+    `advantages[P, G]` and `weights[P, G]` are those of each token of a completion. Completions that are not valid are
+    left out. `teacher_bonus` is added to the advantage of each token. `max_support` is K, the number of tokens recorded
+    for a truncating sampler; 0 if it kept all. At least one micro-batch is returned: an update without rows applies a
+    gradient of 0.
     """
     rows: list[tuple[int, list[int]]] = []
     for number in include:
         group = groups[number]
         members = [i for i in range(group.size) if group.valid[i] and len(group.completions[i])]
-        rows.extend((number, members[at : at + shape.slots]) for at in range(0, len(members), shape.slots))
-    starts = range(0, max(1, len(rows)), shape.rows)
-    batches = [_fill(groups, advantages, weights, shape, temperature, rows[at : at + shape.rows], max_support)
-               for at in starts]
+        rows.extend((number, members[start : start + shape.slots]) for start in range(0, len(members), shape.slots))
+    batches = [_fill(groups, advantages, weights, shape, temperature, rows[start : start + shape.rows], max_support)
+               for start in range(0, max(1, len(rows)), shape.rows)]
     for batch in batches:
-        for values, target in ((old_logprobs, batch.arrays.old_logprobs), (ref_logprobs, batch.arrays.ref_logprobs), (teacher_bonus, batch.arrays.advantage)):
-            for key, (row, slot, _) in batch.places.items() if values else ():
+        arrays = batch.arrays
+        for values, target in ((old_logprobs, arrays.old_logprobs), (ref_logprobs, arrays.ref_logprobs),
+                               (teacher_bonus, arrays.advantage)):
+            for key, (row, slot, _) in batch.positions.items() if values else ():
                 assert values is not None
-                target[row, slot, : len(values[key])] += values[key]  # old and ref are 0 so far
+                target[row, slot, : len(values[key])] += values[key]  # old and reference log-probs are 0 so far
     return batches
 
 
@@ -148,20 +149,20 @@ def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, 
     slots, segment, loss_mask = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
     weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs = (np.zeros(grid, np.float32) for _ in range(5))
     support_ids = np.full((*grid, max_support), -1, np.int32) if max_support else None
-    places: dict[Key, Place] = {}
+    positions: dict[Key, Position] = {}
     for row, (number, members) in enumerate(rows):
         group = groups[number]
         prefix[row, : len(group.prompt_ids)], prefix_len[row] = group.prompt_ids, len(group.prompt_ids)
         for slot, index in enumerate(members):
             completion: Completion = group.completions[index]
-            at = (row, slot, slice(0, len(completion)))
-            slots[at], segment[at], loss_mask[at] = completion.token_ids, 1, completion.loss_mask
-            weight[at] = weights[number, index] * completion.loss_mask
-            advantage[at], sampler_logprobs[at] = advantages[number, index], completion.logprobs
+            tokens = (row, slot, slice(0, len(completion)))
+            slots[tokens], segment[tokens], loss_mask[tokens] = completion.token_ids, 1, completion.loss_mask
+            weight[tokens] = weights[number, index] * completion.loss_mask
+            advantage[tokens], sampler_logprobs[tokens] = advantages[number, index], completion.logprobs
             if support_ids is not None:
-                names = completion.extra["support_ids"]
-                support_ids[(*at, slice(0, names.shape[1]))] = names
-            places[number, index] = (row, slot, 1)
-    arrays = LearnerBatch(prefix, prefix_len, slots, segment, loss_mask, weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs,
-                          np.float32(temperature), support_ids)
-    return MicroBatch(arrays, places)
+                ids = completion.extra["support_ids"]
+                support_ids[(*tokens, slice(0, ids.shape[1]))] = ids
+            positions[number, index] = (row, slot, 1)
+    arrays = LearnerBatch(prefix, prefix_len, slots, segment, loss_mask, weight, advantage, sampler_logprobs,
+                          old_logprobs, ref_logprobs, np.float32(temperature), support_ids)
+    return MicroBatch(arrays, positions)

@@ -1,4 +1,4 @@
-"""The order in which prompts are learnt from: a permutation by address, walked with a cursor; and their pass rates."""
+"""The order of the training prompts: a seeded permutation for each epoch, read with a cursor; and their pass rates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class DataExhausted(ShoalError):
-    """Too few prompts are left that are not retired."""
+    """Too few prompts are left that are not retired: training ends here."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An example and its prompt as the model reads it, int32[Tp]."""
+    """An example and the token ids of its prompt, int32[Tp]."""
 
     example: Example
     prompt_ids: np.ndarray
@@ -28,62 +28,63 @@ class Prepared:
 
 @dataclass
 class PassRates:
-    """Of each prompt, how many of its completions passed, and which prompts are retired.
+    """A curriculum: how many completions of each prompt passed, and which prompts are retired.
 
-    A prompt whose pass rate is above `bound` is not drawn again; the others occur 2 - rate times an epoch in the mean,
-    once at least. Rates act from the next epoch on: what an epoch draws is settled when it begins. `bound` 1: off.
+    A prompt whose pass rate is above `bound` leaves training; the others occur 2 - rate times an epoch on average, and
+    at least once, so hard prompts occur up to twice as often. Rates act from the next epoch on: an epoch's prompts are
+    fixed when it begins. `bound` 1 turns the curriculum off.
     """
 
     bound: float = 1.0
-    counts: dict[int, tuple[int, float]] = field(default_factory=dict)  # row -> completions drawn, passed
-    settled: dict[int, float] = field(default_factory=dict)  # row -> rate when the epoch began
+    counts: dict[int, tuple[int, float]] = field(default_factory=dict)  # row -> completions sampled, passed
+    at_epoch: dict[int, float] = field(default_factory=dict)  # row -> rate when the epoch began
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Counts the valid completions: right ones where the task defines that, else the reward within [0, 1]."""
+        """Counts valid completions; passed are the right ones, or without a verdict the reward in [0, 1]."""
         for group in groups:
             passed = group.rewards.clip(0, 1) if group.correct is None else group.correct.astype(float)
-            drawn, before = self.counts.get(group.example.row, (0, 0.0))
-            self.counts[group.example.row] = (drawn + int(group.valid.sum()),
+            sampled, before = self.counts.get(group.example.row, (0, 0.0))
+            self.counts[group.example.row] = (sampled + int(group.valid.sum()),
                                               before + float(passed[group.valid].sum()))
 
-    def resolve_run(self) -> None:
-        self.settled = {row: passed / drawn for row, (drawn, passed) in self.counts.items() if drawn}
+    def begin_epoch(self) -> None:
+        self.at_epoch = {row: passed / sampled for row, (sampled, passed) in self.counts.items() if sampled}
 
     @property
     def active(self) -> bool:
         return self.bound < 1
 
     def retired(self) -> np.ndarray:
-        """Rows that this epoch leaves out."""
-        return np.array([row for row, rate in self.settled.items() if rate > self.bound], np.int64)
+        """Rows that are left out of this epoch."""
+        return np.array([row for row, rate in self.at_epoch.items() if rate > self.bound], np.int64)
 
     def times(self, uniforms: np.ndarray) -> np.ndarray:
-        """How often each row occurs in the epoch, int[rows]; uniforms in [0, 1), one a row."""
+        """How often each row occurs in the epoch, int[rows], from one uniform in [0, 1) for each row."""
         times = np.ones(len(uniforms), np.int64)
-        for row, rate in self.settled.items():
+        for row, rate in self.at_epoch.items():
             times[row] = 0 if rate > self.bound else 1 + (uniforms[row] < 1 - rate)
         return times
 
     def record(self) -> list[dict[str, Any]]:
-        """One entry a prompt that was drawn, in order of its row."""
-        return [{"row": row, "drawn": drawn, "passed": passed, "rate": passed / drawn if drawn else None,
-                 "retired": self.settled.get(row, 0.0) > self.bound}
-                for row, (drawn, passed) in sorted(self.counts.items())]
+        """One entry for each prompt that was sampled, in order of its row."""
+        return [{"row": row, "drawn": sampled, "passed": passed, "rate": passed / sampled if sampled else None,
+                 "retired": self.at_epoch.get(row, 0.0) > self.bound}
+                for row, (sampled, passed) in sorted(self.counts.items())]
 
     def state(self) -> dict[str, Any]:
         return {"counts": [[row, *count] for row, count in self.counts.items()],
-                "settled": [[row, rate] for row, rate in self.settled.items()]}
+                "at_epoch": [[row, rate] for row, rate in self.at_epoch.items()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.counts = {row: (drawn, passed) for row, drawn, passed in state["counts"]}
-        self.settled = dict(state["settled"])
+        self.counts = {row: (sampled, passed) for row, sampled, passed in state["counts"]}
+        self.at_epoch = dict(state["at_epoch"])
 
 
 @dataclass
 class PromptStream:
-    """P different prompts a step, each epoch in another order.
+    """P different prompts a step, in another order each epoch.
 
-    A prompt over `max_tokens` is dropped and counted in `dropped`, or an error: never cut.
+    A prompt of more than `max_tokens` is dropped and counted in `dropped`, or is an error; it is never truncated.
     """
 
     examples: Sequence[Example]
@@ -95,12 +96,14 @@ class PromptStream:
     epoch: int = 0
     cursor: int = 0  # within the epoch
     dropped: int = 0
-    ended: tuple[float, int] | None = None  # the bound of the rates, and how many `next` could not find under it
+    ended: tuple[float, int] | None = None  # the bound of the rates and the `count` with which `next` failed
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def more(self, count: int, taken: Collection[int]) -> list[Prepared]:
-        """Up to `count` more prompts for a step that has `taken` rows already: as many as one walk over the data finds.
-        Where it finds none, the order stays where it was."""
+        """Up to `count` more prompts for a step that already has the rows `taken`, searched once through the data.
+
+        If there is none, the cursor stays where it was.
+        """
         before, found = self.state(), {}
         try:
             for _ in range(len(self.examples)):
@@ -116,12 +119,12 @@ class PromptStream:
         return list(found.values())
 
     def next(self, count: int) -> list[Prepared]:
-        """The next `count` prompts, no row twice. Raises `DataExhausted` where too few are left, and from then on."""
+        """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and from then on."""
         if len(self.examples) < count:
             raise ShoalError(f"the data has {len(self.examples)} prompts, fewer than batch.prompts_per_step={count}: "
-                             "lower it, or bring more data")
+                             "lower it, or add data")
         if self.ended == (self.rates.bound, count):
-            raise self._learnt(count)
+            raise self._exhausted(count)
         try:
             found = self._walk(count)
         except DataExhausted:
@@ -131,7 +134,7 @@ class PromptStream:
         return found
 
     def is_exhausted(self, count: int) -> bool:
-        """Whether `next` will raise `DataExhausted`. Nothing is taken."""
+        """True if `next` will raise `DataExhausted`; the cursor does not move."""
         if not self.rates.active:
             return False
         before = self.state()
@@ -145,33 +148,35 @@ class PromptStream:
 
     def _walk(self, count: int) -> list[Prepared]:
         found: dict[int, Prepared] = {}
-        looked = 0
+        rows_read = 0
         while len(found) < count:
             row = self._next_row()
-            looked += 1
-            if looked > 4 * len(self.examples) + count:
+            rows_read += 1
+            if rows_read > 4 * len(self.examples) + count:  # several epochs without enough prompts
                 if len(self.rates.retired()):
-                    raise self._learnt(count)
+                    raise self._exhausted(count)
                 raise ShoalError(f"fewer than {count} prompts of the data have at most {self.max_tokens} tokens: "
                                  "raise sampling.max_prompt_tokens")
             if row not in found and (prepared := self._prepare(row)) is not None:
                 found[row] = prepared
         return list(found.values())
 
-    def _learnt(self, count: int) -> DataExhausted:
-        return DataExhausted(f"{len(self.rates.retired())} prompts are retired (train.retire_above={self.rates.bound:g}), "
-                      f"fewer than {count} are left: the data is learnt")
+    def _exhausted(self, count: int) -> DataExhausted:
+        return DataExhausted(f"{len(self.rates.retired())} prompts are retired (train.retire_above="
+                             f"{self.rates.bound:g}), fewer than {count} are left")
 
     def peek(self, count: int = 1, steps: int = 1) -> Prepared:
-        """The first prompt that `next` will give. Nothing is taken, but the prompts of `steps` times `count` are looked
-        at, so that what is wrong with them is met now."""
+        """The first prompt that `next` will return; the cursor does not move.
+
+        The prompts of `steps` times `count` are read, so that errors in them are raised now.
+        """
         before = self.state()
-        looked = [self.next(count) for _ in range(max(1, steps))]
+        prompts = [self.next(count) for _ in range(max(1, steps))]
         self.restore(before)
-        return looked[0][0]
+        return prompts[0][0]
 
     def of_row(self, row: int) -> Prepared:
-        """One example by its row, outside the order."""
+        """One example by its row, without moving the cursor."""
         if not 0 <= row < len(self.examples):
             raise ShoalError(f"row {row} is not in the data, which has {len(self.examples)} rows")
         prepared = prepare(self.examples[row], self.encode, self.max_tokens, "error")
@@ -179,13 +184,13 @@ class PromptStream:
         return prepared
 
     def state(self) -> dict[str, Any]:
-        """All that resuming needs, as JSON holds it."""
+        """What a checkpoint must hold, as JSON values."""
         return {"epoch": self.epoch, "cursor": self.cursor, "dropped": self.dropped,
                 "ended": list(self.ended) if self.ended else None, **self.rates.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.cursor, self.dropped = state["epoch"], state["cursor"], state["dropped"]
-        ended = state.get("ended")  # older checkpoints have none
+        ended = state["ended"]
         self.ended = (ended[0], ended[1]) if ended else None
         self.rates.restore(state)
         self._order = (-1, np.empty(0, np.int64))
@@ -193,14 +198,14 @@ class PromptStream:
     def _next_row(self) -> int:
         if self.cursor >= len(self._order_of(self.epoch)):
             self.epoch, self.cursor = self.epoch + 1, 0
-            self.rates.resolve_run()
+            self.rates.begin_epoch()
             self._order_of(self.epoch)
         row = int(self._order[1][self.cursor])
         self.cursor += 1
         return row
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """Rows of an epoch: each once, in an order of its own; with pass rates, by `PassRates.times`."""
+        """The rows of an epoch, shuffled: each once, or with the curriculum as often as `PassRates.times` says."""
         if self._order[0] != epoch:
             random = np.random.default_rng(Address(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
@@ -209,8 +214,7 @@ class PromptStream:
                 again = order[times[order] > 1]
                 order = np.concatenate([order[times[order] > 0], random.permutation(again)])
             if not len(order):
-                raise DataExhausted(f"every prompt has a pass rate above train.retire_above={self.rates.bound:g}: the data is "
-                             "learnt")
+                raise DataExhausted(f"every prompt has a pass rate above train.retire_above={self.rates.bound:g}")
             self._order = (epoch, order)
         return self._order[1]
 
@@ -222,7 +226,7 @@ class PromptStream:
 
 def prepare(example: Example, encode: Callable[[Prompt], np.ndarray], max_tokens: int,
             long_prompts: str) -> Prepared | None:
-    """The example with its tokens; None where the prompt is too long and such prompts are dropped."""
+    """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop"."""
     ids = encode(example.prompt)
     if 1 <= len(ids) <= max_tokens:
         return Prepared(example, ids)

@@ -12,18 +12,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from shoal.algorithm.advantage import nonzero_std
+from shoal.config.schema import Config, SamplingSection
 from shoal.config.text import to_dict
-from shoal.config.schema import AlgorithmSection, Config, SamplingSection
 from shoal.rewards.overlong import PENALTY
-from shoal.rewards.scores import weighted_sum
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.curriculum import DataExhausted, Prepared, PromptStream
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.step import TrainState
+from shoal.trainer.step_table import is_useful
 from shoal.trainer.update import Updater
 from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, SamplingParams, ShoalError
 
@@ -187,7 +184,7 @@ class Run:
         return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
 
     def is_useful(self, group: Group) -> bool:
-        return has_variance(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
+        return is_useful(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
 
     def ask_again(self) -> None:
         """Puts every pending step as a whole before the source, in order: as a checkpoint will ask for them."""
@@ -256,24 +253,6 @@ class Run:
             self.save(version, state)
             self.checkpoints.finish()
             raise KeyboardInterrupt(self.recorder.stopped(version, self.config))
-
-
-def has_variance(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
-    """Whether valid completions of a group differ in what `dynamic_sampling_by` names: in what the task's check says of them,
-    without a check in the reward less `penalty`, a function's name; or in the whole reward. Where each function is
-    normalised apart, the values of any one that has a weight count as the reward does."""
-    if a.dynamic_sampling_by == "correct" and group.correct is not None:
-        parts = [group.correct.astype(float)]
-    else:
-        left_out = penalty if a.dynamic_sampling_by == "correct" else ""
-        weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
-        reward = group.rewards
-        if left_out:
-            values = np.array([group.reward_components[name] for name in weights])
-            reward = weighted_sum(list(weights.values()), values.reshape(len(weights), len(reward)))
-        own = [group.reward_components[name] for name, weight in weights.items() if weight]
-        parts = [reward, *(own if a.advantage == "gdpo" else ())]
-    return any(nonzero_std(part[None], (group.valid & ~np.isnan(part))[None])[0] for part in parts)
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:

@@ -1,6 +1,6 @@
-"""Makes the tiny model: a tokenizer, random weights, and supervised steps on worked solutions.
+"""Makes a tiny model: trains a tokenizer, initialises weights and runs supervised steps on worked solutions.
 
-The steps run through the same `forward` and the same batches as reinforcement learning; only the loss differs.
+The steps use the `forward` and the batches of reinforcement learning; only the loss differs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.mesh import Role
 from shoal.model.transformer import Architecture, Model, initialise, is_param_spec, param_specs
 from shoal.trainer.batch import LearnerBatch, bucket
-from shoal.trainer.step import batch_logprobs
+from shoal.trainer.loss import batch_logprobs
 from shoal.types import Params
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
@@ -34,12 +34,13 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
-    """Trains a byte-level BPE tokenizer in which every digit stands alone, and writes it with its chat template."""
+    """Trains a byte-level BPE tokenizer in which every digit is a token, and writes it with its chat template."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])  # type: ignore[assignment]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     specials = [PAD, END, SYSTEM, USER, ASSISTANT]
     trainer = trainers.BpeTrainer(
@@ -59,15 +60,16 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> Non
 
 
 def tiny_architecture(hidden_size: int, layers: int, vocabulary: int) -> Architecture:
-    """A Qwen3-shaped decoder of this width: heads of 32, two query heads to a key head, feed-forward 3 x wide."""
+    """A Qwen3-shaped decoder: heads of size 32, two for each key/value head; the feed-forward is 3 x hidden_size."""
     heads = hidden_size // 32
     return Architecture(
-        vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=layers, num_heads=heads,
-        num_kv_heads=max(1, heads // 2), head_dim=32, rope_theta=10000.0, tie_embeddings=True, qk_norm=True)
+        vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=layers,
+        num_heads=heads, num_kv_heads=max(1, heads // 2), head_dim=32, rope_theta=10000.0, tie_embeddings=True,
+        qk_norm=True)
 
 
 def supervised_batch(prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LearnerBatch:
-    """A row and a slot for each pair of token ids; every target token weighs the same."""
+    """A batch with one row and one slot for each pair of token ids; every target token weighs the same."""
     rows = len(prompts)
     prefix = np.zeros((rows, bucket(max(map(len, prompts)))), np.int32)
     slots = np.zeros((rows, 1, bucket(max(map(len, targets)))), np.int32)
@@ -92,14 +94,15 @@ def run_pretraining(
     seed: int,
     after: Callable[[int, float, Params], bool],
 ) -> Params:
-    """Minimises the cross-entropy of `batch_of(step)`'s targets; `after(step, loss, parameters)` may stop it."""
+    """Minimises the cross-entropy of `batch_of(step)`'s targets until `steps`, or until `after(step, loss, parameters)`
+    returns True."""
     model = Model(architecture, role)
     warmup = min(100, max(1, steps // 10))
     rate = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1), lr / 10)
     weight_decay = jax.tree.map(lambda d: d.weight_decay, param_specs(architecture), is_leaf=is_param_spec)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0),
                             optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=weight_decay))
-    # Not the parameters: who looks at the accuracy may hold them.
+    # The parameters are not donated: `after` may sample from them.
     update = jax.jit(partial(_update, model, optimizer), donate_argnums=1)
     parameters = initialise(architecture, seed, role)
     moments = jax.jit(optimizer.init)(parameters)

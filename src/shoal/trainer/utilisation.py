@@ -1,4 +1,4 @@
-"""How well a step used the devices: MFU, the share of their peak rate that its useful operations took."""
+"""MFU (model FLOPs utilisation): a step's useful operations a second, over the peak rate of its devices."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shoal.types import Group
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What a step's operations are counted from and measured against; `peak` in operations a second of all devices."""
+    """The figures from which MFU is computed; `peak` is in operations a second of all devices."""
 
     architecture: Architecture
     peak: float
     num_epochs: int
-    num_scorings: int  # forward passes over what is trained on, beside the updates: `old`, the reference
+    num_scorings: int  # forward passes over the trained tokens besides the updates: old, reference, teacher
 
     @classmethod
     def on(cls, devices: Iterable[Any], architecture: Architecture, dtype: Any, num_epochs: int = 1,
            num_scorings: int = 0) -> Utilisation | None:
-        """None where the peak rate of a device is not known, as of any CPU."""
+        """None if the peak rate of a device is unknown, as that of any CPU."""
         rates = [peak_flops(device.device_kind, dtype) for device in devices]
         known = [rate for rate in rates if rate is not None]
         if not rates or len(known) < len(rates):
@@ -32,7 +32,7 @@ class Utilisation:
         return cls(architecture, sum(known), num_epochs, num_scorings)
 
     def share(self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float) -> float:
-        """MFU of a step of so many seconds; `entered`: the (group, completion) that entered the update."""
+        """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that entered the update."""
         sampled = [(len(group.prompt_ids), [len(c) for c in group.completions]) for group in groups]
         trained = []
         for number, (prompt, lengths) in enumerate(sampled):

@@ -1,0 +1,61 @@
+"""Where a model's folder is: on this machine, in the package, or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import resources
+from pathlib import Path
+
+from shoal.types import ShoalError
+
+
+def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
+    """The folder of a model: a local one, the packaged one under the name `tiny`, or a downloaded one of a hub id.
+
+    `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
+    downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is no such model.
+    """
+    if str(path) == "tiny":
+        return _packaged("tiny")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+        return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
+    raise ShoalError(f"There is no model folder {folder}. Give a folder, a hub id (org/name), or `tiny`.")
+
+
+def _packaged(name: str) -> Path:
+    folder = Path(str(resources.files("shoal").joinpath("assets", name)))
+    if not folder.is_dir():
+        raise ShoalError(f"This installation lacks its packaged model `{name}` ({folder}): reinstall shoal.")
+    return folder
+
+
+def _download(repository: str, token: str | None, weights: bool) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
+    subject = f"{repository} is no local folder, and as a hub id"
+    try:
+        return Path(snapshot_download(repository, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except errors.GatedRepoError as error:
+        raise ShoalError(
+            f"{subject} it is gated: ask for access on its page, then set HF_TOKEN to a token that has it."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ShoalError(f"{subject} it was not found; where it is private, set HF_TOKEN.") from error
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        advice = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "try again later"
+        raise ShoalError(f"{subject} the hub answered with an error ({status}): {advice}.") from error
+    except errors.HFValidationError as error:
+        raise ShoalError(f"{subject} it is not well formed: {error}") from error
+    except Exception as error:  # of the network, the disk, the library's own transport
+        raise ShoalError(
+            f"{subject} it could not be downloaded ({type(error).__name__}): "
+            "is this machine online? Otherwise give a local folder."
+        ) from error

@@ -1,0 +1,134 @@
+"""Plays one step's requests on an engine in this process and has their completions judged.
+
+    requests -> Engine of the group's size -> completions -> texts -> Judge -> groups with rewards
+
+Rewards are computed while sampling goes on: a group is submitted to the judge as soon as its last completion ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.rewards.judge import Judge
+from shoal.rewards.scores import Failure, Scores
+from shoal.rollout.group import make_group, sample_request
+from shoal.sampler.engine import Engine, run_until_idle
+from shoal.tasks.task import Task
+from shoal.types import Completion, Group, GroupRequest, Params, Purpose
+
+
+@dataclass
+class SamplingClock:
+    """Seconds, tokens and reward failures since the clock was last read.
+
+    `reward_seconds` is the time waited for rewards after sampling ended, not the time they took.
+    """
+
+    sample_seconds: float = 0.0
+    reward_seconds: float = 0.0
+    tokens: int = 0
+    logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
+    failures: list[Failure] = field(default_factory=list)  # of reward functions
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """The finished completions of one request, in order of their index, and their texts."""
+
+    completions: list[Completion]
+    texts: list[str]
+
+
+@dataclass
+class Player:
+    """Turns requests for one version and one group size into groups.
+
+    There is one engine for each group size (evaluation's greedy answers are groups of one). One that is not in use
+    keeps its compiled programs and frees its caches.
+    """
+
+    make_engine: Callable[[int], Engine]
+    task: Task
+    judge: Judge
+    decode: Callable[[Sequence[int]], str]
+    seed: int
+    clock: SamplingClock = field(default_factory=SamplingClock)
+    engines: dict[int, Engine] = field(default_factory=dict)
+    next_id: int = 0
+    on_progress: Callable[[str, int, int], None] | None = None  # (part of an evaluation, groups done, groups in all)
+
+    def play(self, requests: Sequence[GroupRequest], version: int, params: Params) -> list[Group]:
+        """The groups of these requests, in their order; all ask for groups of one size."""
+        by_id = dict(enumerate(requests, start=self.next_id))
+        self.next_id += len(requests)
+        started = time.perf_counter()
+        siblings, scores = self._sample(by_id, version, params)
+        sampled = time.perf_counter()
+        tickets = self._wait(by_id, siblings, scores)
+        self.clock.sample_seconds += sampled - started
+        self.clock.reward_seconds += time.perf_counter() - sampled
+        self.clock.tokens += sum(len(completion) for one in siblings.values() for completion in one.completions)
+        groups = []
+        for number, (id, request) in enumerate(by_id.items()):
+            found, position = (scores["step"], number) if self.judge.by_step else (scores[id], 0)
+            one = siblings[id]
+            groups.append(make_group(self.task, request, one.completions, one.texts, found, position))
+        for ticket in tickets:
+            self._count(scores[ticket])
+        return groups
+
+    def _sample(self, by_id: Mapping[int, GroupRequest], version: int,
+                params: Params) -> tuple[dict[int, Siblings], dict[Hashable, Scores]]:
+        """Completions by request, and the scores that were ready when sampling ended."""
+        first = next(iter(by_id.values()))
+        engine = self._engine(first.num_completions)
+        engine.load(version, params)
+        engine.submit([sample_request(request, id, self.seed) for id, request in by_id.items()])
+        siblings: dict[int, Siblings] = {}
+        scores: dict[Hashable, Scores] = {}
+        for id, completions in run_until_idle(engine):
+            siblings[id] = Siblings(completions, [self.decode(one.token_ids.tolist()) for one in completions])
+            if not self.judge.by_step:
+                self._submit(id, [by_id[id]], [siblings[id]])
+            scores |= self.judge.collect()
+            if self.on_progress and first.purpose is Purpose.EVALUATE:
+                kind = "greedy" if first.params.temperature == 0 else "sampled"
+                self.on_progress(f"{first.subset}, {kind}", len(siblings), len(by_id))
+        engine.release_memory()
+        return siblings, scores
+
+    def _wait(self, by_id: Mapping[int, GroupRequest], siblings: Mapping[int, Siblings],
+              scores: dict[Hashable, Scores]) -> list[Hashable]:
+        """Fills `scores` up; the tickets under which they stand, in the order of the requests."""
+        tickets: list[Hashable] = ["step"] if self.judge.by_step else list(by_id)
+        if self.judge.by_step:
+            self._submit("step", list(by_id.values()), [siblings[id] for id in by_id])
+        while not scores.keys() >= set(tickets):
+            scores |= self.judge.collect(wait=True)
+        return tickets
+
+    def _engine(self, size: int) -> Engine:
+        if size not in self.engines:
+            self.engines[size] = self.make_engine(size)
+        return self.engines[size]
+
+    def _submit(self, ticket: Hashable, requests: Sequence[GroupRequest], siblings: Sequence[Siblings]) -> None:
+        token_ids = [[completion.token_ids.tolist() for completion in one.completions] for one in siblings]
+        self.judge.submit(ticket, [request.example for request in requests], [one.texts for one in siblings], token_ids,
+                          requests[0].step)
+
+    def _count(self, scores: Scores) -> None:
+        self.clock.failures.extend(scores.failures)
+        for name, values in scores.metrics.items():
+            self.clock.logged.setdefault(name, []).extend(values)
+
+    def read_clock(self) -> SamplingClock:
+        """The figures since the last call."""
+        clock, self.clock = self.clock, SamplingClock()
+        return clock
+
+    def close(self) -> None:
+        self.engines.clear()
+        self.judge.close()

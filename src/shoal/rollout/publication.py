@@ -1,0 +1,42 @@
+"""How the trainer's weights become the sampler's: the same arrays where possible, else a verified copy."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from shoal.model.transformer import Model, checksum, is_param_spec, param_specs, shardings
+from shoal.types import Params
+
+
+def publish_to(model: Model, params: Params) -> Params:
+    """The sampler's parameters for `model`: `params` themselves on one device and in one type, else a copy.
+
+    A copy to another layout is compared with the original by checksum, so that sampling from old or missing weights
+    cannot go unnoticed. RuntimeError where they differ.
+    """
+    mesh = model.role.mesh
+    if mesh.size == 1 and all(leaf.dtype == model.dtype for leaf in jax.tree.leaves(params)):
+        return params
+    cast = _cast(params, model.dtype)
+    if mesh.size == 1:
+        return cast
+    copy = jax.device_put(cast, shardings(model.architecture, model.role))
+    sums = int(checksum(cast)), int(checksum(copy))
+    if sums[0] != sums[1]:
+        raise RuntimeError(f"the sampler's weights differ from the trainer's: checksums {sums[1]:#x}, {sums[0]:#x}")
+    return copy
+
+
+def published_shapes(model: Model) -> Params:
+    """Shapes, type and layout of what `publish_to` returns."""
+    return jax.tree.map(
+        lambda d, sharding: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=sharding),
+        param_specs(model.architecture), shardings(model.architecture, model.role), is_leaf=is_param_spec)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _cast(params: Params, dtype: Any) -> Params:
+    return jax.tree.map(lambda x: x.astype(dtype), params)

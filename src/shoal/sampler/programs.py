@@ -1,0 +1,194 @@
+"""The compiled steps of sampling: prefill and decode over fixed slots, N groups of G siblings.
+
+One compiled program (N, G, a bucket of prompt lengths) gives a completion the same bits whatever the other slots do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shoal.mesh import Role
+from shoal.model import kv_cache
+from shoal.model.attention import prefill_attention
+from shoal.model.kv_cache import LayerCache
+from shoal.model.transformer import Model, forward, logits
+from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
+from shoal.types import Params
+
+CHUNK = 32
+"""Tokens that a slot samples in one dispatch of the decoder. Finished groups make room only at its end, so a longer
+chunk wastes slots; a shorter one costs dispatches, and the host cannot look at stop strings more often."""
+
+PROGRAMS_KEPT = 4
+"""Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """What the device holds between steps, for N groups of G slots. Donated from step to step."""
+
+    caches: tuple[LayerCache, ...]
+    prefix_len: Any  # int32[N]
+    token: Any  # int32[N, G]: the last token sampled, not yet in the cache
+    length: Any  # int32[N, G]: tokens sampled
+    done: Any  # bool[N, G]
+    limit: Any  # int32[N, G]: max_tokens of each completion
+    keys: Any  # uint32[N, G, 2]: the address of each completion's noise
+    sampling: SamplingArrays  # [N, G] each
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens of one step; a slot's are the first `count` of its column."""
+
+    token: Any  # int32[steps, rows, G]
+    logprob: Any  # float32[steps, rows, G]
+    count: Any  # int32[rows, G]
+    done: Any  # bool[rows, G]
+    eos: Any  # bool[rows, G]: it ended with an end-of-sequence token
+    support_ids: Any = None  # int32[steps, rows, G, K]: the tokens that each was sampled from, where they are recorded
+
+
+class Programs(NamedTuple):
+    """The compiled functions of one engine, and the shardings of its slots."""
+
+    layout: Slots
+    make_slots: Callable[[], Slots]
+    prefill: Callable[..., tuple[Slots, SampledTokens]]
+    decode: Callable[..., tuple[Slots, SampledTokens]]
+
+
+@lru_cache(PROGRAMS_KEPT)
+def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
+                  max_support: int) -> Programs:
+    """The programs for slots of `sizes`: groups, siblings, prompt tokens, completion tokens."""
+    make = partial(_empty_slots, model, *sizes)
+    layout = _layout(model.role, jax.eval_shape(make))
+    static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
+    options: dict[str, Any] = {"donate_argnames": "slots", "out_shardings": (layout, model.role.replicated)}
+    return Programs(layout, jax.jit(make, out_shardings=layout), jax.jit(partial(_prefill, **static), **options),
+                    jax.jit(partial(_decode, **static), **options))
+
+
+def _empty_slots(model: Model, groups: int, siblings: int, prefix: int, own: int) -> Slots:
+    shape = (groups, siblings)
+    caches = kv_cache.empty(model.architecture, groups, siblings, prefix, own, model.dtype)
+    zeros = partial(jnp.zeros, shape)
+    return Slots(
+        caches=caches,
+        prefix_len=jnp.ones(groups, jnp.int32),
+        token=zeros(jnp.int32),
+        length=jnp.ones(shape, jnp.int32),
+        done=jnp.ones(shape, bool),
+        limit=zeros(jnp.int32),
+        keys=jnp.zeros((*shape, 2), jnp.uint32),
+        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)),
+    )
+
+
+def _layout(role: Role, shapes: Slots) -> Slots:
+    """Shardings of the slots: groups over the rows of the mesh, key/value heads over `tensor`."""
+
+    def sharding(leaf: jax.ShapeDtypeStruct) -> Any:
+        last = ("heads", None) if leaf.ndim >= 4 else ()  # only caches have heads: [.., K, A]
+        return role.sharding(("rows", *(None,) * (leaf.ndim - 1 - len(last)), *last), leaf.shape)
+
+    return jax.tree.map(sharding, shapes)
+
+
+def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: SamplingArrays, keys: jax.Array,
+                 position: jax.Array, truncated: bool,
+                 max_support: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Samples the token at position[N, G] of each completion from hidden[N, G, D]: (token, log-prob, support ids)."""
+    shape = position.shape
+    flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
+    scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
+    noise = uniform(keys, position).reshape(-1)
+    token, logprob, support_ids = sample_tokens(scores, flat, noise, truncated, max_support)
+    if support_ids is not None:
+        support_ids = support_ids.reshape(*shape, max_support)
+    return token.reshape(shape), logprob.reshape(shape), support_ids
+
+
+def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
+    return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
+
+
+def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax.Array, groups: jax.Array,
+             active: jax.Array, limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model,
+             eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[Slots, SampledTokens]:
+    """Prompts tokens[R, T] of length[R] enter groups[R]; the first active[R] siblings sample their first token."""
+    rows, size = tokens.shape
+    siblings = keys.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(size), (rows, size))
+    hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(length, size))
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)  # [R, 1, D]
+    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (rows, siblings)), sampling)
+    hidden = jnp.broadcast_to(last, (rows, siblings, last.shape[-1]))
+    first = jnp.zeros((rows, siblings), jnp.int32)
+    token, logprob, support_ids = _next_tokens(model, parameters, hidden, spread, keys, first, truncated, max_support)
+    used = jnp.arange(siblings) < active[:, None]
+    eos = used & _is_eos(token, eos_ids)
+    done = ~used | eos | (limit[:, None] <= 1)
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[groups].set(new, mode="drop")  # unused rows have a group past the end
+
+    slots = Slots(
+        caches=kv_cache.write_prefixes(slots.caches, prompt_keys, groups),
+        prefix_len=put(slots.prefix_len, length),
+        token=put(slots.token, token),
+        length=put(slots.length, first + 1),
+        done=put(slots.done, done),
+        limit=put(slots.limit, jnp.broadcast_to(limit[:, None], (rows, siblings))),
+        keys=put(slots.keys, keys),
+        sampling=jax.tree.map(put, slots.sampling, spread),
+    )
+    sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
+                            None if support_ids is None else support_ids[None])
+    return slots, sampled
+
+
+def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
+            truncated: bool, max_support: int) -> tuple[Slots, SampledTokens]:
+    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, G] by the host."""
+    shape = slots.token.shape
+    start = replace(slots, done=slots.done | stopped)
+    empty = SampledTokens(
+        jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32), jnp.zeros(shape, jnp.int32),
+        start.done, jnp.zeros(shape, bool), jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
+    num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, slots.prefix_len))
+
+    def unfinished(carry: tuple[jax.Array, Slots, SampledTokens]) -> jax.Array:
+        return (carry[0] < CHUNK) & ~carry[1].done.all()
+
+    def one_token(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
+        step, s, out = carry
+        position = s.length - 1
+        # Bounds of the keys that live slots have: attention reads no block beyond them.
+        num_own = jnp.max(jnp.where(s.done, 1, s.length))
+        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own)
+        positions = s.prefix_len[:, None] + position
+        hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
+        token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, s.keys, s.length, truncated,
+                                                   max_support)
+        live = ~s.done
+        token = jnp.where(live, token, s.token)
+        length = s.length + live
+        eos = live & _is_eos(token, eos_ids)
+        done = s.done | eos | (length >= s.limit)
+        out = SampledTokens(
+            out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done, out.eos | eos,
+            None if support_ids is None else out.support_ids.at[step].set(support_ids))
+        return step + 1, replace(s, caches=caches, token=token, length=length, done=done), out
+
+    _, slots, sampled = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), start, empty))
+    return slots, sampled

@@ -1,0 +1,169 @@
+"""The loss of one micro-batch: log-probs, policy loss, correction, KL and entropy, as one differentiable function.
+
+    LearnerBatch -> forward -> token_logprobs -> policy loss x correction + KL - entropy -> sum(weight * token loss)
+
+Weights hold aggregation and denominator of the whole update, so the losses of micro-batches add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shoal.algorithm.correction import CORRECTIONS, correction_weights
+from shoal.algorithm.kl import KL_ESTIMATORS, token_kl
+from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
+from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds, policy_log_ratio
+from shoal.config.schema import AlgorithmSection
+from shoal.model.attention import segment_index, shared_prefix_attention
+from shoal.model.transformer import Model, forward, logits
+from shoal.trainer.batch import LearnerBatch
+from shoal.types import Params
+
+SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "sampler_gap/logprob_mean", "sampler_gap/w",
+        "sampler_gap/w2")
+"""Metrics that every micro-batch returns as (sum, count); `Objective.sums` adds those of its terms."""
+
+MAXIMA = ("sampler_gap/logprob_max",)
+"""Metrics of which the largest value is kept."""
+
+ICEPOP_FLOOR = 0.5
+"""The lower bound of IcePop's paper, arXiv 2510.18855."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an update minimises: static, a key of the compiled programs."""
+
+    loss: str
+    bounds: Bounds
+    kl: str = "k3"
+    kl_coef: float = 0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
+    use_old: bool = False  # the batch holds old_logprobs; else they are this update's own, and clipping never acts
+    kl_clamps: tuple[float, float] = (0.0, 0.0)  # of input and value; 0 for none
+    kl_weighted: bool = False
+    entropy_coef: float = 0.0
+    correction: str = "none"
+    correction_level: str = "token"
+    correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
+    chunk_elements: int = CHUNK_ELEMENTS
+
+    @classmethod
+    def of(cls, a: AlgorithmSection) -> Objective:
+        floor = a.correction_floor or (ICEPOP_FLOOR if a.correction == "icepop" else 0.0)
+        return cls(
+            loss=a.loss,
+            bounds=Bounds(a.clip_low, a.clip_high, a.clip_dual, a.cispo_bound, a.sapo_positive, a.sapo_negative),
+            kl=a.kl,
+            kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
+            use_old=a.num_epochs * a.num_minibatches > 1,
+            kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
+            kl_weighted=a.kl_weighted,
+            entropy_coef=a.entropy_coef,
+            correction=a.correction,
+            correction_level=a.correction_level,
+            correction_bounds=(a.correction_cap, floor),
+        )
+
+    @property
+    def functions(self) -> tuple[Callable | None, ...]:
+        """The registered functions that its names mean."""
+        return POLICY_LOSSES[self.loss], KL_ESTIMATORS[self.kl], CORRECTIONS.get(self.correction)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names of the (sum, count) metrics that a micro-batch returns."""
+        corrected = ("correction/weight", "correction/zero") if self.correction != "none" else ()
+        return (*SUMS, *(["kl"] if self.kl_coef else []), *corrected)
+
+
+def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int,
+                   entropy_gradient: bool = False) -> Any:
+    """Log-probs and entropies, float32[R, S, C] each; a row's prompt is computed once for all its slots.
+
+    A token's log-prob comes from the hidden state before it; for a segment's first token that is the prompt's last.
+    """
+    rows, slots, size = batch.slots.shape
+    prefix_size = batch.prefix.shape[1]
+    index = segment_index(batch.segment)
+    own_positions = (batch.prefix_len[:, None, None] + index).reshape(rows, -1)
+    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(prefix_size), batch.prefix.shape), own_positions], 1)
+    tokens = jnp.concatenate([batch.prefix, batch.slots.reshape(rows, -1)], axis=1)
+    attention = shared_prefix_attention(prefix_size, batch.prefix_len, batch.segment)
+    hidden, _ = forward(model, parameters, tokens, positions, attention)
+    last = jnp.maximum(batch.prefix_len - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(hidden[:, :prefix_size], last, axis=1)[:, :, None]  # [R, 1, 1, D]
+    own = hidden[:, prefix_size:].reshape(rows, slots, size, -1)
+    before = jnp.pad(own, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
+    before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
+    chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
+    project = partial(_project, model, parameters)
+    support_ids = None if batch.support_ids is None else batch.support_ids.reshape(rows, slots * size, -1)
+    values = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk,
+                            support_ids, entropy_gradient)
+    return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in values)
+
+
+def _project(model: Model, parameters: Params, hidden: jax.Array) -> jax.Array:
+    return model.role.constrain(logits(model, parameters, hidden), "rows", None, "vocab")
+
+
+def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
+    """(loss, (sums, maxima, log-probs)): a micro-batch's part of the update's loss, and its metrics."""
+    lp, entropy = batch_logprobs(model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0)
+    token_loss, sums, maxima = token_losses(objective, lp, entropy, batch)
+    return (batch.weight * token_loss).sum(), (sums, maxima, jax.lax.stop_gradient(lp))
+
+
+def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: LearnerBatch) -> Any:
+    """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies of [R, S, C].
+
+    The token loss is the policy term, times its correction, plus KL, less entropy. Tokens of weight 0 (with
+    `mask_truncated` those of truncated completions) count in the metrics of sampler and trainer's difference and in no
+    other; completions without a reward are not in a batch at all.
+    """
+    mask = batch.loss_mask & (batch.weight > 0)
+    old_logprobs = batch.old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
+    count = mask.sum(dtype=jnp.float32)
+    token_loss, policy = POLICY_LOSSES[o.loss](lp, old_logprobs, batch.advantage, mask, batch.segment, o.bounds)
+    sums = {
+        "clip/fraction": policy["clip_fraction"],
+        "clip/low": policy["clip_low_fraction"],
+        "clip/high": policy["clip_high_fraction"],
+        "ratio/mean": policy["ratio"],
+        "entropy": (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count),
+    }
+    if o.correction != "none":
+        weight = correction_weights(o.correction, o.correction_level, old_logprobs, batch.sampler_logprobs, mask,
+                                    batch.segment, *o.correction_bounds)
+        token_loss = weight * token_loss
+        sums["correction/weight"] = (weight.sum(), count)
+        sums["correction/zero"] = ((mask & (weight == 0)).sum(dtype=jnp.float32), count)
+    if o.kl_coef:
+        kl = token_kl(o.kl, lp, batch.ref_logprobs, mask, *o.kl_clamps)
+        sums["kl"] = (kl.sum(), count)
+        if o.kl_weighted:
+            kl *= jnp.exp(policy_log_ratio(o.loss, lp, old_logprobs, mask, batch.segment))
+        token_loss += o.kl_coef * kl
+    if o.entropy_coef:
+        token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
+    gap_sums, gap_maxima = _sampler_gap(old_logprobs, batch)
+    return token_loss, sums | gap_sums, gap_maxima
+
+
+def _sampler_gap(old_logprobs: jax.Array, batch: LearnerBatch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How far the trainer's log-probs are from the sampler's, over all tokens that the model sampled."""
+    log_ratio = jnp.where(batch.loss_mask, old_logprobs - batch.sampler_logprobs, 0.0)
+    difference, w = jnp.abs(log_ratio), jnp.where(batch.loss_mask, jnp.exp(log_ratio), 0.0)
+    count = batch.loss_mask.sum(dtype=jnp.float32)
+    sums = {
+        "sampler_gap/logprob_mean": (difference.sum(), count),
+        "sampler_gap/w": (w.sum(), count),
+        "sampler_gap/w2": ((w * w).sum(), count),
+    }
+    return sums, {"sampler_gap/logprob_max": difference.max()}

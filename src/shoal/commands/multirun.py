@@ -20,13 +20,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import CONFIG_NAMES, PRESET, joined, key_of, read_word
+from shoal.config.arguments import CONFIG_NAMES, PRESET, joined, read_word
 from shoal.config.loading import compose
 from shoal.config.text import difference_from_defaults
 from shoal.commands.help import count, step_sizes
 from shoal.config.keys import dataclass_of
 from shoal.config.schema import Config
 from shoal.config.sweep import sweep_texts
+from shoal.config.translator import translator
 from shoal.report.console import Console
 from shoal.report.folder import named_folder
 from shoal.report.lines import json_ready, write_atomically
@@ -123,8 +124,8 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
                 place == 0 and value.endswith((".yml", ".yaml")) and Path(word).is_file()):
             continue
         key, text = read_word(config_type, word)
-        named = key_of(config_type, key)
-        key = named.name if named else key
+        flag = translator().find(config_type, key, text)
+        key = flag.key or key if flag else key
         texts = sweep_texts(f"{name}={text}", text)
         if choices.pop(key, None):
             line[places.pop(key)] = None

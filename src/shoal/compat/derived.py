@@ -55,8 +55,12 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: a dialog turn is one completion: so many a step, of whole groups."""
-    *_, (name, text) = given.items()
+    """TorchRL: a dialog turn is one completion: so many a step, of whole groups. num_envs says how many are drawn at
+    once there, and is a step's prompts here if nothing else says."""
+    name = "train.dialog_turns_per_batch"
+    if name not in given:
+        return {"batch.prompts_per_step": given["env.num_envs"]}, "prompts of a step, each with env.repeats completions"
+    text = given[name]
     size, group = to_int(name, text), get("batch.group_size")
     if size % group:
         raise ShoalError(f"{name}={text}: expected a multiple of batch.group_size={group}")

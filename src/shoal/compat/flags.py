@@ -68,6 +68,7 @@ class Flag:
     expected: str = ""  # refused: the texts that say what happens here
     is_switch: bool = False  # may stand bare
     is_quiet: bool = True  # not worth a line at the start
+    has_tail: bool = True  # its line ends with its meaning
     keeps_nothing: bool = False  # None is a value of its own
     only: Callable[[str], bool] | None = None  # a name that is ours, too: the texts that are theirs
     system: str = ""
@@ -92,8 +93,9 @@ class Flag:
         return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
 
     def described(self) -> ForeignFlag:
+        key = self.keys[0] if len(self.keys) == 1 and not (self.read or self.late) else ""
         return ForeignFlag(self.name, (self.system,), self.keys, self.meaning, self.is_switch or self.idle,
-                           self.is_rename)
+                           self.is_rename, key)
 
 
 # ---- kinds of rows

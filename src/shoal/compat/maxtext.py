@@ -102,7 +102,7 @@ FLAGS: list[Flag] = [
     *derived(lengths, "sampling.max_completion_tokens",
              "prompt and completion together: less the prompt's limit, as finally resolved", "max_target_length"),
     *[reads(name, "task.name task.path", data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
-            "task=custom with its path", is_quiet=False) for name in ("hf_path", "dataset_name")],
+            "task=custom with its path", is_quiet=False, has_tail=False) for name in ("hf_path", "dataset_name")],
     *[reads(name, "task.files", listed("task.files"), "files to train on; where task.split names a subset, the split")
       for name in ("hf_data_files", "hf_train_files")],
     reads("profiler", "report.profile", profiler, "steps that are traced into the run's profile/; xplane: 2 to 4",
@@ -204,7 +204,7 @@ FLAGS: list[Flag] = [
         custom_mesh* allow_split_physical_axes optimize_mesh_for_* remove_size_one_* subslice_shape
         ulysses_* override_logical_axis_rules num_slices dense_fsdp_* use_2d_fsdp_sharding check_vma
         num_vocab_tiling vocab_tiling_* enable_nnx pure_nnx* use_sliced_mla_proj compile* internal_compile*
-        jax_* constant_bound_config replicate_quant_scale kv_quant_* *_quantization_* save_quantized_*
+        jax_* constant_bound_config quantization_local_* replicate_quant_scale kv_quant_* *_quantization_* save_quantized_*
         use_manual_quantization weight_sparsity_* experimental_sa_* ring_scan_unroll global_parameter_scale
         prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
         prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics

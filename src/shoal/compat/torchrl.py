@@ -26,8 +26,8 @@ def divergence(given: Given) -> Values:
     """use_kl_to_ref=false switches the divergence off; kl_coef_in_loss says where it is."""
     named = {name.rpartition(".")[2]: text for name, text in given.items()}
     values = {}
-    if coefficient := named.get("kl_to_ref_coeff", named.get("kl_coef")):
-        values["algorithm.kl_coef"] = coefficient
+    if coefficients := [text for name, text in named.items() if name in ("kl_to_ref_coeff", "kl_coef")]:
+        values["algorithm.kl_coef"] = coefficients[-1]
     if not to_bool("train.use_kl_to_ref", named.get("use_kl_to_ref", "true")):
         values["algorithm.kl_coef"] = "0"
     if "kl_coef_in_loss" in named:
@@ -53,12 +53,12 @@ FLAGS: list[Flag] = [
     Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=divergence, is_switch=True),
     Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), meaning="false: taken off the reward, as k1",
          group=divergence, is_switch=True),
-    reads("env.num_envs", "batch.prompts_per_step", each("batch.prompts_per_step"),
-          "prompts of a step, each with env.repeats completions", is_quiet=False),
     reads("env.dataset", "task.name task.path", choice({name: data_set("", name) for name in (
-        "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False),
+        "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
     reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of the "
           "architecture", only=lambda text: "/" in text),
+    *derived(turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, unless "
+             "train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
     *derived(turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
              "train.dialog_turns_per_batch"),
     *derived(turns, "steps", "turns / (prompts x completions of a step), rounded up", "train.total_dialog_turns"),

@@ -76,7 +76,7 @@ class Translator:
                     systems = (*found[name].systems, system) if name in found else (system,)
                     described = found[name] if name in found else flag.described()
                     found[name] = ForeignFlag(name, systems, described.keys, described.meaning, described.is_switch,
-                                              described.is_rename)
+                                              described.is_rename, described.key)
         return found
 
     def find(self, config_type: type, name: str, value: Any = None) -> ForeignFlag | None:
@@ -157,9 +157,10 @@ def _alone(config_type: type, one: Given, found: dict[tuple[int, int], list[Sett
         reports.append((one.place, Report({name: shown}, (), flag.meaning, not one.where or not flag.is_quiet,
                                           one.system)))
         return
-    values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value}
+    is_list = all(keys_of(config_type)[key].is_list for key in flag.keys if key in keys_of(config_type))
+    values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value if is_list else text}
     settings = found[one.place] = _settings(config_type, values, one, "")
-    reports.append((one.place, Report({name: text}, tuple(settings), "" if flag.is_quiet else flag.meaning,
+    reports.append((one.place, Report({name: text}, tuple(settings), flag.meaning if flag.has_tail and not flag.is_quiet else "",
                                       not flag.is_quiet, one.system)))
 
 
@@ -169,8 +170,8 @@ def _together(config_type: type, rule: Callable, members: Sequence[Given],
     flags = {one.entry.name: one.text for one in members}
     if members[0].flag.late:
         late = Late(lambda get: rule(flags, get))
-        values: Mapping[str, Any] = {LOWEST + key: late for one in members for key in one.flag.lowest} | {
-            key: late for one in members for key in one.flag.keys}
+        values: Mapping[str, Any] = {key: late for one in members for key in one.flag.keys} | {
+            LOWEST + key: late for one in members for key in one.flag.lowest}
     else:
         values = rule(flags)
     settings = []

@@ -139,7 +139,9 @@ def gpus(given: Given) -> Values:
 def reward_file(given: Given) -> Values:
     """A file, and a name in it."""
     named = last_part(given)
-    if named.get("path", "null").lower() in NOTHING:
+    if "path" in named and named["path"].lower() in NOTHING:
+        return {}
+    if "path" not in named:
         raise ShoalError(f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in")
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
@@ -234,7 +236,7 @@ FLAGS: list[Flag] = [
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp", group=gpus)
       for name in ("n_gpus_per_node", "nnodes")],
     *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), meaning="file and name of the reward function",
-           group=reward_file) for head in ("reward.", "") for part in ("path", "name")],
+           group=reward_file, keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
     reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS),
           "acc: by correctness; else by the reward"),
@@ -265,6 +267,8 @@ FLAGS: list[Flag] = [
     *only("the order is drawn anew each epoch, by seed", "true", names="data.shuffle"),
     *only("samples are drawn, never greedy", "true", names=_R + "do_sample"),
     *refused("multi-turn rollouts", _R + "multi_turn.enable"),
+    *refused("a completion ends where the model ends it", _R + "ignore_eos"),
+    *refused("every prompt that is drawn is learnt from", _R + "over_sample_rate"),
     *refused("a reward model", "reward_model.enable", "reward.reward_model.enable"),
     # ---- what cannot matter here
     *idle("the evaluation split lies beside the training file, else it is its last rows", "data.val_files"),
@@ -296,5 +300,8 @@ FLAGS: list[Flag] = [
           _A + "entropy_from_logits_with_chunking", _A + "entropy_checkpointing", "actor_rollout_ref.hybrid_engine",
           "actor_rollout_ref.nccl_timeout", "data.*", "algorithm._target_", "algorithm.pf_ppo.*",
           "algorithm.kl_ctrl.*", "algorithm.rollout_correction.*", "algorithm.gdpo_reward_*", "reward_model.*",
-          "reward.*", _T + "*", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*"),
+          "reward.*", _T + "*", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*",
+          "reward_manager.*", *(_A + name for name in (
+              "rollout_n", "freeze_vision_tower", "calculate_entropy", "data_loader_seed", "router_replay.*",
+              "calculate_sum_pi_squared", "sum_pi_squared_checkpointing"))),
 ]

@@ -151,7 +151,7 @@ ONE_UPDATE = ("scalerl",)
 def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[float, np.ndarray]:
     """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if several updates
     were made; else as the settings say."""
-    advantages = step_advantages(a, b.grouped, np.ones((P, G), bool))
+    advantages = step_advantages(a, b.grouped, np.ones((P, G), bool), b.mask.sum(1).reshape(P, G))
     rows = [oracle.Completion(b.lp[i][b.mask[i]], b.old_logprobs[i][b.mask[i]], b.ref_logprobs[i][b.mask[i]], b.mask[i][b.mask[i]],
                               advantages[i // G, i % G], b.sampler[i][b.mask[i]], i // G) for i in range(P * G)]
     grouped = [rows[p * G : (p + 1) * G] for p in range(P)]
@@ -319,7 +319,7 @@ def test_every_recipe_and_algorithm_is_proven_or_named():
 def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
     import yaml
 
-    for file in sorted((place(folder)).glob("*.yaml")):
+    for file in sorted(({"recipe": translator().presets, "algorithm": PRESETS}[folder] / folder).glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
         values = yaml.safe_load(text)

@@ -15,14 +15,9 @@ from typing import Any
 
 import numpy as np
 
-<<<<<<< HEAD
-from shoal.algorithm.advantage import nonzero_std, step_advantages
-from shoal.config.text import require_given
-=======
 from shoal.algorithm.advantage import nonzero_std
-from shoal.config.text import require_given
->>>>>>> core
 from shoal.config.schema import AlgorithmSection, Config, RescoreConfig
+from shoal.config.text import require_given
 from shoal.report.console import Console
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup

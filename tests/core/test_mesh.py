@@ -23,6 +23,7 @@ from shoal.types import Address, Example, Group, Purpose, SampleRequest, Samplin
 
 SMALL = replace(QWEN3, num_layers=2, tie_embeddings=False, qkv_bias=True)  # every kind of parameter
 MESHES = {"fsdp8": (1, 8, 1), "fsdp4-tensor2": (1, 4, 2), "data2-fsdp2-tensor2": (2, 2, 2)}
+FEW_HEADS = (1, 2, 4)  # the model has 2 key/value heads
 SHAPE = Shape(rows=16, prefix=16, slots=3, length=16)  # 12 prompts and 4 empty rows
 
 
@@ -93,6 +94,14 @@ def share(array: jax.Array) -> float:
 # The update
 
 
+def test_with_fewer_key_value_heads_than_tensor_an_update_is_that_of_one_device(alone):
+    """The products that make keys and values stay split, inside a head; each device gathers the heads it needs."""
+    assert SMALL.num_kv_heads < FEW_HEADS[2]
+    spread = update(roles(*FEW_HEADS))
+    assert share(spread.state.trainable.blocks.k.kernel) == 1 / 8
+    test_one_update_is_that_of_one_device(alone, spread)
+
+
 def test_one_update_is_that_of_one_device(alone, spread):
     assert abs(spread.loss - alone.loss) < 1e-5 and abs(alone.loss) > 1e-3
     assert abs(spread.norm - alone.norm) < 1e-5 * alone.norm
@@ -151,9 +160,9 @@ def test_the_compiled_update_holds_its_part_alone():
 # Sampling
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "data2-fsdp2-tensor2"])
+@pytest.mark.parametrize("name", ["fsdp8", "data2-fsdp2-tensor2", "fewer key/value heads than tensor"])
 def test_sampled_log_probs_are_those_of_one_device(name, alone):
-    where = roles(*MESHES[name])
+    where = roles(*MESHES.get(name, FEW_HEADS))
     split = jax.device_put(weights(), shardings(SMALL, where.trainer))
     model = Model(SMALL, where.sampler)
     parameters = publish_to(model, split)
@@ -168,7 +177,7 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
     assert len(played) == 18
     cache = engine._slots.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
-    assert share(cache.own_k) == 1 / where.sampler.row_shards / tensor
+    assert share(cache.own_k) == 1 / where.sampler.row_shards / (tensor if SMALL.num_kv_heads % tensor == 0 else 1)
     groups = [Group(Purpose.TRAIN, 0, 0, Example(row, ""), ids, tuple(played[row, i] for i in range(2)), ("", ""),
                     np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]
     one = alone.learner
@@ -194,6 +203,23 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
     monkeypatch.setattr(jax, "device_put", loses_a_tensor)
     with pytest.raises(RuntimeError, match="sampler's weights differ from the trainer's: checksums 0x"):
         publish_to(model, split)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)])
+def test_what_is_published_after_an_update_has_another_checksum(mesh):
+    """The old weights, published again, would go unnoticed by everything else."""
+    where = roles(*mesh)
+    model, one = Model(SMALL, where.sampler), learner(SMALL, where=where)
+    state = one.init(jax.device_put(weights(), shardings(SMALL, where.trainer)))
+    (batch,) = batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)
+    sums = [int(checksum(publish_to(model, state.trainable)))]
+    for scale in (1.0, 0.0):
+        total, _ = one.accumulate(None, state, replace(batch, weight=batch.weight * np.float32(scale)))
+        state, applied = one.apply(state, total)
+        assert (float(applied.grad_norm) > 0) == (scale > 0)
+        sums.append(int(checksum(publish_to(model, state.trainable))))
+        assert sums[-1] == int(checksum(state.trainable))
+    assert sums[1] != sums[0]
 
 
 def test_on_one_device_publishing_copies_nothing():

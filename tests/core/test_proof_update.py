@@ -25,7 +25,7 @@ from shoal.model.transformer import Model
 from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, ParameterScorer
-from shoal.trainer.update import Updater, UpdateResult, needs_all_groups
+from shoal.trainer.update import Updater, UpdateResult, needs_all_groups, num_scorings
 from shoal.types import Group, StopReason
 
 ARCHITECTURE = replace(QWEN3, num_layers=1, vocab_size=48)
@@ -44,6 +44,10 @@ CASES = {
     "renormalised": AlgorithmSection(
         advantage="rloo", loss="cispo", clip_low=0.0, clip_high=0.02, cispo_bound="both", aggregation="prompt-mean",
         zero_std_groups="exclude", num_minibatches=2),
+    "whitened over tokens": AlgorithmSection(
+        advantage="reinforce++-baseline", whiten_over="tokens", loss="gspo", clip_low=0.01, clip_high=0.01,
+        aggregation="seq-mean-token-sum", correction="tis", correction_cap=float("inf"), correction_floor=0.9,
+        num_epochs=2),
     "several rewards": AlgorithmSection(
         advantage="gdpo", loss="gmpo", clip_low=0.02, clip_high=0.02, kl="k2", kl_coef=0.3, kl_clamp_value=0.01,
         aggregation="seq-mean-token-sum-norm", correction="icepop", correction_level="sequence", correction_floor=0.7,
@@ -182,7 +186,9 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
             taken[p, g] = a.kl_coef * (lp - ref_logprobs[p, g])[loss_mask].sum()  # k1
     parts = [listed([group.reward_components[name] for group in groups()]) for name in ("first", "second")]
     rewards = listed(np.stack([group.rewards for group in groups()]) - taken)
-    found = oracle_advantage.advantages(a.advantage, rewards, a.std_ddof, a.std_eps, a.std_eps_mode, parts, [1.0, 0.5])
+    lengths = [[int(c.loss_mask.sum()) for c in group.completions] for group in groups()]
+    found = oracle_advantage.advantages(a.advantage, rewards, a.std_ddof, a.std_eps, a.std_eps_mode, parts, [1.0, 0.5],
+                                        lengths if a.whiten_over == "tokens" else None)
     return [[0.0 if abs(x) < 1e-15 else x for x in row] for row in found]  # a bound goes by the sign: noise has none
 
 
@@ -272,6 +278,34 @@ def test_devices_and_micro_batches_change_no_update():
                 assert relative(x, y) < 2e-3 or np.abs(x - y).max() < 1e-6
         for name in ("kl", "entropy", "clip/fraction", "clip/low", "sampler_gap/ess", "ratio/mean", "correction/weight"):
             assert other[1].metrics.result()[name] == pytest.approx(outcome.metrics.result()[name], rel=1e-3), name
+
+
+@pytest.mark.usefixtures("table")
+def test_lengths_that_drift_over_200_steps_compile_few_updates():
+    """Completions grow from 3 tokens to 60 while prompts shrink from 30 to 5: five buckets of lengths, three of
+    prompts, and never all of their products."""
+    learner = Learner(MODEL, Objective.of(AlgorithmSection()), OptimizerSection(), 200)
+    updater = Updater(learner, AlgorithmSection(), BatchSection(4, group_size=2, micro_tokens=400), 1.0, 0)
+    state, rng = learner.init(parameters(0)), np.random.default_rng(0)
+    for step in range(200):
+        longest, prompt = int(3 * 20 ** (step / 199)), int(30 * 6 ** -(step / 199))
+        drawn = random_groups(ARCHITECTURE, 4, 2, prompt, max(1, longest - int(rng.integers(0, 3))), seed=step)
+        state, _ = updater.update(state, drawn, step)
+    assert 5 <= learner._accumulate._cache_size() <= 8
+    assert learner._apply._cache_size() == 1
+
+
+@pytest.mark.usefixtures("table")
+def test_without_a_divergence_nothing_is_scored(monkeypatch: pytest.MonkeyPatch):
+    """One update a step reads its own log-probs as old: no forward pass beside it, and no reference."""
+    calls: list[Any] = []
+    score = Learner.score
+    monkeypatch.setattr(Learner, "score", lambda self, *given: calls.append(given) or score(self, *given))
+    for a, passes in ((AlgorithmSection(kl_coef=0.0), 0), (AlgorithmSection(kl_coef=0.1), 1),
+                      (AlgorithmSection(kl_coef=0.1, num_epochs=2), 2)):
+        calls.clear()
+        run(a)
+        assert len(calls) == passes == num_scorings(a, has_teacher=False)
 
 
 @pytest.mark.usefixtures("table")

@@ -22,8 +22,8 @@ from shoal import cli
 from shoal.compat.derived import DERIVATIONS
 from shoal.compat.document import document
 from shoal.compat.translation import SYSTEMS
-from shoal.config.loading import compose, from_overrides
 from shoal.config.keys import COMMANDS, keys_of
+from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
 from shoal.config.translator import translator
 
@@ -96,7 +96,7 @@ def own_environment(monkeypatch):
 def test_each_line_becomes_what_is_written(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = shown(script)
-    assert text == golden_of(script).read_text(encoding="utf-8"), "python tests/compat/test_compat.py, and look at the change"
+    assert text == golden_of(script).read_text(encoding="utf-8"), "python tests/compat/test_compat.py"
     assert TOKEN not in text and list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,5 @@
-"""Configuration files of other systems, with the keys and values that these have: what acts, what is listed once, what is
-an error; files over an entry point's preset; where each value came from.
+"""Configuration files of other systems, with the keys and values that these have: what acts, what is listed once, what
+is an error; files over an entry point's preset; where each value came from.
 
 The files under `files/` hold the keys and values of MaxText's base.yml, grpo.yml and rl.yml (August 2026), TorchRL's
 grpo_gsm8k.yaml and grpo_ifeval.yaml, and verl's ppo_trainer.yaml as it prints it.
@@ -143,7 +143,7 @@ def test_each_value_says_where_it_came_from(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "part"), [
-    (["num_generations=0"], "batch.group_size=0: expected 2 or more: a group of one has nothing to be compared with (batch.group_size: --num_generations)"),
+    (["num_generations=0"], "has nothing to be compared with (batch.group_size: --num_generations)"),
     (["--learning_rate=fast"], "optimizer.lr='fast': expected a finite number (optimizer.lr: --learning_rate)"),
     (["max_target_length=200", "max_prefill_predict_length=300"],
      "(sampling.max_prompt_tokens: --max_prefill_predict_length)")])
@@ -170,8 +170,7 @@ def test_an_error_names_the_files_line(tmp_path):
 
 def test_a_runs_error_names_their_flags_beside_our_keys():
     _, resolved = compose("train", ["per_device_batch_size=4", "num_generations=8", "model_name=x"])
-    said = in_their_names("out of memory: lower batch.prompts_per_device or sampling.max_completion_tokens; set HF_TOKEN",
-                          resolved)
+    said = in_their_names("lower batch.prompts_per_device or sampling.max_completion_tokens; set HF_TOKEN", resolved)
     assert "(batch.prompts_per_device: --per_device_batch_size)" in said
     assert "(in MaxText: sampling.max_completion_tokens is max_target_length, HF_TOKEN is hf_access_token)" in said
     _, resolved = compose("train", ["steps=3"])

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
+from shoal.config.keys import COMMANDS, describe, keys_of
 from shoal.config.loading import PACKAGED, compose, convert, from_overrides, recompose
+from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
 from shoal.config.text import difference_from_defaults, require_given, to_dict, to_yaml
 from shoal.config.translator import translator
 from shoal.config.values import get_value
-from shoal.config.keys import COMMANDS, describe, keys_of
-from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
 from shoal.text import nearest
 from shoal.types import ShoalError
 

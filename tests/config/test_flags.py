@@ -9,8 +9,8 @@ import pytest
 
 from shoal.config.files import PRESETS, presets_of
 from shoal.config.loading import compose, from_overrides, recompose
-from shoal.config.text import difference_from_defaults
 from shoal.config.schema import Config
+from shoal.config.text import difference_from_defaults
 from shoal.types import ShoalError
 
 

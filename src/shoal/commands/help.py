@@ -124,7 +124,8 @@ def _topic_help(config_type: type, topic: str) -> str:
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
     """The packaged settings that a topic's key names, each with the first line of its file."""
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
-    files = [file for name in presets_of(topic) if (file := packaged(topic, name))] if key in keys_of(config_type) else []
+    names = presets_of(topic) if key in keys_of(config_type) else []
+    files = [file for name in names if (file := packaged(topic, name))]
     heads = [file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").partition(". ")[0] for file in files]
     width = max((len(file.stem) for file in files), default=0) + 2
     lines = [f"  {file.stem:<{width}}{head.rstrip('.,;')}" for file, head in zip(files, heads, strict=True)]

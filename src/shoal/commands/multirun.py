@@ -20,13 +20,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import CONFIG_NAMES, PRESET, joined, read_word
-from shoal.config.loading import compose
-from shoal.config.text import difference_from_defaults
 from shoal.commands.help import count, step_sizes
+from shoal.config.arguments import CONFIG_NAMES, PRESET, joined, read_word
 from shoal.config.keys import dataclass_of
+from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.config.sweep import sweep_texts
+from shoal.config.text import difference_from_defaults
 from shoal.config.translator import translator
 from shoal.report.console import Console
 from shoal.report.folder import named_folder

@@ -167,8 +167,8 @@ def test_batches(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages too, which the dual clip
-    here does not."""
+    """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages too, which the dual
+    clip here does not."""
     text, high = given["delta"], get("algorithm.clip_high")
     if text.lower() in NOTHING or get("algorithm.loss") in ("cispo", "sapo"):  # these do not read it
         return {"algorithm.clip_dual": "0"}, ""

@@ -15,7 +15,7 @@ _HEAD = """\
 Flags of MaxText, TorchRL, TRL, Tunix and verl are accepted under their own names by `shoal train` and `shoal doctor`,
 and by `shoal eval` and `shoal convert` where they have a use there: on the command line (`name=value`, `--name=value`,
 `--name value`), in files, in sweeps and in Python. A flag that is given `None` or nothing stays at its default. A flag
-whose meaning differs is reported at the start; `--dry-run` lists what every flag became, and where each value came from:
+whose meaning differs is reported at the start; `--dry-run` lists what every flag became, and each value's origin:
 
 ```bash
 shoal train grpo.yml --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 --dry-run

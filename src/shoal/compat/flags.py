@@ -120,7 +120,8 @@ def derived(late: Derivation, keys: str, meaning: str, *names: str, **more: Any)
 
 
 def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
-    return [Flag(name, meaning=meaning, idle=True, is_switch=True, **more) for name in names]
+    """Flags that change nothing here; a text of several names stands for each of them."""
+    return [Flag(name, meaning=meaning, idle=True, is_switch=True, **more) for text in names for name in text.split()]
 
 
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:

@@ -174,7 +174,7 @@ FLAGS: list[Flag] = [
     *idle("an evaluation takes its questions from task.eval_split", "test_batch_start_index", "eval_dataset_name",
           "num_eval_passes", "eval_corr_lst", "eval_make_lst", "generation_configs.*", "eval_start_step", "eval_steps",
           "eval_per_device_batch_size", "eval_data_columns", "eval_image_column", "target_eval_loss"),
-    *idle("the model's shape comes with its checkpoint", *"""
+    *idle("the model's shape comes with its checkpoint", """
         decoder_block base_* head_dim global_* local_* attention_* share_kv_projections mlp_* num_experts*
         normalization_layer_epsilon vocab_size logits_* normalize_embedding_logits rope_* *rope_proportion mscale
         beta_fast beta_slow max_position_embeddings original_max_position_embeddings partial_rotary_factor
@@ -187,12 +187,12 @@ FLAGS: list[Flag] = [
         hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp fused_qkv
         fused_mlp mla_* use_mrope mrope_section mtp_* dense_init_scale causal_block_size override_model_config
         position_id_per_seconds use_sequential_layers
-        """.split()),
-    *idle("text only", *"""
+        """),
+    *idle("text only", """
         use_multimodal use_audio* use_audio_in_video freeze_*_encoder_params *_for_vit *_for_audio *_placeholder
         image_path video_* audio_path dtype_mm max_num_images_per_example vision_output_length *_image_column
-        """.split()),
-    *idle("kernels, compilation and layout are chosen here, and change no number beyond rounding", *"""
+        """),
+    *idle("kernels, compilation and layout are chosen here, and change no number beyond rounding", """
         attention sa_* local_sa_* use_tokamax_* use_jax_splash use_splash_scheduler local_use_splash_scheduler
         use_ragged_* ragged_* w?_tile_* megablox sparse_matmul capacity_factor use_gmm_v2 merge_gating_gmm
         use_custom_sort_vjp use_random_routing use_ring_of_experts num_moe_* moe_* use_gather_mosaic_kernel
@@ -204,43 +204,44 @@ FLAGS: list[Flag] = [
         custom_mesh* allow_split_physical_axes optimize_mesh_for_* remove_size_one_* subslice_shape
         ulysses_* override_logical_axis_rules num_slices dense_fsdp_* use_2d_fsdp_sharding check_vma
         num_vocab_tiling vocab_tiling_* enable_nnx pure_nnx* use_sliced_mla_proj compile* internal_compile*
-        jax_* constant_bound_config quantization_local_* replicate_quant_scale kv_quant_* *_quantization_* save_quantized_*
+        jax_* constant_bound_config quantization_local_* replicate_quant_scale kv_quant_* *_quantization_*
+        save_quantized_*
         use_manual_quantization weight_sparsity_* experimental_sa_* ring_scan_unroll global_parameter_scale
         prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
         prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics
-        """.split()),
-    *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", *"""
+        """),
+    *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", """
         kv_cache_buffer hbm_utilization_vllm swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
         max_num_seqs async_scheduling rollout_data_parallelism rollout_tensor_parallelism rollout_subslice_shape
         rollout_enable_single_controller rollout_micro_batch_size train_micro_batch_size micro_batch_size
         num_trainer_slices num_samplers_slices chips_per_vm rl.max_concurrency rl.reshard_chunk_size
         inference_* multi_sampling return_log_prob enable_model_warmup enable_llm_inference_pool
         autoregressive_decode_assert load_from_prefill_dir model_call_mode generate_slice
-        """.split()),
-    *idle("data come from task.*: hub id, jsonl or parquet", *"""
+        """),
+    *idle("data come from task.*: hub id, jsonl or parquet", """
         dataset_type dataset_path hf_data_dir hf_eval_files grain_* olmo_* colocated_python_* train_data_columns
         tokenizer_type tokenize_* add_bos add_eos use_truncation max_corpus_chars packing default_prompt prompt
         generate_padding_* max_segments_per_seq expansion_factor_real_data reuse_example_batch sft_*
         enable_data_shuffling enable_rampup_* per_device_batch_size_* global_rampup_samples
-        """.split()),
-    *idle("checkpoints are written as checkpoint.* says", *"""
+        """),
+    *idle("checkpoints are written as checkpoint.* says", """
         async_checkpointing save_checkpoint_on_* enable_continuous_checkpointing checkpoint_storage_*
         checkpoint_todelete_* checkpoint_conversion_fn convert_checkpoint_if_possible source_checkpoint_layout
         enable_single_replica_* enable_orbax_v1 enable_emergency_checkpoint enable_multi_tier_* multi_tier_* mtc_*
         local_checkpoint_* enable_autocheckpoint enable_checkpoint_* save_config_to_gcs
-        """.split()),
-    *idle("logs, profiles and monitoring are report.*", *"""
+        """),
+    *idle("logs, profiles and monitoring are report.*", """
         log_period log_config debug debug.* debug_* gcs_* metrics_file enable_tunix_perf_metrics wandb_run_name
         use_vertex_* vertex_* enable_goodput_* monitor_* goodput_* enable_pathways_goodput step_deviation_* enable_gcp_*
         report_* heartbeat_* profile_* skip_first_n_steps_for_profiler profiler_steps hide_profiler_* upload_all_*
         enable_tpu_* tpu_* managed_* dump_* xprof_* enable_jax_profiler jax_profiler_port prometheus_port
         max_checkify write_estimator_result block_for_accurate_timing max_inflight_computations
-        """.split()),
-    *idle("it belongs to another trainer of MaxText", *"""
+        """),
+    *idle("it belongs to another trainer of MaxText", """
         distill_* diloco_* dcn_bandwidth_* enable_streaming_diloco num_diloco_fragments num_communication_*
         communication_* elastic_* block_diffusion_* muon_* adamw_mask adam_eps_root skip_step_* wsd_*
         learning_rate_schedule_steps enable_dropout init_weights_seed abort_on_* math_verify_*
-        """.split()),
+        """),
 ]
 
 

@@ -50,13 +50,14 @@ FLAGS: list[Flag] = [
              inference_model__max_tokens="sampling.max_completion_tokens"),
     *[Flag(name, ("algorithm.kl_coef",), meaning="off with train.use_kl_to_ref=false", group=divergence)
       for name in ("policy.kl_coef", "train.kl_to_ref_coeff")],
-    Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=divergence, is_switch=True),
-    Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), meaning="false: taken off the reward, as k1",
-         group=divergence, is_switch=True),
+    Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=divergence,
+         is_switch=True),
+    Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), 
+         meaning="false: taken off the reward, as k1", group=divergence, is_switch=True),
     reads("env.dataset", "task.name task.path", choice({name: data_set("", name) for name in (
         "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
-    reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of the "
-          "architecture", only=lambda text: "/" in text),
+    reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of "
+          "the architecture", only=lambda text: "/" in text),
     *derived(turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, unless "
              "train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
     *derived(turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
@@ -80,7 +81,8 @@ FLAGS: list[Flag] = [
     *idle("the sampler takes what its slots need: sampling.slots_per_device", "inference_model.gpu_memory_utilization"),
     *idle("an episode of these tasks is one turn", "env.max_steps"),
     *idle("a run's folder is named by run_name", "train.exp_name", "logging.experiment_name"),
-    *idle("train.max_staleness says how old samples may be", "train.sync", "train.buffer_size", "train.steps_per_batch"),
+    *idle("train.max_staleness says how old samples may be", "train.sync",
+          "train.buffer_size", "train.steps_per_batch"),
     *idle("completions are laid out in rows of one shape, which changes no number", "train.packing"),
     *idle("every step is written", "train.logging_frequency"),
     *idle("the reference has the trainer's settings", "ref_model.*"),

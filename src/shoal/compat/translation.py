@@ -106,7 +106,7 @@ class Translator:
             elif flag.group or flag.late:
                 groups.setdefault(flag.group or flag.late, []).append(one)  # type: ignore[arg-type]
             else:
-                _attempt(errors, one, lambda one=one: _alone(config_type, one, found, reports))
+                _attempt(errors, one, lambda one=one: _alone(config_type, one, found, reports))  # noqa: B023
         for rule, members in groups.items():
             _attempt(errors, members[-1], lambda rule=rule, members=members: _together(
                 config_type, rule, members, found, reports))
@@ -160,7 +160,8 @@ def _alone(config_type: type, one: Given, found: dict[tuple[int, int], list[Sett
     is_list = all(keys_of(config_type)[key].is_list for key in flag.keys if key in keys_of(config_type))
     values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value if is_list else text}
     settings = found[one.place] = _settings(config_type, values, one, "")
-    reports.append((one.place, Report({name: text}, tuple(settings), flag.meaning if flag.has_tail and not flag.is_quiet else "",
+    tail = flag.meaning if flag.has_tail and not flag.is_quiet else ""
+    reports.append((one.place, Report({name: text}, tuple(settings), tail,
                                       not flag.is_quiet, one.system)))
 
 

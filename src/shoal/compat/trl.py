@@ -84,7 +84,7 @@ def correction(given: Given) -> Values:
     cap = given.get(_HEAD + "clip_max", given.get(_HEAD + "cap", "3.0")).lower()
     floor = given.get(_HEAD + "clip_min", "none").lower()
     if kind == "truncate" and cap in NOTHING and floor in NOTHING:
-        raise ShoalError(f"{_HEAD}clip_max=None with {_HEAD}mode={mode}: one of clip_min and clip_max must be a number, "
+        raise ShoalError(f"{_HEAD}clip_max=None with {_HEAD}mode={mode}: clip_min or clip_max must be a number, "
                          "nothing would be truncated")
     values = {"algorithm.correction": "mis" if kind == "mask" else "tis", "algorithm.correction_level": level,
               "algorithm.correction_cap": "inf" if cap in NOTHING else cap}

@@ -44,8 +44,8 @@ FLAGS: list[Flag] = [
           names="rl_training_config.actor_optimizer_config.schedule_type"),
     *idle("devices are shared by mesh.*, weights come from model.path", "actor_model_config.*",
           "reference_model_config.*", "rollout_model_config.*", "critic_model_config", "model_config.*"),
-    *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*", "optimizer_config.*",
-          "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*", "sglang_jax_config*",
+    *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*",
+          "optimizer_config.*",          "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*", "sglang_jax_config*",
           "offload_to_cpu", "verl_compatible", "reward_functions", "data_source", "data_directory", "data_module",
           "apply_chat_template_to_dataset", "tfds_download"),
 ]

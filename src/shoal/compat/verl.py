@@ -203,8 +203,8 @@ FLAGS: list[Flag] = [
     *_grouped(clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
     *_grouped(clip, "clip_low", "", _A + "clip_ratio_low"),
     *_grouped(clip, "clip_high", "", _A + "clip_ratio_high"),
-    *_grouped(loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without dual clip, "
-              "gspo, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
+    *_grouped(loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without dual "
+              "clip, gspo, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
     *_grouped(loss, "aggregation", "the same names", _A + "loss_agg_mode"),
     *_grouped(loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
     *_grouped(divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
@@ -215,7 +215,8 @@ FLAGS: list[Flag] = [
     *_grouped(divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)", "algorithm.kl_ctrl.kl_coef"),
     *_grouped(divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
               "algorithm.kl_penalty"),
-    *_grouped(estimator, "advantage whiten_over", "of groups; there is no critic, so no gae", "algorithm.adv_estimator"),
+    *_grouped(estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
+              "algorithm.adv_estimator"),
     *_grouped(estimator, "advantage", "false: the group's mean alone; counts for grpo",
               "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
     *_grouped(rollout_correction, "correction correction_level correction_cap correction_floor", "token or sequence: "
@@ -235,8 +236,8 @@ FLAGS: list[Flag] = [
           keeps_nothing=True),
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp", group=gpus)
       for name in ("n_gpus_per_node", "nnodes")],
-    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), meaning="file and name of the reward function",
-           group=reward_file, keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
+    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=reward_file,
+           meaning="file and name of the reward function", keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
     reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS),
           "acc: by correctness; else by the reward"),
@@ -276,7 +277,8 @@ FLAGS: list[Flag] = [
     *idle("padding is not removed: each completion has a padded slot of its own, which changes no number",
           _MODEL + "use_remove_padding", _A + "use_remove_padding"),
     *idle("completions are not sorted over devices by their lengths, which changes no number", _T + "balance_batch"),
-    *idle("batch.micro_tokens bounds a micro-batch by the slots' padded length, not by its tokens", _A + "use_dynamic_bsz"),
+    *idle("batch.micro_tokens bounds a micro-batch by the slots' padded length, not by its tokens",
+          _A + "use_dynamic_bsz"),
     *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(
         f"{head}log_prob_{name}" for head in (_R, _REF) for name in (
             "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"))),

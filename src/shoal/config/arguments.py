@@ -136,7 +136,8 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
         value = split_list(key, text) if key and key.is_list else text
         entries.append(make_entry(name, value, f"--{name}" if foreign else COMMAND_LINE))
     if len(unknown) > 1:
-        raise ShoalError(f"{', '.join(error.name for error in unknown)}: there are no such keys; the first: {unknown[0]}")
+        names = ", ".join(error.name for error in unknown)
+        raise ShoalError(f"{names}: there are no such keys; the first: {unknown[0]}")
     for error in unknown:
         raise error
     return Arguments(config_name, tuple(entries), preset)

@@ -311,8 +311,8 @@ class TrainSection:
     weight_sync_interval: int = 1
     """Steps between two publications of weights to the sampler; n above 1 means samples up to n-1 versions old."""
     max_staleness: int = -1
-    """Most versions that samples may be older than the trainer's weights, at least weight_sync_interval - 1; -1 for just
-    that."""
+    """Most versions that samples may be older than the trainer's weights, at least weight_sync_interval - 1; -1 for
+    just that."""
     retire_above: float = 1.0
     """Prompts of a higher pass rate are not drawn again, and the harder the others are the more often they are; 1 for
     off. Rates act from the next epoch on."""

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 from shoal.config.keys import Key, keys_of, sections_of
 from shoal.types import ShoalError
 
-
 UNBOUNDED = ("algorithm.correction_cap",)
 """Numbers for which `inf` means no bound."""
 

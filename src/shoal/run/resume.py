@@ -140,7 +140,8 @@ def changed(stored: Config, config: Config) -> list[str]:
 # ---- what a checkpoint tells of machine and data
 
 
-def fingerprint(task: Task, seed: int, reference: Params | None = None, teacher: Params | None = None) -> dict[str, Any]:
+def fingerprint(task: Task, seed: int, reference: Params | None = None,
+                teacher: Params | None = None) -> dict[str, Any]:
     """What decides a run's numbers beside its configuration, as JSON holds it. `reference`: the weights that a KL term
     refers to; `teacher`: those of a teacher."""
     from shoal.model.transformer import checksum

@@ -42,7 +42,7 @@ What differs from these systems although a flag is accepted:
   and its entropy bonus are means of micro-batches' means. Here every denominator is that of the update.
 - verl divides by micro-batch in `seq-mean-token-sum-norm` without `loss_scale_factor`, and sums micro-batches in
   `geo_mean`. Here the split into micro-batches changes no number.
-- verl's `sapo`, `geo_mean` and `gspo` take the mean over completions whatever `loss_agg_mode` says, and so do their
+- verl's `sapo` and `geo_mean` take the mean over completions whatever `loss_agg_mode` says, and so do their
   flags here, which sets the mean of an entropy or divergence term too.
 - verl ignores `clip_ratio` as long as its own file sets both bounds; here it sets both."""
 

@@ -39,7 +39,7 @@ def clip(given: Given) -> Values:
 
 _LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-mean"), "dapo": ("grpo", "token-mean"),
                "dr_grpo": ("grpo", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
-               "sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("gspo", "seq-mean-token-sum")}
+               "sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("grpo", "seq-mean-token-sum")}
 _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 

@@ -42,17 +42,17 @@ def clip(given: Given) -> Values:
 
 
 _MODES: dict[str, Values] = {
-    "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo", "algorithm.clip_dual": "0"},
+    "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": "0"},
     "geo_mean": {"algorithm.loss": "gmpo", "algorithm.clip_dual": "0"},
     "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "both", "algorithm.clip_dual": "0"},
     "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": "0"}}
-_OWN_MEAN = ("gspo", "geo_mean", "sapo")
+_OWN_MEAN = ("geo_mean", "sapo")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def loss(given: Given) -> Values:
-    """The policy loss. gspo, geo_mean and sapo take the mean over completions whatever loss_agg_mode says, and only
-    vanilla has the dual clip."""
+    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is a
+    token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
@@ -102,21 +102,22 @@ def estimator(given: Given) -> Values:
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
-    if advantage == "grpo":
-        return {"algorithm.advantage": "grpo" if by_deviation else "dr_grpo"}
+    if advantage == "grpo":  # the vectorized form does not read the flag
+        is_read = given.get(name) != "grpo_vectorized"
+        return {"algorithm.advantage": "grpo" if by_deviation or not is_read else "dr_grpo"}
     values = {"algorithm.advantage": advantage}
     return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
 
 
 def rollout_correction(given: Given) -> Values:
-    """Truncated importance weights, by token or by completion; a threshold of `low_high` has a lower bound too."""
+    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
     named = last_part(given)
     level = named.get("rollout_is", "null")
     if level.lower() in NOTHING:
         return {"algorithm.correction": "none"}
     chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
-    return {"algorithm.correction": "tis", "algorithm.correction_level": level, "algorithm.correction_cap": high,
+    return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level, "algorithm.correction_cap": high,
             "algorithm.correction_floor": low or "0"}
 
 
@@ -204,7 +205,7 @@ FLAGS: list[Flag] = [
     *_grouped(clip, "clip_low", "", _A + "clip_ratio_low"),
     *_grouped(clip, "clip_high", "", _A + "clip_ratio_high"),
     *_grouped(loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without dual "
-              "clip, gspo, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
+              "clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
     *_grouped(loss, "aggregation", "the same names", _A + "loss_agg_mode"),
     *_grouped(loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
     *_grouped(divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
@@ -221,7 +222,7 @@ FLAGS: list[Flag] = [
               "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
     *_grouped(rollout_correction, "correction correction_level correction_cap correction_floor", "token or sequence: "
               "truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is", keeps_nothing=True),
-    *_grouped(rollout_correction, "correction_cap correction_floor", "2.0, or 0.5_2.0 with a lower bound",
+    *_grouped(rollout_correction, "correction_cap correction_floor", "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
               "algorithm.rollout_correction.rollout_is_threshold"),
     *derived(mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
     *derived(micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
@@ -237,7 +238,8 @@ FLAGS: list[Flag] = [
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp", group=gpus)
       for name in ("n_gpus_per_node", "nnodes")],
     *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=reward_file,
-           meaning="file and name of the reward function", keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
+           meaning="file and name of the reward function",
+           keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
     reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS),
           "acc: by correctness; else by the reward"),
@@ -287,6 +289,9 @@ FLAGS: list[Flag] = [
     *idle("a setting of vLLM; the sampler is the model itself", *(_R + name for name in (
         "enforce_eager", "free_cache_engine", "enable_chunked_prefill", "max_num_batched_tokens", "max_num_seqs",
         "max_model_len", "load_format", "dtype", "layered_summon", "mode", "name"))),
+    *idle("it counts with a setting that is refused", "algorithm.rollout_correction.rollout_rs_threshold",
+          "algorithm.rollout_correction.loss_type", *(_A + f"policy_loss.{name}" for name in (
+              "dro_beta", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"))),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *idle("the sampler is split as the trainer is: mesh.tensor", _R + "tensor_model_parallel_size"),

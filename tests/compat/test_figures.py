@@ -1,5 +1,5 @@
-"""Flags compute what theirs compute: each system's own code was run on the inputs in `figures/`, and its loss, advantages
-and gradients are compared with Shoal's under the same flags.
+"""Flags compute what theirs compute: each system's own code was run on the inputs in `figures/`, and its loss,
+advantages and gradients are compared with Shoal's under the same flags.
 
 What differs is in DIFFERENT, with the reason; what a flag asks for that has no counterpart is refused, and in REFUSED.
 """
@@ -44,7 +44,8 @@ def inputs(name: str) -> dict[str, Any]:
 def words_of(system: str, case: dict[str, Any]) -> list[str]:
     """The flags, over the system's own defaults; without those that say who draws and how figures were taken."""
     flags = [flag.lstrip("+") for flag in [*recorded(system)["base_flags"], *case["flags"]]]
-    words = [f"recipe={system}", *(flag for flag in flags if not flag.startswith(("use_vllm", "algorithm.gdpo_reward")))]
+    others = ("use_vllm", "algorithm.gdpo_reward")
+    words = [f"recipe={system}", *(flag for flag in flags if not flag.startswith(others))]
     if system == "trl" and not uses_vllm(case):
         words.append("vllm_importance_sampling_correction=false")  # the recipe's is what TRL does when vLLM draws
     return words
@@ -61,7 +62,8 @@ def by_flags(system: str, case: dict[str, Any]) -> tuple[float, np.ndarray, np.n
     a, given = config.algorithm, inputs(case["inputs"])
     parts = np.array([[[np.nan if x is None else x for x in row] for row in rows]
                       for rows in given["rewards"].values()], np.float64)
-    own = a.advantage == "gdpo" and system == "verl" and not any("gdpo_reward_weights" in flag for flag in case["flags"])
+    weighed = any("gdpo_reward_weights" in flag for flag in case["flags"])
+    own = a.advantage == "gdpo" and system == "verl" and not weighed
     scale = dict(zip(given["rewards"], [1.0, 1.0] if own else given["reward_weights"], strict=True))
     valid = ~np.isnan(parts).all(axis=0)
     rewards = np.where(valid, np.nansum(parts * np.array(given["reward_weights"])[:, None, None], axis=0), np.nan)
@@ -125,7 +127,8 @@ DIFFERENT: dict[str, tuple[str, str]] = {
 
 REFUSED: dict[str, str] = {
     "trl": r".*vespo.*|(cispo|sapo)-sequence|delta-(1\.1|0\.9|sequence)|off_policy_mask-.*|.*top(_entropy)?(-.*)?",
-    "verl": r"[a-z_]+-token-sum|gpg|dro|dppo_.*|adv-(opo|gpg|grpo_passk|rpp-gamma)|kl_(loss|in_reward)-(abs|.*\+)|.*-normalize|"
+    "verl": r"[a-z_]+-token-sum|gpg|dro|dppo_.*|adv-(opo|gpg|grpo_passk|rpp-gamma)|kl_(loss|in_reward)-(abs|.*\+)|"
+            r".*-normalize|"
             r"rollout_rs-.*|rollout_is-and-rs|bypass-.*",
 }
 """Cases whose flags have no counterpart."""

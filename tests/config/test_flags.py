@@ -188,6 +188,14 @@ def test_a_flag_of_the_line_and_its_partner_in_a_file(tmp_path):
     assert (config.algorithm.loss, config.algorithm.aggregation) == ("gspo", "seq-mean-token-mean")
 
 
+def test_trls_batch_flags_leave_an_algorithms_mini_batches():
+    def updates(*words):
+        return compose("train", ["algorithm=gspo", *words])[0].algorithm.num_minibatches
+
+    assert updates("per_device_train_batch_size=16", "gradient_accumulation_steps=2") == 4
+    assert updates("per_device_train_batch_size=16", "steps_per_generation=2") == 2
+
+
 def test_a_recipe_keeps_the_systems_rules_where_other_keys_change():
     def of(*words):
         config = compose("train", list(words))[0]

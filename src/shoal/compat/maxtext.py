@@ -30,7 +30,7 @@ from shoal.types import ShoalError
 def clip(given: Given) -> Values:
     """grpo_epsilon is both bounds, unless rl.epsilon_high is given."""
     named = {name.rpartition(".")[2]: text for name, text in given.items()}
-    values = {}
+    values: dict[str, str] = {}
     if low := named.get("grpo_epsilon"):
         values = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"), str(to_float("grpo_epsilon", low)))
     if high := named.get("epsilon_high"):

@@ -29,7 +29,7 @@ from shoal.types import ShoalError
 
 def clip(given: Given) -> Values:
     """epsilon is both bounds, unless epsilon_high is given."""
-    values = {}
+    values: dict[str, str] = {}
     if epsilon := given.get("epsilon"):
         values = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"), str(to_float("epsilon", epsilon)))
     if high := given.get("epsilon_high"):

@@ -8,7 +8,8 @@ AGGREGATIONS: dict[str, Values] = {
     "token-mean": {"algorithm.aggregation": "token-mean"},
     "sequence-mean-token-mean": {"algorithm.aggregation": "seq-mean-token-mean"},
     "sequence-mean-token-scale": {"algorithm.aggregation": "seq-mean-token-sum-norm"},
-    "seq-mean-token-sum": {"algorithm.aggregation": "seq-mean-token-sum"}}
+    "seq-mean-token-sum": {"algorithm.aggregation": "seq-mean-token-sum"},
+    "sequence-mean-token-sum-norm": {"algorithm.aggregation": "seq-mean-token-sum"}}  # it passes no norm
 KL_MODES: dict[str, Values] = {"kl": {"algorithm.kl": "k1"}, "mse_kl": {"algorithm.kl": "k2"},
                                "low_var_kl": {"algorithm.kl": "k3"}}
 LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token")}
@@ -45,7 +46,8 @@ FLAGS: list[Flag] = [
     *idle("devices are shared by mesh.*, weights come from model.path", "actor_model_config.*",
           "reference_model_config.*", "rollout_model_config.*", "critic_model_config", "model_config.*"),
     *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*",
-          "optimizer_config.*",          "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*", "sglang_jax_config*",
+          "optimizer_config.*", "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*",
+          "sglang_jax_config*",
           "offload_to_cpu", "verl_compatible", "reward_functions", "data_source", "data_directory", "data_module",
           "apply_chat_template_to_dataset", "tfds_download"),
 ]

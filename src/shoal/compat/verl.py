@@ -51,8 +51,8 @@ _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq
 
 
 def loss(given: Given) -> Values:
-    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is a
-    token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
+    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
+    a token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
@@ -117,8 +117,8 @@ def rollout_correction(given: Given) -> Values:
         return {"algorithm.correction": "none"}
     chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
-    return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level, "algorithm.correction_cap": high,
-            "algorithm.correction_floor": low or "0"}
+    return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level,
+            "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
 
 
 def long_prompts(given: Given) -> Values:
@@ -222,7 +222,8 @@ FLAGS: list[Flag] = [
               "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
     *_grouped(rollout_correction, "correction correction_level correction_cap correction_floor", "token or sequence: "
               "truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is", keeps_nothing=True),
-    *_grouped(rollout_correction, "correction_cap correction_floor", "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
+    *_grouped(rollout_correction, "correction_cap correction_floor",
+              "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
               "algorithm.rollout_correction.rollout_is_threshold"),
     *derived(mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
     *derived(micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",

@@ -77,7 +77,7 @@ def main() -> None:
 
 def all_names() -> list[str]:
     """The presets, `grpo` first."""
-    from shoal.config.compose import PRESETS
+    from shoal.config.files import PRESETS
 
     names = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))
     return sorted(names, key=lambda name: name != "grpo")

@@ -15,11 +15,11 @@ import yaml
 
 import shoal
 from shoal import cli
+from shoal.commands.help import command_help
 from shoal.commands.multirun import combine
 from shoal.config.arguments import names_of
-from shoal.config.compose import compose
-from shoal.config.help import command_help
 from shoal.config.keys import COMMANDS, keys_of, sections_of
+from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.report.metrics import METRICS
 from test_architecture import LAYERS

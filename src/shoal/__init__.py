@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.translator import register
 from shoal.run.checkpoint_formats import FORMATS as CHECKPOINT_FORMATS
 from shoal.types import Example, ShoalError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
 
 CHECKPOINT_FORMATS["maxtext"] = "shoal.compat.maxtext_checkpoint:FORMAT"
+register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
 _LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}
 
@@ -41,7 +43,7 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
     """
     from shoal.commands.train import train as run
-    from shoal.config.compose import from_overrides
+    from shoal.config.loading import from_overrides
     from shoal.config.schema import Config
     from shoal.report.result import Result
     from shoal.run.cache import cache_by_configuration
@@ -61,7 +63,7 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     With `responses=FILE`, the figures of answers made elsewhere, for rows of your own too.
 
     Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
-    from shoal.config.compose import from_overrides
+    from shoal.config.loading import from_overrides
     from shoal.config.schema import EvalConfig
     from shoal.run.cache import cache_by_configuration
 

@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.arguments import CONFIG_NAMES, WORDS, words_text
-from shoal.config.completion import ASK, candidates, script
-from shoal.config.foreign import blank_token
-from shoal.config.help import command_help, dry_run, options_of, overview
+from shoal.commands.completion import ASK, candidates, script
+from shoal.commands.help import command_help, dry_run, options_of, overview
+from shoal.compat.token import blank_token
+from shoal.config.arguments import CONFIG_NAMES, PRESET, WORDS, words_text
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.run.cache import cache_by_environment
 from shoal.text import nearest
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.config.compose import Resolved
+    from shoal.config.loading import Resolved
 
 FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -84,7 +84,7 @@ def door(name: str) -> int:
 
 
 def door_words(name: str, words: Sequence[str]) -> list[str]:
-    """The words of `shoal` that stand for those of an entry point: the user's lie over its own.
+    """The words of `shoal` that stand for those of an entry point: the user's file and words lie over its own.
 
     >>> door_words("grpo-async", ["env.repeats=4"])
     ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
@@ -94,7 +94,7 @@ def door_words(name: str, words: Sequence[str]) -> list[str]:
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
     begins = int(bool(words) and words[0].endswith((".yml", ".yaml")) and "=" not in words[0])
     named = begins or any(word.partition("=")[0] in (*CONFIG_NAMES, "config_file") for word in words)
-    chosen = [] if named else ["--config-name", preset]
+    chosen = [PRESET if named else "--config-name", preset]
     return [command, *words[:begins], *chosen, *first, *words[begins:]]
 
 
@@ -165,7 +165,12 @@ def _run_command(command: str, words: list[str]) -> int:
     cache_by_environment()
     as_json = "json" in keys_of(type(config)) and config.json
     with _stdout_is_stderr() if as_json else contextlib.nullcontext():
-        result = _call(command, config, resolved)
+        try:
+            result = _call(command, config, resolved)
+        except ShoalError as error:
+            from shoal.compat.names import in_their_names
+
+            raise ShoalError(in_their_names(str(error), resolved)) from error
     if as_json:
         from shoal.report.lines import json_ready
 
@@ -179,7 +184,7 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
         from shoal.run.resume import compose_job
 
         return compose_job(COMMANDS[command], words)
-    from shoal.config.compose import compose
+    from shoal.config.loading import compose
 
     return compose(command, words)
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
-from shoal.config import completion
-from shoal.config.compose import compose
-from shoal.config.help import TOPICS, step_text, topics_of
+from shoal.commands import completion
+from shoal.commands.help import TOPICS, step_text, topics_of
 from shoal.config.keys import COMMANDS, keys_of
+from shoal.config.loading import compose
 from shoal.config.schema import (
     Config,
     DiffConfig,
@@ -271,7 +271,7 @@ def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
     assert cli.main(["train", *words, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert calls == []
-    for line in ("#   batch.group_size=4 (default 8)", "#   run_name=a (default empty)",
+    for line in ("#   batch.group_size=4  # command line (default 8)", "#   run_name=a  # command line (default empty)",
                  "# this step = 32 prompts x 4 completions = 128 completions, 6 updates (2 epochs x 3 mini-batches); "
                  "80 steps"):
         assert f"\n{line}\n" in out

@@ -19,7 +19,7 @@ from tiny_runs import Workshop, quick_compilation
 from shoal import cli
 from shoal.commands import doctor as doctor_module
 from shoal.commands.doctor import doctor
-from shoal.config.compose import compose
+from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console

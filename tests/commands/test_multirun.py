@@ -16,8 +16,9 @@ from tiny_runs import Workshop, quick_compilation
 
 from shoal import cli
 from shoal.commands import multirun
-from shoal.config.compose import compose, get_value
+from shoal.config.loading import compose
 from shoal.config.schema import Config
+from shoal.config.values import get_value
 from shoal.types import ShoalError
 
 SOURCES = Path(__file__).parents[2] / "src"

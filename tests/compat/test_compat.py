@@ -1,7 +1,7 @@
 """Command lines of other systems as their users type them: what each becomes, that a look at it touches nothing, that
 those for one device run; the table of flags, and the page that is made of it.
 
-`python tests/test_compat.py` writes what the lines resolve to anew, beside `tests/compat/*.sh`.
+`python tests/compat/test_compat.py` writes what the lines resolve to anew, beside `tests/compat/*.sh`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import pytest
 import yaml
 
 from shoal import cli
-from shoal.config.aliases import FOREIGN
-from shoal.config.compose import compose, from_overrides
-from shoal.config.derivations import DERIVATIONS
+from shoal.compat.derived import DERIVATIONS
+from shoal.compat.document import document
+from shoal.compat.translation import SYSTEMS
 from shoal.config.keys import COMMANDS, keys_of
-from shoal.config.migrating import document
+from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
+from shoal.config.translator import translator
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "lines"
@@ -95,7 +96,7 @@ def own_environment(monkeypatch):
 def test_each_line_becomes_what_is_written(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = shown(script)
-    assert text == golden_of(script).read_text(encoding="utf-8"), "python tests/test_compat.py, and look at the change"
+    assert text == golden_of(script).read_text(encoding="utf-8"), "python tests/compat/test_compat.py"
     assert TOKEN not in text and list(tmp_path.iterdir()) == []
 
 
@@ -162,7 +163,8 @@ def test_maxtexts_doors_read_the_environment(monkeypatch):
 def test_the_asynchronous_door_lets_samples_be_a_version_old():
     assert cli.door_words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
     assert cli.door_words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
-    assert cli.door_words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "steps=1"]
+    assert cli.door_words("train_rl", ["a/rl.yml", "steps=1"]) == [
+        "train", "a/rl.yml", "--preset", "rl", "steps=1"]
     for name in cli.DOORS:
         text = (ROOT / "examples" / "compat" / f"{name}.py").read_text()
         assert f'door("{name}")' in text and len(text.splitlines()) < 12
@@ -237,29 +239,34 @@ def test_no_name_that_users_know_is_unknown(name):
     value = VALUES.get(name, "2" if name.endswith("devices") else "some")
     config, resolved = compose("train", [f"--{name}={value}"])
     assert (config == Config()) == (name in WITHOUT_A_KEY)
-    if name in FOREIGN and name not in ("train_model.lora.enabled",):
+    if name in translator().flags(Config) and name != "config_file":
         assert len(resolved.became) == 1 and resolved.became[0].startswith(f"{name}=")
     assert compose("doctor", [f"{name}={value}"])[1].difference == resolved.difference
     if "." not in name and name not in ("config_file", "run_name"):
         assert from_overrides(Config, **{name: value})[0] == config
 
 
-def test_the_table_is_whole():
+def test_the_tables_are_whole():
     settings = {key for config_type in COMMANDS.values() for key in keys_of(config_type)}
-    for name, row in FOREIGN.items():
-        assert row.name == name and set(row.systems.split(", ")) <= {"MaxText", "TorchRL", "TRL", "verl"}
-        assert set(row.keys) <= settings, f"{name}: no such key"
-        assert (row.kind == "derived") == bool(row.group) and (not row.group or row.group in DERIVATIONS)
-        assert row.kind != "same" or len(row.keys) == 1
-        assert row.kind in ("same", "derived") or row.meaning, name
-        assert name not in keys_of(Config) or row.only, f"{name} is ours"
-    assert {row.group for row in FOREIGN.values()} == {*DERIVATIONS, ""}
+    rules = set()
+    for system, flags in SYSTEMS.items():
+        names = [flag.name for flag in flags]
+        assert len(names) == len(set(names)), f"{system}: {[name for name in names if names.count(name) > 1]}"
+        for flag in flags:
+            kinds = (flag.read, flag.group, flag.late, flag.idle, flag.refused)
+            assert sum(map(bool, kinds)) <= 1, flag.name
+            assert {*flag.keys, *flag.lowest} <= settings, f"{flag.name}: no such key"
+            assert flag.meaning or flag.is_rename or flag.group, flag.name
+            assert not flag.is_rename or len(flag.keys) == 1
+            assert flag.is_pattern or flag.only or flag.name not in keys_of(Config), f"{flag.name} is ours"
+            rules |= {flag.late} - {None}
+    assert rules == set(DERIVATIONS)
 
 
-def test_the_page_is_the_one_the_table_makes():
+def test_the_page_is_the_one_the_tables_make():
     page = ROOT / "docs" / "migrating.md"
-    assert page.read_text(encoding="utf-8") == document(), "python -m shoal.config.migrating > docs/migrating.md"
-    assert all(f"| `{name}` | " in document() for name in FOREIGN)
+    assert page.read_text(encoding="utf-8") == document(), "python -m shoal.compat.document > docs/migrating.md"
+    assert all(f"`{name}`" in document() for name in translator().flags(Config))
     for line in re.findall(r"^shoal (.*)$", document(), re.MULTILINE):
         assert cli.main(line.split()) == 0
 

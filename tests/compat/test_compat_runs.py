@@ -16,7 +16,7 @@ from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
 
 from shoal import cli
 from shoal.commands import multirun
-from shoal.config.compose import compose
+from shoal.config.loading import compose
 from shoal.config.schema import Config
 
 PLAIN = "model.template={{ messages[-1].content }}="

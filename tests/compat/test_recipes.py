@@ -14,17 +14,18 @@ import pytest
 from proof_data import Update, by_shoal, layout
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.config.aliases import FOREIGN
-from shoal.config.compose import PRESETS, compose
-from shoal.config.convert import leaves_of
+from shoal.config.files import PRESETS
 from shoal.config.keys import keys_of
+from shoal.config.loading import compose
 from shoal.config.schema import AlgorithmSection, Config
+from shoal.config.translator import translator
+from shoal.config.values import leaves_of
 from shoal.run.preflight.settings import algorithm_warnings
-from shoal.trainer.step import Objective
-from shoal.trainer.update import step_advantages
+from shoal.trainer.loss import Objective
+from shoal.trainer.step_table import step_advantages
 from shoal.types import ShoalError
 
-RECIPES = sorted(file.stem for file in (PRESETS / "recipe").glob("*.yaml"))
+RECIPES = sorted(file.stem for file in (translator().presets / "recipe").glob("*.yaml"))
 ALGORITHMS = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))
 P, G, T = 3, 4, 6
 
@@ -50,7 +51,8 @@ class Batch:
 def draw(seed: int, beta: float) -> Batch:
     rng = np.random.default_rng(seed)
     old_logprobs = -0.2 - rng.exponential(1.0, (P * G, T))
-    lp, ref_logprobs, sampler = (old_logprobs + spread * rng.standard_normal(old_logprobs.shape) for spread in (0.3, 0.5, 0.3))
+    lp, ref_logprobs, sampler = (old_logprobs + spread * rng.standard_normal(old_logprobs.shape)
+                                 for spread in (0.3, 0.5, 0.3))
     mask = np.arange(T) < rng.integers(1, T + 1, (P * G, 1))
     rewards = np.tile([0.0, 1.0, 1.0, 0.25], P) * np.repeat([1.0, 1.0, 3.0], G)
     return Batch(old_logprobs, sampler, ref_logprobs, rng.exponential(1.0, old_logprobs.shape), mask, rewards, beta, lp)
@@ -150,8 +152,9 @@ ONE_UPDATE = ("scalerl",)
 def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[float, np.ndarray]:
     """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if several updates
     were made; else as the settings say."""
-    advantages = step_advantages(a, b.grouped, np.ones((P, G), bool))
-    rows = [oracle.Completion(b.lp[i][b.mask[i]], b.old_logprobs[i][b.mask[i]], b.ref_logprobs[i][b.mask[i]], b.mask[i][b.mask[i]],
+    advantages = step_advantages(a, b.grouped, np.ones((P, G), bool), b.mask.sum(1).reshape(P, G))
+    rows = [oracle.Completion(b.lp[i][b.mask[i]], b.old_logprobs[i][b.mask[i]], b.ref_logprobs[i][b.mask[i]],
+                              b.mask[i][b.mask[i]],
                               advantages[i // G, i % G], b.sampler[i][b.mask[i]], i // G) for i in range(P * G)]
     grouped = [rows[p * G : (p + 1) * G] for p in range(P)]
     entropies = [[b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)] for p in range(P)]
@@ -234,10 +237,14 @@ PAPERS: dict[str, dict[str, Any]] = {
     **{name: {"advantage": "grpo", "loss": name, "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 0.0,
               "aggregation": "seq-mean-token-mean", "kl_coef": 0.0, "num_minibatches": 4}
        for name in ("gspo", "gspo-token")},
+    # LUSPO: GSPO with sums over tokens in place of means.
+    "luspo": {"advantage": "grpo", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 0.0,
+              "aggregation": "seq-mean-token-sum", "kl_coef": 0.0, "num_minibatches": 4},
     "lite_ppo": {"advantage": "batch_std", "loss": "grpo", **PPO, "aggregation": "token-mean"},
     "maxrl": {"advantage": "maxrl"},
     "reinforce++": {"advantage": "reinforce++", "loss": "grpo", **PPO, "kl": "k1", "kl_placement": "reward"},
-    "reinforce++-baseline": {"advantage": "reinforce++-baseline", "loss": "grpo", **PPO, "kl": "k2", "kl_placement": "loss"},
+    "reinforce++-baseline": {"advantage": "reinforce++-baseline", "loss": "grpo", **PPO, "kl": "k2",
+                             "kl_placement": "loss"},
     "rloo": {"advantage": "rloo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-sum", "kl": "k1",
              "kl_placement": "reward", "num_epochs": 1, "num_minibatches": 1},
     # SAPO, section 5: 1.0 and 1.05, four mini-batches.
@@ -315,12 +322,13 @@ def test_every_recipe_and_algorithm_is_proven_or_named():
 def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
     import yaml
 
-    for file in sorted((PRESETS / folder).glob("*.yaml")):
+    for file in sorted(({"recipe": translator().presets, "algorithm": PRESETS}[folder] / folder).glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
         values = yaml.safe_load(text)
         names = {name for name, _ in leaves_of(Config, values)}
-        assert names and not names - set(keys_of(Config)) - set(FOREIGN if folder == "recipe" else ()), file.name
+        theirs = set(translator().flags(Config)) if folder == "recipe" else set()
+        assert names and not names - set(keys_of(Config)) - theirs, file.name
         if folder == "algorithm":
             assert {"algorithm"} <= set(values) <= {"algorithm", "reward"} and "arXiv" in text
 
@@ -345,4 +353,4 @@ def test_an_unknown_recipe_names_the_ones_there_are():
 
 
 def test_presets_are_in_the_package():
-    assert Path(PRESETS, "recipe", "trl.yaml").is_file() and len(ALGORITHMS) >= 12
+    assert Path(translator().presets, "recipe", "trl.yaml").is_file() and len(ALGORITHMS) >= 12

@@ -13,24 +13,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.config.arguments import ALIASES, aliases_of, names_of, quote, rewrite
-from shoal.config.compose import (
-    PACKAGED,
-    PRESETS,
-    compose,
-    compose_values,
-    convert,
-    difference_from_defaults,
-    from_overrides,
-    get_value,
-    presets_of,
-    recompose,
-    require_given,
-    to_dict,
-    to_yaml,
-)
+from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
+from shoal.config.files import PRESETS, presets_of
 from shoal.config.keys import COMMANDS, describe, keys_of
+from shoal.config.loading import PACKAGED, compose, convert, from_overrides, recompose
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
+from shoal.config.text import difference_from_defaults, require_given, to_dict, to_yaml
+from shoal.config.translator import translator
+from shoal.config.values import get_value
 from shoal.text import nearest
 from shoal.types import ShoalError
 
@@ -122,8 +112,7 @@ def test_hard_text_arrives_unchanged(text):
     assert config.run_name == text
     if text and not text.startswith("["):
         assert config.sampling.stop == (text,)
-    values = compose_values("train", None, resolved.overrides)  # what Hydra itself read, before anything of ours
-    assert values["run_name"] == text
+    assert resolved.arguments.entries[0].value == text
 
 
 @settings(max_examples=25, deadline=None)
@@ -132,17 +121,11 @@ def test_any_text_arrives_unchanged(text):
     assert compose("generate", [f"prompts={text}"])[0].prompts == text
 
 
-@settings(max_examples=25, deadline=None)
-@given(TEXT, st.lists(TEXT, max_size=4))
-def test_any_text_and_list_survive_hydras_grammar(text, items):
-    overrides = [f"++prompts={quote(text)}", f"++stop={quote(items)}"]
-    assert compose_values("generate", None, overrides) == {"prompts": text, "stop": items}
-
-
-def test_rewrite_is_hydra_grammar():
-    arguments = rewrite("train", ["gsm8k.yml", "--steps=5", "sampling.stop=1"])
+def test_a_command_line_is_entries():
+    arguments = read_arguments("train", ["gsm8k.yml", "--steps=5", "sampling.stop=1"])
     assert arguments.config_name == "gsm8k.yml"
-    assert arguments.overrides == ("++steps='5'", "++sampling.stop=['1']")
+    assert [(one.name, one.value, one.origin) for one in arguments.entries] == [
+        ("steps", "5", "command line"), ("sampling.stop", ["1"], "command line")]
 
 
 def test_words_without_a_key_get_theirs(tmp_path, monkeypatch):
@@ -158,9 +141,9 @@ def test_words_without_a_key_get_theirs(tmp_path, monkeypatch):
 
 def test_where_a_configuration_came_from_is_kept():
     _, resolved = compose("train", ["gsm8k.yml", "--steps=5"])
-    assert resolved.arguments == rewrite("train", ["gsm8k.yml", "--steps=5"])
+    assert resolved.arguments == read_arguments("train", ["gsm8k.yml", "--steps=5"])
     _, resolved, _ = from_overrides(Config, steps=5)
-    assert resolved.arguments.values == {"steps": "5"}
+    assert [(one.name, one.value, one.origin) for one in resolved.arguments.entries] == [("steps", "5", "Python")]
 
 
 # ---- bad input
@@ -211,10 +194,10 @@ def test_two_presets_are_refused():
 
 
 @pytest.mark.parametrize(("text", "parts"), [
-    ("- a\n", ["cannot be composed", "DictConfig"]),
-    ("steps: [\n", ["cannot be composed", "line 2"]),
+    ("- a\n", ["cannot be read", "expected keys with values"]),
+    ("steps: [\n", ["cannot be read", "line 2"]),
     ("steps: ${nope}\n", ["nope"]),
-    ("defaults: [nix]\n", ["Could not load 'nix'"]),
+    ("defaults: [nix]\n", ["its `defaults` name nix"]),
     ("run_name: 007\n", ["run_name=7", "quotes"]),
     ("run_name: null\n", ["run_name=null", "text"]),
     ("steps: {a: 1}\n", ["steps={'a': 1}", "whole number"]),
@@ -236,7 +219,7 @@ def test_a_bad_file_is_named(tmp_path, text, parts):
 
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ShoalError, match=r"mine.yaml cannot be composed"):
+    with pytest.raises(ShoalError, match=r"mine.yaml cannot be read"):
         compose("train", [str(tmp_path / "mine.yaml")])
 
 
@@ -258,7 +241,8 @@ def test_each_preset_composes_and_matters(command):
 
 
 def test_presets_belong_to_commands():
-    assert {folder.name for folder in PRESETS.iterdir()} <= {*COMMANDS, *PACKAGED.values()}
+    for place in (PRESETS, translator().presets):
+        assert {folder.name for folder in place.iterdir()} <= {*COMMANDS, *PACKAGED.values()}
 
 
 @pytest.mark.parametrize("argv", [["gsm8k.yml"], ["configs/gsm8k.yaml"], ["--config-name", "gsm8k"],
@@ -335,7 +319,7 @@ def test_only_trainings_keys_are_passed_over(tmp_path):
     file.write_text("steps: 3\noptimizer:\nbatch: {group_size: 4}\nmodel: x\n")
     config, resolved = compose("eval", [str(file), "batch=64"])
     assert (config.model.path, config.batch) == ("x", 64)
-    assert resolved.notes == (f"{file} holds 1 key that only training reads, passed over: steps",)
+    assert resolved.notes == (f"{file} holds 2 keys that only training reads, passed over: steps, batch.group_size",)
     config, resolved = compose("eval", [str(file)])
     assert config.batch == 128 and "2 keys" in resolved.notes[0]
     for text, wanted in (("stpes: 3", "stpes: there is no such key"), ("optimizer: {lrr: 3}", "optimizer.lrr"),
@@ -354,18 +338,6 @@ def test_doctor_takes_trains_presets(tmp_path):
     assert config.algorithm.kl_coef == 0.04 and config.json and "brings its preset" in resolved.notes[0]
     (tmp_path / "mine.yaml").write_text("defaults: [gsm8k, _self_]\n")
     assert compose("doctor", [str(tmp_path / "mine.yaml")])[0].optimizer.lr == 1e-6
-
-
-def test_an_outer_hydra_keeps_its_state():
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-
-    with hydra.initialize_config_dir(str(PRESETS / "train"), version_base="1.3"):
-        outer = GlobalHydra.instance().hydra
-        assert compose("train", ["steps=3"])[0].steps == 3
-        assert GlobalHydra.instance().hydra is outer
-    compose("train")
-    assert not GlobalHydra.instance().is_initialized()
 
 
 # ---- Python

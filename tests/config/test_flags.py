@@ -7,8 +7,10 @@ import shutil
 
 import pytest
 
-from shoal.config.compose import PRESETS, compose, difference_from_defaults, from_overrides, recompose
+from shoal.config.files import PRESETS, presets_of
+from shoal.config.loading import compose, from_overrides, recompose
 from shoal.config.schema import Config
+from shoal.config.text import difference_from_defaults
 from shoal.types import ShoalError
 
 
@@ -62,7 +64,7 @@ from shoal.types import ShoalError
     (["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio=0.1"],
      {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.28}),
     (["algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=False"],
-     {"algorithm.kl_coef": 0.001, "algorithm.kl_placement": "reward"}),
+     {"algorithm.kl": "k1", "algorithm.kl_coef": 0.001, "algorithm.kl_placement": "reward"}),
     (["reward_weights=1.0,0.2", "reward_funcs=[a.py:f,b.py:g]"],
      {"reward.weights": (1.0, 0.2), "reward.functions": ("a.py:f", "b.py:g")}),
     (["epsilon_high=None", "epsilon=0.1", "top_k=None", "max_prompt_length=None", "load_parameters_path="],
@@ -127,7 +129,7 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     (["per_device_train_batch_size=3"], "expected a multiple of num_generations=8"),
     (["steps_per_generation=2", "gradient_accumulation_steps=4"], "a multiple of gradient_accumulation_steps=4"),
     (["loss_type=sapo", "importance_sampling_level=sequence"], "the loss has a ratio of its own"),
-    (["loss_type=luspo"], "loss_type=luspo: expected one of grpo"),
+    (["loss_type=vespo"], "loss_type=vespo: expected one of grpo"),
     (["warmup_steps_fraction=10"], "expected a share of the run, 0 to 1"),
     (["train.dialog_turns_per_batch=30"], "expected a multiple of batch.group_size=8"),
     (["algorithm.use_kl_in_reward=1", "actor_rollout_ref.actor.use_kl_loss=1"], "there is one divergence at a time"),
@@ -136,14 +138,14 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "expected a divisor of batch.prompts_per_step=32"),
     (["data.truncation=left"], "data.truncation=left: expected one of error"),
     (["algorithm.adv_estimator=gae"], "expected one of grpo, rloo"),
-    (["trainer.logger=[mlflow]"], "mlflow is not there"),
+    (["trainer.logger=[mlflow]"], "mlflow is not supported"),
     (["trainer.resume_mode=disable"], "a run goes on by the same run_name"),
     (["data.train_files=[a/x.parquet,b/y.parquet]"], "expected files of one folder"),
     (["data.train_files=[]"], "expected a file, or a list of files"),
     (["custom_reward_function.name=f"], "needs custom_reward_function.path"),
     (["vllm_importance_sampling_mode=odd"], "expected token_truncate"),
     (["shuffle_dataset=false"], "shuffle_dataset=false: expected true"),
-    (["use_vllm=true"], "use_vllm=true is not there yet"),
+    (["use_vllm=true"], "use_vllm=true is not supported"),
 ])
 def test_what_cannot_be_is_named(words, part):
     with pytest.raises(ShoalError) as caught:
@@ -184,6 +186,14 @@ def test_a_flag_of_the_line_and_its_partner_in_a_file(tmp_path):
     config, _ = compose("train", [str(file), "epsilon=0.1"])
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.28)
     assert (config.algorithm.loss, config.algorithm.aggregation) == ("gspo", "seq-mean-token-mean")
+
+
+def test_trls_batch_flags_leave_an_algorithms_mini_batches():
+    def updates(*words):
+        return compose("train", ["algorithm=gspo", *words])[0].algorithm.num_minibatches
+
+    assert updates("per_device_train_batch_size=16", "gradient_accumulation_steps=2") == 4
+    assert updates("per_device_train_batch_size=16", "steps_per_generation=2") == 2
 
 
 def test_a_recipe_keeps_the_systems_rules_where_other_keys_change():
@@ -241,10 +251,11 @@ def packaged(monkeypatch, tmp_path):
     """Settings of our own beside those that are packaged."""
     folder = tmp_path / "presets"
     shutil.copytree(PRESETS, folder)
+    (folder / "recipe").mkdir()
     (folder / "algorithm" / "mine.yaml").write_text("algorithm: {clip_high: 0.5, loss: cispo}\n")
     (folder / "recipe" / "theirs.yaml").write_text(
         "algorithm: {clip_high: 0.4, clip_low: 0.1}\noptimizer: {lr: 0.5}\nsteps: 80\n")
-    monkeypatch.setattr("shoal.config.compose.PRESETS", folder)
+    monkeypatch.setattr("shoal.config.files.PRESETS", folder)
     return tmp_path
 
 
@@ -287,8 +298,7 @@ def test_a_stored_configuration_comes_out_unchanged(packaged):
     assert compose("train", [str(stored)])[0] == config and compose("train", [str(stored)])[1].notes == ()
 
 
-@pytest.mark.parametrize("word", [f"{kind}={file.stem}" for kind in ("recipe", "algorithm")
-                                  for file in sorted((PRESETS / kind).glob("*.yaml"))])
+@pytest.mark.parametrize("word", [f"{kind}={name}" for kind in ("recipe", "algorithm") for name in presets_of(kind)])
 def test_each_recipe_and_algorithm_composes_and_says_what_it_sets(word):
     config, resolved = compose("train", [word])
     assert config != Config() and resolved.notes[0].startswith(f"{word} differs from Shoal's defaults in: ")

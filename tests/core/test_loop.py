@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
 
-from shoal.config.compose import compose
+from shoal.config.loading import compose
 from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
 from shoal.report.console import Console
 from shoal.report.recorder import Recorder

@@ -18,7 +18,7 @@ from tiny_runs import Workshop, groups, metrics, parameters_of, quick_compilatio
 
 from shoal import cli
 from shoal.algorithm.policy_loss import POLICY_LOSSES
-from shoal.config.compose import compose
+from shoal.config.loading import compose
 from shoal.config.schema import AlgorithmSection, BatchSection, RewardSection
 from shoal.model.attention import prefill_attention
 from shoal.model.transformer import forward, logits

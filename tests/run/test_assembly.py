@@ -25,7 +25,7 @@ from tiny_runs import (
 
 import shoal
 from shoal import cli
-from shoal.config.compose import compose
+from shoal.config.loading import compose
 from shoal.model import hf
 from shoal.report.metrics import METRICS, metric
 

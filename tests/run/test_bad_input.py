@@ -285,7 +285,7 @@ def test_other_commands(workshop, capsys, tmp_path, words, parts):
 
 def test_a_template_given_as_text_is_no_mistake(workshop):
     """The words that the tables above change are right when nothing is changed."""
-    from shoal.config.compose import compose
+    from shoal.config.loading import compose
 
     config, _ = compose("train", workshop.words("never")[1:])
     assert config.model.template == PLAIN and config.batch.group_size == 4

@@ -22,7 +22,7 @@ from tiny_runs import PLAIN, Workshop, quick_compilation
 
 import shoal
 from shoal import cli
-from shoal.config.compose import compose
+from shoal.config.loading import compose
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.report import notebook
 from shoal.report.console import Console

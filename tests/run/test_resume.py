@@ -20,7 +20,7 @@ from small import QWEN3, learner, random_parameters
 from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation, read_lines
 
 from shoal import cli
-from shoal.config.compose import compose
+from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.report import folder
 from shoal.report.console import Console

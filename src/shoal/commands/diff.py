@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.commands.group_difference import GroupDifference, group_difference
-from shoal.config.compose import get_value, require_given
 from shoal.config.keys import is_under, keys_of
 from shoal.config.schema import Config, DiffConfig
+from shoal.config.text import require_given
+from shoal.config.values import get_value
 from shoal.report.console import Console
 from shoal.report.folder import find_run
 from shoal.report.lines import json_ready

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.config.compose import require_given
 from shoal.config.schema import ExportConfig, MeshSection, ModelSection
+from shoal.config.text import require_given
 from shoal.files import check_local, check_new_folder, writing
 from shoal.mesh import make_roles
 from shoal.model import hf

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.config.compose import require_given
 from shoal.config.schema import ExportRolloutsConfig
+from shoal.config.text import require_given
 from shoal.files import appearing, check_new_folder
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console

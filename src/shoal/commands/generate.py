@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.compose import require_given
 from shoal.config.schema import GenerateConfig
+from shoal.config.text import require_given
 from shoal.files import check_local, check_writable, write_text
 from shoal.mesh import make_roles
 from shoal.report.console import Console

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.config.compose import require_given
 from shoal.config.schema import GroupsConfig
+from shoal.config.text import require_given
 from shoal.report.console import Console, prompt_text
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, group_record

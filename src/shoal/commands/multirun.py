@@ -19,12 +19,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.config.aliases import same_key
-from shoal.config.arguments import CONFIG_NAMES, joined, read_word
-from shoal.config.compose import compose, difference_from_defaults
-from shoal.config.help import count, step_sizes
+from shoal.commands.help import count, step_sizes
+from shoal.config.arguments import CONFIG_NAMES, PRESET, joined, read_word
 from shoal.config.keys import dataclass_of
+from shoal.config.loading import compose
 from shoal.config.schema import Config
+from shoal.config.sweep import sweep_texts
+from shoal.config.text import difference_from_defaults
+from shoal.config.translator import translator
 from shoal.report.console import Console
 from shoal.report.figures import figure_text
 from shoal.report.folder import named_folder, read_summary
@@ -124,11 +126,12 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
     for place, word in enumerate(joined(config_type, words)):
         line.append(word)
         name, equals, value = word.partition("=")
-        if not equals or name in (*CONFIG_NAMES, "config_file") or (
+        if not equals or name in (*CONFIG_NAMES, PRESET, "config_file") or (
                 place == 0 and value.endswith((".yml", ".yaml")) and Path(word).is_file()):
             continue
         key, text = read_word(config_type, word)
-        key = same_key(key)
+        flag = translator().find(config_type, key, text)
+        key = flag.key or key if flag else key
         texts = sweep_texts(f"{name}={text}", text)
         if choices.pop(key, None):
             line[places.pop(key)] = None
@@ -145,37 +148,6 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
         chosen = dict(zip(choices, values, strict=True))
         swept = {places[name]: f"{name}={text}" for name, text in chosen.items()}
         yield chosen, [found for place, word in enumerate(line) if (found := swept.get(place, word)) is not None]
-
-
-def sweep_texts(shown: str, text: str) -> list[str] | str:
-    """The texts of a sweep in Hydra's grammar (`a,b`, `choice(a,b)`, `range(1,4)`), or one text that is no sweep."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        override = OverridesParser.create().parse_override(f"key={text}")
-        if not override.is_sweep_override():
-            return str(override.value()) if text.lstrip().startswith(("'", '"')) else text
-        if override.is_discrete_sweep():
-            return [_item_text(item) for item in override.sweep_iterator()]
-    except HydraException as error:
-        if "," not in text and "*" not in text:  # what the grammar does not know is plain text: </answer>
-            return text
-        raise ShoalError(f"{shown} cannot be read as values of a sweep: write a,b or choice(a,b) or range(1,4), and "
-                         "put '...' around text that holds commas but is one value") from error
-    raise ShoalError(f"{shown}: an interval has no end of values; write a,b or range(from,to,step)")
-
-
-def _item_text(item: Any) -> str:
-    """A value of Hydra's parser as a user types it."""
-    from hydra.core.override_parser.types import QuotedString
-
-    if isinstance(item, QuotedString):
-        return item.text
-    if isinstance(item, list):
-        return "[" + ",".join('"' + _item_text(part).replace("\\", "\\\\").replace('"', '\\"') + '"'
-                              for part in item) + "]"
-    return "null" if item is None else str(item).lower() if isinstance(item, bool) else str(item)
 
 
 # ---- folders and records

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.compose import require_given
 from shoal.config.schema import MeshSection, PretrainConfig, RewardSection, SamplingSection
+from shoal.config.text import require_given
 from shoal.files import check_new_folder, writing
 from shoal.mesh import make_roles
 from shoal.model import hf

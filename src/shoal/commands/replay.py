@@ -16,8 +16,8 @@ import numpy as np
 
 from shoal.commands.group_difference import completion_difference
 from shoal.commands.replayer import Replayer
-from shoal.config.compose import require_given
 from shoal.config.schema import Config, ReplayConfig
+from shoal.config.text import require_given
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run

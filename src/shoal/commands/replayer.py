@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.diff import INERT_KEYS
-from shoal.config.compose import to_dict
 from shoal.config.keys import is_under
 from shoal.config.schema import Config, MeshSection
+from shoal.config.text import to_dict
 from shoal.mesh import Roles, make_roles
 from shoal.model import hf_config
 from shoal.model.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.reward_comparison import Rescored, RewardComparison, rank_correlation
-from shoal.config.compose import require_given
 from shoal.config.schema import AlgorithmSection, Config, RescoreConfig
+from shoal.config.text import require_given
 from shoal.report.console import Console
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup

@@ -1,1 +1,2 @@
-"""Settings: their keys and defaults (`schema`), how they are written (`arguments`) and put together (`compose`)."""
+"""The settings: what keys there are (schema), and how they are loaded (one chain of defaults, preset, file, command
+line). It knows no other system; `translator.py` says how one that does is asked."""

@@ -197,7 +197,8 @@ class PretrainConfig:
         require(self.steps >= 1, "steps", self.steps, "1 or more")
         require(self.batch >= 1, "batch", self.batch, "1 or more")
         require(self.lr >= 0, "lr", self.lr, "0 or more")
-        require(self.hidden_size >= 64 and self.hidden_size % 64 == 0, "width", self.hidden_size, "a multiple of 64: heads are 32 wide")
+        require(self.hidden_size >= 64 and self.hidden_size % 64 == 0, "hidden_size", self.hidden_size,
+                "a multiple of 64: heads are 32 wide")
         require(self.layers >= 1, "layers", self.layers, "1 or more")
         require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "300 or more: all bytes and the special tokens")
         require(0 <= self.stop_at_accuracy <= 1, "stop_at_accuracy", self.stop_at_accuracy, "a number in [0, 1]")

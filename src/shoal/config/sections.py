@@ -273,9 +273,12 @@ class OptimizerSection:
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, "optimizer.lr", self.lr, "0 or more")
+        require(self.eps >= 0, "optimizer.eps", self.eps, "0 or more")
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
         require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
         require(self.clip_grad_norm >= 0, "optimizer.clip_grad_norm", self.clip_grad_norm, "0 (off) or more")
@@ -313,8 +316,8 @@ class TrainSection:
     weight_sync_interval: int = 1
     """Steps between two publications of weights to the sampler; n above 1 means samples up to n-1 versions old."""
     max_staleness: int = -1
-    """Most versions that samples may be older than the trainer's weights, at least weight_sync_interval - 1; -1 for just
-    that."""
+    """Most versions that samples may be older than the trainer's weights, at least weight_sync_interval - 1; -1 for
+    just that."""
     retire_above: float = 1.0
     """Prompts of a higher pass rate are not drawn again, and the harder the others are the more often they are; 1 for
     off. Rates act from the next epoch on."""

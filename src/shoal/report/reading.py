@@ -17,7 +17,7 @@ from shoal.types import Group, ShoalError
 
 def read_config(run: Path) -> Config:
     """The resolved settings of a run; of its newest segment, if it was resumed with others."""
-    from shoal.config.compose import compose
+    from shoal.config.loading import compose
 
     return compose(Config, [str(run / CONFIG)])[0]
 
@@ -26,7 +26,7 @@ def read_segments(run: Path) -> dict[int, Config]:
     """The settings of each segment of a run, by the version that it started at.
 
     A run that was never resumed with other settings has one segment, with those of config.yaml."""
-    from shoal.config.compose import compose
+    from shoal.config.loading import compose
 
     segments = {number: compose(Config, [str(file)])[0] for number, file in parts_of(run).items()}
     if 0 not in segments:

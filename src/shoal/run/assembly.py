@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from shoal.config.compose import texts_of, to_dict
 from shoal.config.schema import Config
+from shoal.config.text import texts_of, to_dict
 from shoal.files import writing
 from shoal.mesh import Roles, make_roles
 from shoal.model.tokenizer import Tokenizer

@@ -14,21 +14,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.aliases import same_key
-from shoal.config.arguments import quote, rewrite
-from shoal.config.compose import (
-    PRESETS,
-    Resolved,
-    compose_arguments,
-    compose_values,
-    find_preset,
-    get_value,
-    nested_names,
-    recompose,
-)
-from shoal.config.convert import convert_value, leaves_of
-from shoal.config.keys import command_of, is_under, keys_of
+from shoal.config.arguments import Arguments, key_of, read_arguments
+from shoal.config.keys import is_under, keys_of
+from shoal.config.loading import Resolved, given_values, load, nested_names, recompose
 from shoal.config.schema import Config
+from shoal.config.translator import Entry
+from shoal.config.values import get_value, leaves_of
 from shoal.files import check_local
 from shoal.report.console import Console
 from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder
@@ -74,14 +65,13 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
 
     >>> config, resolved = compose_job(Config, ["resume=last", "steps=200"])
     """
-    arguments = rewrite(config_type, argv)
-    run = find_named_run(config_type, arguments.values, arguments.config_name, arguments.overrides)
+    arguments = read_arguments(config_type, argv)
+    run = named_run(config_type, arguments)
     if run is None:
-        return compose_arguments(config_type, arguments)
+        return load(config_type, arguments)
     file = run / CONFIG
-    arguments = replace(arguments, config_name=str(file), values={**arguments.values, "resume": str(run)},
-                        overrides=(*arguments.overrides, f"++resume={quote(str(run))}"))
-    return recompose(config_type, file, arguments)
+    entries = (*arguments.entries, Entry("resume", str(run), "command line"))
+    return recompose(config_type, file, replace(arguments, config_name=str(file), entries=entries))
 
 
 def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,24 +80,16 @@ def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
     >>> from_overrides(Config, **on_run({"resume": "last", "steps": 200}))
     """
     names = {name: value for name, value in overrides.items() if name != "config_name"}
-    given = {same_key(name): str(value) for name, value in leaves_of(Config, nested_names(names))
-             if same_key(name) in PLACE}
-    run = find_named_run(Config, given, str(overrides.get("config_name", "")))
+    entries = [Entry(name, str(value), "Python") for name, value in leaves_of(Config, nested_names(names))
+               if (key := key_of(Config, name)) and key.name in PLACE]
+    run = named_run(Config, Arguments(str(overrides.get("config_name", "")), tuple(entries)))
     return {**overrides, "config_name": str(run / CONFIG), "resume": str(run)} if run else dict(overrides)
 
 
-def find_named_run(config_type: type, given: Mapping[str, Any], config_name: str = "",
-                   overrides: Sequence[str] = ()) -> Path | None:
-    """The run that `resume` names, among the keys given or in the preset or file given; None where none does."""
-    values: dict[str, Any] = {}
-    command = command_of(config_type)
-    file = find_preset(command, config_name) if config_name else None
-    if file and not file.is_relative_to(PRESETS):  # packaged presets name no run
-        values = {same_key(name): value
-                  for name, value in leaves_of(config_type, compose_values(command, file, overrides))}
-    values |= given
-    keys = keys_of(config_type)
-    resume, base = (convert_value(keys[name], values.get(name, keys[name].default)) for name in PLACE)
+def named_run(config_type: type, arguments: Arguments) -> Path | None:
+    """The run that `resume` names, among the user's own keys or in the file that they name; None where none does."""
+    given = given_values(config_type, arguments, *PLACE)
+    resume, base = (given.get(name, keys_of(config_type)[name].default) for name in PLACE)
     if not resume:
         return None
     check_local(base, "base_output_directory")

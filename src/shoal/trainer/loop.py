@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.config.compose import to_dict
 from shoal.config.schema import Config, SamplingSection
+from shoal.config.text import to_dict
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.tasks.library import PENALTY
 from shoal.trainer.checkpoint import Checkpoints, Restored

@@ -37,7 +37,8 @@ def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any],
                    weight_decay: Any) -> optax.GradientTransformation:
     """`weight_decay` is a tree of bools over the parameters: weight decay applies where it is True."""
     parts = [optax.clip_by_global_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
-    adamw = optax.adamw(rate, section.beta1, section.beta2, weight_decay=section.weight_decay, mask=weight_decay)
+    adamw = optax.adamw(rate, section.beta1, section.beta2, section.eps, weight_decay=section.weight_decay,
+                        mask=weight_decay)
     return optax.chain(*parts, adamw)
 
 

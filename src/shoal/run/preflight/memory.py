@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.config.compose import get_value
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
+from shoal.config.values import get_value
 from shoal.mesh import Role, Roles
 from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, shardings
 from shoal.report.findings import gib

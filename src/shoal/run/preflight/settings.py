@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.config.compose import brought_by_name
 from shoal.config.keys import keys_of
+from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, TaskSection
 from shoal.files import check_local, check_place
 from shoal.report.findings import Findings
@@ -202,7 +202,7 @@ def unread_bounds(config: Config) -> Iterator[str]:
     changed = [name for name in BOUNDS[a.loss] if getattr(a, name) != getattr(defaults, name)]
     if not changed or a.num_epochs * a.num_minibatches > 1:
         return
-    preset = brought_by_name(config)
+    preset = packaged_values(config)
     chosen = [f"algorithm.{name}={getattr(a, name):g}" for name in changed
               if getattr(a, name) != preset.get(f"algorithm.{name}")]
     if chosen:

@@ -8,16 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.aliases import FOREIGN
 from shoal.config.arguments import aliases_of, find_key, names_of, words_text
+from shoal.config.files import packaged, presets_of
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
+from shoal.config.translator import ForeignFlag, translator
+from shoal.config.values import shown
 from shoal.text import nearest
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.config.compose import Resolved
-    from shoal.config.foreign import Foreign
+    from shoal.config.loading import Resolved
 
 EXAMPLES = """\
 shoal train                                        a tiny model, word problems, about two minutes on a CPU
@@ -30,6 +31,7 @@ shoal train --help optimizer                       those of one topic"""
 
 OPTIONS: Mapping[str, str] = {
     "--config-name": "NAME: a preset, or a YAML file; a file may also come first",
+    "--preset": "NAME: a preset beneath that file",
     "--dry-run": "print the resolved configuration and touch nothing",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
     "--help": "TOPIC: what you read here, or one topic or key of it",
@@ -87,9 +89,8 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
         lines += ["", "short forms"]
         lines += [f"  {name}= is {alias.key}=" + (f"  ({alias.note})" if alias.note else "")
                   for name, alias in aliases.items()]
-    taken = [row for row in FOREIGN.values() if row.fits(config_type)]
-    if systems := sorted({system for row in taken for system in row.systems.split(", ")}):
-        lines += ["", f"flags of {', '.join(systems)} are taken, too; what one becomes: shoal {command} --help FLAG"]
+    if systems := sorted({system for flag in translator().flags(config_type).values() for system in flag.systems}):
+        lines += ["", f"flags of {', '.join(systems)} are accepted, too; what one becomes: shoal {command} --help FLAG"]
     if topics := topics_of(config_type):
         lines += ["", f"one topic alone: shoal {command} --help TOPIC, of", *textwrap.wrap(
             ", ".join(topics), _width(), initial_indent="  ", subsequent_indent="  ")]
@@ -113,8 +114,8 @@ def _topic_help(config_type: type, topic: str) -> str:
         return "\n".join([*lines, *_packaged_lines(config_type, topic)])
     if topic in names_of(config_type):
         return "\n".join([*_key_lines(find_key(config_type, topic)), *_packaged_lines(config_type, topic)])
-    if topic in FOREIGN and FOREIGN[topic].fits(config_type):
-        return "\n".join(_foreign_lines(config_type, FOREIGN[topic]))
+    if flag := translator().flags(config_type).get(topic):
+        return "\n".join(_flag_lines(config_type, flag))
     known = [*topics_of(config_type), *names_of(config_type)]
     raise ShoalError(f"{topic}: there is no such topic or key, did you mean {nearest(topic, known)}? "
                      f"`shoal {command_of(config_type)} --help` lists all")
@@ -122,23 +123,21 @@ def _topic_help(config_type: type, topic: str) -> str:
 
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
     """The packaged settings that a topic's key names, each with the first line of its file."""
-    from shoal.config.compose import PACKAGED, PRESETS
-
-    key = next((key for key, folder in PACKAGED.items() if folder == topic and key in keys_of(config_type)), "")
-    files = sorted((PRESETS / topic).glob("*.yaml")) if key else []
+    key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
+    names = presets_of(topic) if key in keys_of(config_type) else []
+    files = [file for name in names if (file := packaged(topic, name))]
     heads = [file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").partition(". ")[0] for file in files]
     width = max((len(file.stem) for file in files), default=0) + 2
     lines = [f"  {file.stem:<{width}}{head.rstrip('.,;')}" for file, head in zip(files, heads, strict=True)]
     return ["", f"settings by name: {topic}=", *lines] if files else []
 
 
-def _foreign_lines(config_type: type, row: Foreign) -> list[str]:
+def _flag_lines(config_type: type, flag: ForeignFlag) -> list[str]:
     """What a flag of another system becomes, and the keys that it sets."""
-    keys = [keys_of(config_type)[key] for key in row.keys if key in keys_of(config_type)]
-    head = f"  {row.name} ({row.systems})"
-    text = row.meaning or "another name of this key"
+    keys = [keys_of(config_type)[key] for key in flag.keys if key in keys_of(config_type)]
+    text = flag.meaning or "another name of this key"
     lines = textwrap.wrap(text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
-    return [head, *lines, *(line for key in keys for line in _key_lines(key))]
+    return [f"  {flag.name} ({', '.join(flag.systems)})", *lines, *(line for key in keys for line in _key_lines(key))]
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
@@ -162,21 +161,13 @@ def _width() -> int:
     return max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
 
 
-def shown(value: Any) -> str:
-    """A value as a user types it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{','.join(map(shown, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 # ---- before a run
 
 
 def dry_run(config: Any, resolved: Resolved) -> str:
-    """The resolved configuration as YAML; what differs from the defaults, and a step's size, as its comments."""
-    from shoal.config.compose import difference_from_defaults
+    """The resolved configuration as YAML; as its comments, what differs from the defaults and where each value came
+    from, what other systems' flags became, and a step's size."""
+    from shoal.config.text import difference_from_defaults
 
     keys = keys_of(type(config))
     lines = [note for note in resolved.notes if note not in resolved.became]
@@ -184,14 +175,14 @@ def dry_run(config: Any, resolved: Resolved) -> str:
         lines += ["flags of other systems:", *(f"  {line}" for line in resolved.became)]
     if changed := difference_from_defaults(config):
         lines += ["differs from the defaults:",
-                  *(f"  {name}={shown(value)} (default {shown(keys[name].default) or 'empty'})"
-                    for name, value in changed.items())]
+                  *(f"  {name}={shown(value)}  # {resolved.origins.get(name, 'Shoal')} "
+                    f"(default {shown(keys[name].default) or 'empty'})" for name, value in changed.items())]
     else:
         lines.append("nothing differs from the defaults")
     if isinstance(config, Config):
         lines.append(step_text(config))
         if config.resume:
-            lines.append("a run that goes on takes its own configuration, and only the keys that you give beside it")
+            lines.append("a resumed run has its own configuration, and only the keys that you give beside it")
     return resolved.text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in lines)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from shoal.commands.help import options_of, topics_of
 from shoal.config.arguments import find_key, names_of
-from shoal.config.compose import presets_of
-from shoal.config.help import options_of, topics_of
+from shoal.config.files import presets_of
 from shoal.config.keys import COMMANDS, Key
 from shoal.text import nearest
 from shoal.types import ShoalError

@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from shoal.config.arguments import find_key
 from shoal.config.keys import Key, keys_of, sections_of
 from shoal.types import ShoalError
 
+UNBOUNDED = ("algorithm.correction_cap",)
+"""Numbers for which `inf` means no bound."""
 
-def convert(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
-    """Plain nested values, with `own` by dotted key over them, as the frozen dataclass.
 
-    Raises ShoalError naming the key, what came and what is allowed.
-    """
-    flat = {find_key(config_type, name).name: value for name, value in leaves_of(config_type, values)} | dict(own or {})
-    keys = keys_of(config_type)
-    return build(config_type, {name: convert_value(keys[name], value) for name, value in flat.items()})
+def text_of(value: Any) -> str:
+    """A value of Python, YAML or the command line as a user types it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(text_of, value)) + "]"
+    return "null" if value is None else str(value)
+
+
+def shown(value: Any) -> str:
+    """A value of a configuration as a user types it, numbers in short."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(shown, value))}]"
+    return f"{value:g}" if isinstance(value, float) else text_of(value)
+
+
+def get_value(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name as nested dicts, tuples as lists."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = list(value) if isinstance(value, tuple) else value
+    return nested
 
 
 def leaves_of(config_type: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,9 +88,12 @@ def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
             return value
         raise _wrong_type(key, value, f"one of {', '.join(allowed)}")
     try:
-        return _CONVERTERS[wanted](value)
+        converted = _CONVERTERS[wanted](value)
+        if wanted is float and not math.isfinite(converted) and not (converted > 0 and key.name in UNBOUNDED):
+            raise ValueError
     except (ValueError, OverflowError):
         raise _wrong_type(key, value, _WANTED[wanted]) from None
+    return converted
 
 
 def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
@@ -99,10 +128,7 @@ def _to_int(value: Any) -> int:
 def _to_float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
+    return float(value)
 
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}

@@ -1,0 +1,184 @@
+"""What flags become that need the final values of other keys: the one list of such rules.
+
+Each is called once, after presets, file and command line are merged, with the flags of its group that were given and a
+way to ask for any key. It returns values by key and a sentence for the start.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shoal.compat.flags import NOTHING, Given, Values, last_part, to_float, to_int
+from shoal.config.translator import Get
+from shoal.types import ShoalError
+
+# ---- lengths and devices
+
+
+def lengths(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText, Tunix: max_target_length counts prompt and completion together."""
+    prompt = get("sampling.max_prompt_tokens")
+    *_, (name, text) = given.items()
+    completion = to_int(name, text) - prompt
+    if completion < 1:
+        raise ShoalError(f"{name}={text}: expected more than sampling.max_prompt_tokens={prompt}, since it counts "
+                         "prompt and completion together")
+    return {"sampling.max_completion_tokens": str(completion)}, \
+        f"prompt and completion together, less {prompt} for the prompt"
+
+
+def devices(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many samplers of so many
+    devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the trainer's number follows from it."""
+    shares = {name.lower(): to_float(name, text) for name, text in given.items() if name.lower().endswith("fraction")}
+    for name, share in shares.items():
+        if not 0 < share <= 1:
+            raise ShoalError(f"{name}={share:g}: expected a number above 0, up to 1.0 for all devices")
+    if len(shares) == 2 and sum(shares.values()) > 1 and set(shares.values()) != {1.0}:
+        shown = " and ".join(f"{name}={share:g}" for name, share in shares.items())
+        raise ShoalError(f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a sum of at "
+                         "most 1")
+    values = {f"mesh.{name.partition('_')[0]}": str(share) for name, share in shares.items()}
+    if len(given) == len(shares):
+        return values, "the trainer's devices are the first, the sampler's the last"
+    each = to_int("inference_devices_per_replica", given.get("inference_devices_per_replica", "4"))
+    number = to_int("inference_replicas", given.get("inference_replicas", "1"))
+    values["mesh.sampler_tensor"] = str(each)
+    if "mesh.sampler" in values:
+        return values, f"each sampler over {each} devices; how many there are follows from sampler_devices_fraction"
+    if get("mesh.fsdp") != -1:
+        values.setdefault("mesh.trainer", str(get("mesh.data") * get("mesh.fsdp") * get("mesh.tensor")))
+    return {"mesh.sampler": str(each * number), **values}, f"{number} samplers, each over {each} devices"
+
+
+# ---- sizes of a step, and how many there are
+
+
+def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
+    """TorchRL: a dialog turn is one completion: so many a step, of whole groups. num_envs says how many are drawn at
+    once there, and is a step's prompts here if nothing else says."""
+    name = "train.dialog_turns_per_batch"
+    if name not in given:
+        return {"batch.prompts_per_step": given["env.num_envs"]}, "prompts of a step, each with env.repeats completions"
+    text = given[name]
+    size, group = to_int(name, text), get("batch.group_size")
+    if size % group:
+        raise ShoalError(f"{name}={text}: expected a multiple of batch.group_size={group}")
+    return {"batch.prompts_per_step": str(size // group)}, f"{size} completions a step, {group} a prompt"
+
+
+def turns(given: Given, get: Get) -> tuple[Values, str]:
+    """TorchRL: a run is so many completions."""
+    *_, (name, text) = given.items()
+    if get("batch.prompts_per_device"):
+        raise ShoalError(f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices that "
+                         "batch.prompts_per_device is for is known only later; or give steps")
+    total, step = to_int(name, text), get("batch.prompts_per_step") * get("batch.group_size")
+    return {"steps": str(-(-total // step))}, f"{step} completions a step" + (", rounded up" if total % step else "")
+
+
+def _micro(completions: int, get: Get) -> tuple[Values, str]:
+    tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
+    return {"batch.micro_tokens": str(completions * tokens)}, \
+        f"{completions} completions of {tokens} tokens at once on a device; it decides memory, never the result"
+
+
+def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
+    """TorchRL: completions of an optimizer step, and the parts that it is computed in."""
+    named = last_part(given)
+    parts = to_int("train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1"))
+    size = to_int("train.optim_batch_size", named["optim_batch_size"]) if "optim_batch_size" in named else \
+        get("batch.prompts_per_step") * get("batch.group_size")
+    return _micro(-(-size // parts), get)
+
+
+def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: completions that a device computes at once."""
+    return _micro(max(to_int(name, text) for name, text in given.items()), get)
+
+
+def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: prompts of an update; a step of fewer is one update."""
+    *_, (name, text) = given.items()
+    prompts = get("batch.prompts_per_step")
+    size = min(to_int(name, text), prompts)
+    if prompts % size:
+        raise ShoalError(f"{name}={text}: expected a divisor of batch.prompts_per_step={prompts}")
+    return {"algorithm.num_minibatches": str(prompts // size)}, f"{prompts} prompts a step, {size} an update"
+
+
+def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and makes
+    steps_per_generation / gradient_accumulation_steps updates of them."""
+    size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
+    parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
+    generation = given.get("steps_per_generation", "")
+    batches = parts if generation.lower() in NOTHING else to_int("steps_per_generation", generation)
+    if batches % parts:
+        raise ShoalError(f"steps_per_generation={batches}: expected a multiple of gradient_accumulation_steps={parts}, "
+                         "so that a step ends with an update")
+    group, total, updates = get("batch.group_size"), size * batches, batches // parts
+    if total % group:
+        raise ShoalError(f"per_device_train_batch_size={size} x {batches} batches: expected a multiple of "
+                         f"num_generations={group}")
+    prompts, several = total // group, f" in {updates} updates" if updates > 1 else ""
+    values, said = _micro(size, get)
+    return {"batch.prompts_per_device": str(prompts), "algorithm.num_minibatches": str(updates), **values}, \
+        f"{total} completions a device and step, {group} a prompt{several}; {said}"
+
+
+TRL_COUNTS = {"max_steps": "steps", "save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
+
+
+def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL counts updates, of which a step here may make several."""
+    each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
+    values = {TRL_COUNTS[name]: str(-(-to_int(name, text, 0) // each)) for name, text in given.items()}
+    return values, f"counted in updates there, {each} to a step here" if each > 1 else ""
+
+
+def warmup(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText, TRL, verl: a share of all updates."""
+    *_, (name, text) = given.items()
+    share = to_float(name, text)
+    if not 0 <= share <= 1:
+        raise ShoalError(f"{name}={text}: expected a share of the run, 0 to 1")
+    updates = get("steps") * get("algorithm.num_minibatches") * get("algorithm.num_epochs")
+    return {"optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
+
+
+def batches(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs."""
+    share = to_float("train_fraction", given.get("train_fraction", "1.0"))
+    epochs = to_int("num_epoch", given.get("num_epoch", "1"))
+    number = to_int("num_batches", given["num_batches"])
+    return {"steps": str(int(number * share) * epochs)}, f"{number} batches x {share:g} x {epochs} epochs"
+
+
+def test_batches(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText's train_rl: an evaluation is so many batches of questions."""
+    own = given.get("eval_batch_size", "-1")
+    size = get("batch.prompts_per_step") if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
+    number = to_int("num_test_batches", given["num_test_batches"])
+    return {"task.num_questions": str(number * size)}, f"{number} batches of {size}"
+
+
+# ---- losses
+
+
+def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages too, which the dual
+    clip here does not."""
+    text, high = given["delta"], get("algorithm.clip_high")
+    if text.lower() in NOTHING or get("algorithm.loss") in ("cispo", "sapo"):  # these do not read it
+        return {"algorithm.clip_dual": "0"}, ""
+    bound = to_float("delta", text)
+    if bound < 1 + high - 1e-9:
+        raise ShoalError(f"delta={text}: expected {1 + high:g} (1 + epsilon_high) or more; below it TRL cuts positive "
+                         "advantages too, which algorithm.clip_dual does not")
+    return {"algorithm.clip_dual": text}, ""
+
+
+DERIVATIONS = (lengths, devices, turns_per_batch, turns, micro_batch, micro_batch_per_gpu, mini_batches, trl_batch,
+               trl_updates, warmup, batches, test_batches, trl_delta)
+"""Every rule; each asks for the keys that it needs, so their order does not matter."""

@@ -1,0 +1,86 @@
+"""`docs/migrating.md`, made of the tables of flags: `python -m shoal.compat.document > docs/migrating.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shoal.compat.flags import Flag
+from shoal.compat.translation import SYSTEMS
+
+_HEAD = """\
+# Migrating
+
+<!-- made by `python -m shoal.compat.document`; change the tables in `src/shoal/compat/` instead -->
+
+Flags of MaxText, TorchRL, TRL, Tunix and verl are accepted under their own names by `shoal train` and `shoal doctor`,
+and by `shoal eval` and `shoal convert` where they have a use there: on the command line (`name=value`, `--name=value`,
+`--name value`), in files, in sweeps and in Python. A flag that is given `None` or nothing stays at its default. A flag
+whose meaning differs is reported at the start; `--dry-run` lists what every flag became, and each value's origin:
+
+```bash
+shoal train grpo.yml --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 --dry-run
+shoal train --help num_generations
+```
+
+A flag changes only what it names. All other settings stay Shoal's own, unless a preset sets the other system's:
+
+@@
+
+A configuration file of these systems loads as it is: `shoal train their.yml`, or with an entry point,
+`python examples/compat/grpo_demo.py --config_file=their.yml`, whose preset it then lies over. Keys that have a
+counterpart act. Keys that cannot matter here are listed in one line. Keys that matter and have no counterpart are
+errors, all in one message; overrule such a key on the command line (`train_model.lora.enabled=false`).
+
+`hf_access_token=` sets `HF_TOKEN` of the process, and is written nowhere. Of two flags for one key the later one
+stands, with a line that says so; in a file they are an error.
+
+What differs from these systems although a flag is accepted:
+
+- A completion that no reward function could judge leaves the denominator here. TRL keeps it there; Tunix counts it as
+  reward 0.
+- TRL's `dapo` and `cispo` divide each of several updates by the step's tokens over the number of updates; its `bnpo`
+  and its entropy bonus are means of micro-batches' means. Here every denominator is that of the update.
+- verl divides by micro-batch in `seq-mean-token-sum-norm` without `loss_scale_factor`, and sums micro-batches in
+  `geo_mean`. Here the split into micro-batches changes no number.
+- verl's `sapo` and `geo_mean` take the mean over completions whatever `loss_agg_mode` says, and so do their
+  flags here, which sets the mean of an entropy or divergence term too.
+- verl ignores `clip_ratio` as long as its own file sets both bounds; here it sets both."""
+
+_PLACES = (
+    ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`, also with a path in front, "
+     "where no such file exists: `shoal train grpo.yml`"),
+    ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
+    ("all defaults of a system, with your own model and data", "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
+     "`recipe=trl`, `recipe=verl`, `recipe=scalerl`"),
+    ("a paper's settings", "`algorithm=dapo`, `algorithm=gspo` and others: `shoal train --help algorithm`"),
+    ("`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`", "files of these names "
+     "under `examples/compat/`"),
+)
+
+
+def document() -> str:
+    """The whole page, as Markdown."""
+    places = "\n".join(f"| {had} | {here} |" for had, here in (("what you had", "here"), ("---", "---"), *_PLACES))
+    parts = [_HEAD.replace("@@", places)]
+    for system, rows in sorted(SYSTEMS.items(), key=lambda pair: pair[0].lower()):
+        parts += [f"\n## {system}\n", *_table(rows)]
+    return "\n".join(parts) + "\n"
+
+
+def _table(rows: Iterable[Flag]) -> Iterator[str]:
+    yield "| flag | becomes | |"
+    yield "| --- | --- | --- |"
+    idle: dict[str, list[str]] = {}
+    for row in rows:
+        if row.idle and not row.is_pattern:
+            idle.setdefault(row.meaning, []).append(row.name)
+        elif not row.is_pattern:
+            keys = ", ".join(f"`{key}`" for key in row.keys) or "not supported: an error if it is switched on"
+            keys = f"only {row.expected}" if row.expected else keys
+            yield f"| `{row.name}` | {keys} | {row.meaning} |"
+    for meaning, names in idle.items():
+        yield f"| {', '.join(f'`{name}`' for name in names)} | nothing | {meaning} |"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,223 @@
+"""One flag of another system, and the readers of its text. The tables are in `trl.py`, `verl.py` and the like.
+
+    rename     num_generations=4           batch.group_size=4
+    read       grpo_epsilon=0.2            algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value alone
+    group      epsilon=0.1 epsilon_high=0.3    from several flags together
+    late       max_target_length=768       sampling.max_completion_tokens=512: from other keys, too (derived.py)
+    idle       lazy_load_tensors=true      nothing: it cannot matter here
+    refused    train_model.lora.enabled    an error if it is switched on: it matters and has no counterpart
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shoal.config.keys import command_of, keys_of
+from shoal.config.translator import ForeignFlag, Get
+from shoal.types import ShoalError
+
+Chosen = TypeVar("Chosen")
+Values = Mapping[str, Any]
+"""Dotted key -> text, or list of texts."""
+
+Given = Mapping[str, str]
+"""The flags of a group that were given -> their texts."""
+
+Reader = Callable[[str, str], Values]
+Group = Callable[[Given], Values]
+Derivation = Callable[[Given, Get], tuple[Values, str]]
+"""(flags, the final value of any key) -> (values, a sentence for the start)."""
+
+NOTHING = ("", "none", "null", "{}", "[]")
+"""Texts of a flag that is left at its default."""
+
+OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
+"""Texts of a flag that is not switched on."""
+
+COMMANDS = ("train", "doctor", "eval", "generate", "convert")
+"""Commands that accept a flag which becomes no key."""
+
+INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokenizer"}
+"""Keys that `shoal convert` has under another name."""
+
+WEAK, LOWEST = "weak ", "lowest "
+"""Before a key in a reader's values: it yields to all else that is given in its layer, or anywhere."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag (or a pattern of names, `sa_*`) and what it becomes.
+
+    >>> Flag("num_generations", ("batch.group_size",))
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    lowest: tuple[str, ...] = ()  # late: keys that it sets where nothing else does
+    meaning: str = ""
+    read: Reader | None = None
+    group: Group | None = None
+    late: Derivation | None = None
+    idle: bool = False
+    refused: bool = False
+    accepts: tuple[str, ...] = OFF  # refused: texts that are no error
+    expected: str = ""  # refused: the texts that say what happens here
+    is_switch: bool = False  # may stand bare
+    is_quiet: bool = True  # not worth a line at the start
+    has_tail: bool = True  # its line ends with its meaning
+    keeps_nothing: bool = False  # None is a value of its own
+    only: Callable[[str], bool] | None = None  # a name that is ours, too: the texts that are theirs
+    system: str = ""
+
+    @property
+    def is_rename(self) -> bool:
+        return not (self.read or self.group or self.late or self.idle or self.refused)
+
+    @property
+    def is_pattern(self) -> bool:
+        return "*" in self.name
+
+    def matches(self, name: str) -> bool:
+        return self.name == name or (self.is_pattern and fnmatch.fnmatchcase(name, self.name))
+
+    def fits(self, config_type: type) -> bool:
+        """True if a command accepts it."""
+        command = command_of(config_type)
+        if not self.keys:
+            return command in COMMANDS
+        keys = keys_of(config_type)
+        return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
+
+    def described(self) -> ForeignFlag:
+        key = self.keys[0] if len(self.keys) == 1 and not (self.read or self.late) else ""
+        return ForeignFlag(self.name, (self.system,), self.keys, self.meaning, self.is_switch or self.idle,
+                           self.is_rename, key)
+
+
+# ---- kinds of rows
+
+
+def renames(**names: str) -> list[Flag]:
+    """Rows of names that stand for one key; `__` is a dot."""
+    return [Flag(name.replace("__", "."), (key,)) for name, key in names.items()]
+
+
+def reads(name: str, keys: str, read: Reader, meaning: str, **more: Any) -> Flag:
+    return Flag(name, tuple(keys.split()), meaning=meaning, read=read, **more)
+
+
+def grouped(group: Group, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
+    """Rows that are read together."""
+    return [Flag(name, tuple(keys.split()), meaning=meaning, group=group, **more) for name in names]
+
+
+def derived(late: Derivation, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
+    return [Flag(name, tuple(keys.split()), meaning=meaning, late=late, **more) for name in names]
+
+
+def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
+    """Flags that change nothing here; a text of several names stands for each of them."""
+    return [Flag(name, meaning=meaning, idle=True, is_switch=True, **more) for text in names for name in text.split()]
+
+
+def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
+    """Flags that matter and have no counterpart; `accepts`: texts beside OFF that ask for what happens here."""
+    return [Flag(name, meaning=meaning, refused=True, accepts=(*OFF, *accepts), is_switch=True) for name in names]
+
+
+def only(meaning: str, *texts: str, names: str) -> list[Flag]:
+    """Flags with few texts that are possible here."""
+    return [Flag(name, meaning=meaning, refused=True, accepts=(*texts, *NOTHING), expected=" or ".join(texts),
+                 is_switch=True) for name in names.split()]
+
+
+# ---- readers
+
+
+def each(*keys: str) -> Reader:
+    """The same text for several keys."""
+    return lambda name, text: dict.fromkeys(keys, text)
+
+
+def optional(key: str, none: str = "0") -> Reader:
+    """A number, or None for off."""
+    return lambda name, text: {key: none if text.lower() in NOTHING else text}
+
+
+def least_zero(key: str) -> Reader:
+    """A number whose -1 is our 0."""
+    return lambda name, text: {key: "0" if text == "-1" else text}
+
+
+def if_true(values: Values, other: Values) -> Reader:
+    return lambda name, text: values if to_bool(name, text) else other
+
+
+def listed(key: str) -> Reader:
+    return lambda name, text: {key: items_of(text)}
+
+
+def choice(options: Mapping[str, Values]) -> Reader:
+    """A reader that knows these texts."""
+    return lambda name, text: chosen(name, text, options)
+
+
+def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
+    """What a text stands for."""
+    if text not in options:
+        raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
+    return options[text]
+
+
+REMAT = if_true({"model.remat": "full"}, {"model.remat": "none"})
+
+KNOWN_TASKS = {"gsm8k": "gsm8k", "openai/gsm8k": "gsm8k", "ifeval": "ifeval", "google/ifeval": "ifeval",
+               "math": "math", "countdown": "countdown"}
+"""Data sets, as others name them, that are tasks of ours."""
+
+
+def data_set(name: str, text: str) -> Values:
+    """A task of ours, or a data set of the user's own. What a preset says of other data falls away."""
+    task = KNOWN_TASKS.get(text.lower())
+    return {"task.name": task or "custom", "task.path": "" if task else text,
+            WEAK + "task.split": "train", WEAK + "task.files": [], WEAK + "task.subset": ""}
+
+
+def to_bool(name: str, text: str) -> bool:
+    if text.lower() in ("true", "yes", "on", "1"):
+        return True
+    if text.lower() in OFF:
+        return False
+    raise ShoalError(f"{name}={text}: expected true or false")
+
+
+def to_int(name: str, text: str, least: int = 1) -> int:
+    number = to_float(name, text)
+    if not number.is_integer() or number < least:
+        raise ShoalError(f"{name}={text}: expected a whole number of {least} or more")
+    return int(number)
+
+
+def to_float(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ShoalError(f"{name}={text}: expected a finite number")
+    return number
+
+
+def items_of(text: str) -> list[str]:
+    """The items of `a,b` or `[a,b]`, with or without quotes."""
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [item.strip().strip("'\"") for item in inside.split(",") if item.strip()]
+
+
+def last_part(given: Given) -> dict[str, str]:
+    """The flags of a group by the last part of their names."""
+    return {name.rpartition(".")[2]: text for name, text in given.items()}

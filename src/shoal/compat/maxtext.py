@@ -1,0 +1,247 @@
+"""MaxText: the flat flags of its trainers (base.yml, grpo.yml, rl.yml)."""
+
+from __future__ import annotations
+
+from shoal.compat.derived import batches, devices, lengths, test_batches, warmup
+from shoal.compat.flags import (
+    Flag,
+    Given,
+    Values,
+    choice,
+    data_set,
+    derived,
+    each,
+    grouped,
+    idle,
+    listed,
+    only,
+    reads,
+    refused,
+    renames,
+    to_bool,
+    to_float,
+    to_int,
+)
+from shoal.compat.token import TOKEN
+from shoal.compat.tunix import AGGREGATIONS
+from shoal.types import ShoalError
+
+
+def clip(given: Given) -> Values:
+    """grpo_epsilon is both bounds, unless rl.epsilon_high is given."""
+    named = {name.rpartition(".")[2]: text for name, text in given.items()}
+    values: dict[str, str] = {}
+    if low := named.get("grpo_epsilon"):
+        values = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"), str(to_float("grpo_epsilon", low)))
+    if high := named.get("epsilon_high"):
+        values["algorithm.clip_high"] = str(to_float("epsilon_high", high))
+    return values
+
+
+def evaluation(given: Given) -> Values:
+    """train_rl evaluates between steps only where a share of the data is kept for it."""
+    share = to_float("train_fraction", given.get("train_fraction", "1.0"))
+    every = given.get("eval_interval", "")
+    return {"train.evaluate_every": every if share < 1 and every != "-1" else "0"} if every else {}
+
+
+def profiler(name: str, text: str) -> Values:
+    if text not in ("xplane", ""):
+        raise ShoalError(f"{name}={text}: expected xplane, or nothing for off")
+    return {"report.profile": ["2", "3", "4"] if text else []}
+
+
+def parallelism(name: str, text: str) -> Values:
+    return {"mesh.tensor": "1" if text == "-1" else str(to_int(name, text))}
+
+
+def dtype(name: str, text: str) -> Values:
+    return {"model.dtype": choice({one: {"k": one} for one in ("bfloat16", "float32")})(name, text)["k"]}
+
+
+def stop(name: str, text: str) -> Values:
+    return listed("sampling.stop")(name, text)
+
+
+def wandb(name: str, text: str) -> Values:
+    return {"report.wandb.mode": "online" if to_bool(name, text) else "off"}
+
+
+_LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token", "gspo")}
+_PROMPTS = "prompts on each of the trainer's devices, each with num_generations completions"
+
+FLAGS: list[Flag] = [
+    *renames(
+        learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
+        model_name="model.name", tokenizer_path="model.tokenizer", load_parameters_path="model.path",
+        grpo_beta="algorithm.kl_coef", max_prefill_predict_length="sampling.max_prompt_tokens",
+        decode_sampling_temperature="sampling.temperature", hf_data_split="task.split",
+        train_split="task.split", eval_split="task.eval_split", hf_eval_split="task.eval_split",
+        hf_name="task.subset", hf_subset="task.subset", batch_size="batch.prompts_per_step",
+        inference_rollouts="train.weight_sync_interval", ici_fsdp_parallelism="mesh.fsdp",
+        ici_data_parallelism="mesh.data", gradient_clipping_threshold="optimizer.clip_grad_norm",
+        adam_b1="optimizer.beta1", adam_b2="optimizer.beta2", adam_eps="optimizer.eps",
+        adam_weight_decay="optimizer.weight_decay", max_num_checkpoints_to_keep="checkpoint.keep_last",
+        data_shuffle_seed="seed", wandb_project_name="report.wandb.project", enable_tensorboard="report.tensorboard",
+        rl__num_generations="batch.group_size", rl__num_iterations="algorithm.num_epochs",
+        rl__grpo_beta="algorithm.kl_coef", rl__off_policy_steps="train.max_staleness"),
+    Flag("scan_layers", ("model.scan_layers",), is_switch=True),
+    reads("decode_sampling_top_k", "sampling.top_k", each("sampling.top_k"), "0 is all"),
+    reads("decode_sampling_nucleus_p", "sampling.top_p",
+          lambda name, text: {"sampling.top_p": "1" if text in ("-1", "0") else text}, "-1 is 1: all"),
+    reads("per_device_batch_size", "batch.prompts_per_device",
+          lambda name, text: {"batch.prompts_per_device": str(to_int(name, text))}, _PROMPTS, is_quiet=False),
+    *[Flag(name, keys, meaning=meaning, group=clip) for name, keys, meaning in (
+        ("grpo_epsilon", ("algorithm.clip_low", "algorithm.clip_high"), "both bounds"),
+        ("rl.grpo_epsilon", ("algorithm.clip_low", "algorithm.clip_high"), "both bounds"),
+        ("rl.epsilon_high", ("algorithm.clip_high",), "None: as rl.grpo_epsilon"))],
+    *[reads(name, "algorithm.loss", choice(_LOSSES), "grpo, gspo-token or gspo") for name in (
+        "loss_algo", "rl.loss_algo")],
+    reads("rl.loss_agg_mode", "algorithm.aggregation", choice(AGGREGATIONS),
+          "as Tunix: sequence-mean-token-scale is seq-mean-token-sum-norm"),
+    *derived(lengths, "sampling.max_completion_tokens",
+             "prompt and completion together: less the prompt's limit, as finally resolved", "max_target_length"),
+    *[reads(name, "task.name task.path", data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
+            "task=custom with its path", is_quiet=False, has_tail=False) for name in ("hf_path", "dataset_name")],
+    *[reads(name, "task.files", listed("task.files"), "files to train on; where task.split names a subset, the split")
+      for name in ("hf_data_files", "hf_train_files")],
+    reads("profiler", "report.profile", profiler, "steps that are traced into the run's profile/; xplane: 2 to 4",
+          is_quiet=False, keeps_nothing=True),
+    reads("ici_tensor_parallelism", "mesh.tensor", parallelism, "-1 (auto) is 1: parameters are split by fsdp",
+          is_quiet=False),
+    *derived(devices, "mesh.trainer", "that share of the devices, the first ones", "trainer_devices_fraction",
+             "TRAINER_DEVICES_FRACTION"),
+    *derived(devices, "mesh.sampler", "that share of the devices, the last ones", "sampler_devices_fraction",
+             "SAMPLER_DEVICES_FRACTION"),
+    *derived(devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
+             "inference_devices_per_replica devices (1 and 4 where only the other is given)",
+             "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
+    *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
+    *derived(batches, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
+    *derived(test_batches, "task.num_questions", "batches of questions in an evaluation", "num_test_batches"),
+    *grouped(evaluation, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
+    reads("dtype", "model.dtype", dtype, "of the computation; masters and optimizer stay float32"),
+    reads("stop_strings", "sampling.stop", stop, "strings that end a completion"),
+    reads("enable_wandb", "report.wandb.mode", wandb, "true: online", is_switch=True),
+    reads("remat_policy", "model.remat", choice({
+        "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
+        "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),
+        "full, minimal (dots) or none; custom: auto"),
+    *idle("read with num_batches and eval_interval", "train_fraction", "num_epoch"),
+    *idle("read with num_test_batches", "eval_batch_size"),
+    # ---- what matters and has no counterpart
+    *refused("quantised weights or caches", "quantization", "use_qwix_quantization", "quantize_kvcache",
+             "checkpoint_is_quantized", "quant_cfg_path"),
+    *refused("set num_generations and batch_size; batch.micro_tokens bounds memory", "gradient_accumulation_steps",
+             accepts=("1",)),
+    *refused("another trainer; this one makes groups of samples", "use_dpo", "use_sft", "enable_diloco"),
+    *refused("LoRA and partial training; all weights are trained", "lora_input_adapters_path",
+             "hf_lora_adapter_path", "trainable_parameters_mask"),
+    *refused("agents and environments", "rl.use_agentic_rollout"),
+    *refused("a system prompt; write it into task.template", "rl.system_prompt"),
+    *refused("give reward=FILE:FUNCTION", "reward_functions_path", "reward_functions", "dataset_processor_path"),
+    *refused("a step is never skipped", "skip_step_on_spikes"),
+    *refused("models here have no dropout", "dropout_rate"),
+    *refused("an auxiliary loss", "z_loss_multiplier", "mtp_num_layers", "load_balance_loss_weight",
+             "indexer_loss_scaling_factor"),
+    *refused("resume=FOLDER goes on with a run", "load_full_state_path"),
+    *refused("checkpoints are always written", "enable_checkpointing", accepts=("true",)),
+    *refused("only data, fsdp and tensor axes: mesh.data, mesh.fsdp, mesh.tensor", "dcn_*_parallelism",
+             "ici_*_parallelism", "rollout_expert_parallelism", accepts=("1",)),
+    *only("AdamW is the optimizer", "adamw", names="opt_type"),
+    *only("samples are drawn by temperature, top_k and top_p; evaluation is greedy", "weighted", "greedy", "nucleus",
+          "topk", names="decode_sampling_strategy"),
+    *only("evaluation is greedy, and sampled for pass@k", "greedy", names="eval_sampling_strategy"),
+    *only("a group's completions are judged alone", "pass", names="eval_mode"),
+    *only("text of the model alone", "causal_lm", names="training_objective"),
+    *only("the learning rate falls along a cosine here", "cosine", names="lr_schedule_type"),
+    # ---- what differs, with a line each
+    *idle("the learning rate falls to 0 here", "learning_rate_final_fraction", is_quiet=False),
+    *idle("the prompt and the rewards of the task are reward.preset's (tunix, maxtext, ...)", "reward_*_match",
+          "reward_exact_answer", "reward_ratio_*", "penalty_incorrect_*", "reasoning_*_token*",
+          "solution_*_token", "chat_template_path", "data_template_path", "chat_template", "use_chat_template"),
+    # ---- what cannot matter here
+    *idle("taken as HF_TOKEN of this process, written nowhere", TOKEN),
+    *idle("Pathways is not set up by Shoal: JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET choose it", "use_pathways",
+          "use_pathways_reshard", "enable_single_controller"),
+    *idle("one process starts no distributed system", "skip_jax_distributed_system",
+          "jax_distributed_initialization_timeout"),
+    *idle("weights are always read a tensor at a time", "lazy_load_tensors"),
+    *idle("JAX's own choice of devices is taken; JAX_PLATFORMS=cpu chooses the CPU", "hardware"),
+    *idle("the preset of that name is chosen by --config-name, or by a file's `defaults`", "base_config"),
+    *idle("there is one trainer, and this is it", "use_grpo"),
+    *idle("masters are float32", "weight_dtype", "grad_dtype", "mu_dtype"),
+    *idle("an evaluation takes its questions from task.eval_split", "test_batch_start_index", "eval_dataset_name",
+          "num_eval_passes", "eval_corr_lst", "eval_make_lst", "generation_configs.*", "eval_start_step", "eval_steps",
+          "eval_per_device_batch_size", "eval_data_columns", "eval_image_column", "target_eval_loss"),
+    *idle("the model's shape comes with its checkpoint", """
+        decoder_block base_* head_dim global_* local_* attention_* share_kv_projections mlp_* num_experts*
+        normalization_layer_epsilon vocab_size logits_* normalize_embedding_logits rope_* *rope_proportion mscale
+        beta_fast beta_slow max_position_embeddings original_max_position_embeddings partial_rotary_factor
+        trainable_position_size use_untrainable_positional_embedding use_iota_embed use_qk_norm* use_qk_clip
+        qk_clip_threshold q_lora_rank kv_lora_rank o_lora_rank o_groups qk_*_head_dim qk_norm_with_scale
+        v_head_dim v_norm_with_scale use_post_* sliding_window_size chunk_attn_window_size attn_logits_soft_cap
+        final_logits_soft_cap moba* indexer_* use_indexer compress* gdn_* mhc_* enable_mhc_lite use_mhc_* engram*
+        sinkhorn_iterations n_routing_groups topk_routing_group first_num_* shared_experts routed_*
+        norm_topk_prob interleave_moe_layer_step nope_layer_interval temperature_tuning inhomogeneous_layer_*
+        hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp fused_qkv
+        fused_mlp mla_* use_mrope mrope_section mtp_* dense_init_scale causal_block_size override_model_config
+        position_id_per_seconds use_sequential_layers
+        """),
+    *idle("text only", """
+        use_multimodal use_audio* use_audio_in_video freeze_*_encoder_params *_for_vit *_for_audio *_placeholder
+        image_path video_* audio_path dtype_mm max_num_images_per_example vision_output_length *_image_column
+        """),
+    *idle("kernels, compilation and layout are chosen here, and change no number beyond rounding", """
+        attention sa_* local_sa_* use_tokamax_* use_jax_splash use_splash_scheduler local_use_splash_scheduler
+        use_ragged_* ragged_* w?_tile_* megablox sparse_matmul capacity_factor use_gmm_v2 merge_gating_gmm
+        use_custom_sort_vjp use_random_routing use_ring_of_experts num_moe_* moe_* use_gather_mosaic_kernel
+        use_batch_split_schedule batch_split_factor matmul_precision activations_in_float32 float32_*
+        cast_logits_to_fp32 cost_estimate_* dq_reduction_steps use_max_logit_estimate force_* fused_*
+        context context_* decoder_layer_input *_proj mlpw* query_wa_proj kv_wa_proj attention_out *_offload*
+        param_scan_axis scan_* num_layers_per_pipeline_stage num_pipeline_* pipeline_* set_remat_policy_* te_*
+        shard_* shardy sharding_tolerance logical_axis_rules* mesh_axes data_sharding input_data_sharding_*
+        custom_mesh* allow_split_physical_axes optimize_mesh_for_* remove_size_one_* subslice_shape
+        ulysses_* override_logical_axis_rules num_slices dense_fsdp_* use_2d_fsdp_sharding check_vma
+        num_vocab_tiling vocab_tiling_* enable_nnx pure_nnx* use_sliced_mla_proj compile* internal_compile*
+        jax_* constant_bound_config quantization_local_* replicate_quant_scale kv_quant_* *_quantization_*
+        save_quantized_*
+        use_manual_quantization weight_sparsity_* experimental_sa_* ring_scan_unroll global_parameter_scale
+        prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
+        prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics
+        """),
+    *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", """
+        kv_cache_buffer hbm_utilization_vllm swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
+        max_num_seqs async_scheduling rollout_data_parallelism rollout_tensor_parallelism rollout_subslice_shape
+        rollout_enable_single_controller rollout_micro_batch_size train_micro_batch_size micro_batch_size
+        num_trainer_slices num_samplers_slices chips_per_vm rl.max_concurrency rl.reshard_chunk_size
+        inference_* multi_sampling return_log_prob enable_model_warmup enable_llm_inference_pool
+        autoregressive_decode_assert load_from_prefill_dir model_call_mode generate_slice
+        """),
+    *idle("data come from task.*: hub id, jsonl or parquet", """
+        dataset_type dataset_path hf_data_dir hf_eval_files grain_* olmo_* colocated_python_* train_data_columns
+        tokenizer_type tokenize_* add_bos add_eos use_truncation max_corpus_chars packing default_prompt prompt
+        generate_padding_* max_segments_per_seq expansion_factor_real_data reuse_example_batch sft_*
+        enable_data_shuffling enable_rampup_* per_device_batch_size_* global_rampup_samples
+        """),
+    *idle("checkpoints are written as checkpoint.* says", """
+        async_checkpointing save_checkpoint_on_* enable_continuous_checkpointing checkpoint_storage_*
+        checkpoint_todelete_* checkpoint_conversion_fn convert_checkpoint_if_possible source_checkpoint_layout
+        enable_single_replica_* enable_orbax_v1 enable_emergency_checkpoint enable_multi_tier_* multi_tier_* mtc_*
+        local_checkpoint_* enable_autocheckpoint enable_checkpoint_* save_config_to_gcs
+        """),
+    *idle("logs, profiles and monitoring are report.*", """
+        log_period log_config debug debug.* debug_* gcs_* metrics_file enable_tunix_perf_metrics wandb_run_name
+        use_vertex_* vertex_* enable_goodput_* monitor_* goodput_* enable_pathways_goodput step_deviation_* enable_gcp_*
+        report_* heartbeat_* profile_* skip_first_n_steps_for_profiler profiler_steps hide_profiler_* upload_all_*
+        enable_tpu_* tpu_* managed_* dump_* xprof_* enable_jax_profiler jax_profiler_port prometheus_port
+        max_checkify write_estimator_result block_for_accurate_timing max_inflight_computations
+        """),
+    *idle("it belongs to another trainer of MaxText", """
+        distill_* diloco_* dcn_bandwidth_* enable_streaming_diloco num_diloco_fragments num_communication_*
+        communication_* elastic_* block_diffusion_* muon_* adamw_mask adam_eps_root skip_step_* wsd_*
+        learning_rate_schedule_steps enable_dropout init_weights_seed abort_on_* math_verify_*
+        """),
+]
+
+

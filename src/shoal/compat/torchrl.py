@@ -1,0 +1,95 @@
+"""TorchRL 0.14: the dotted keys of its GRPO recipe (sota-implementations/grpo/config)."""
+
+from __future__ import annotations
+
+from shoal.compat.derived import micro_batch, turns, turns_per_batch
+from shoal.compat.flags import (
+    REMAT,
+    Flag,
+    Given,
+    Values,
+    choice,
+    data_set,
+    derived,
+    each,
+    idle,
+    if_true,
+    only,
+    reads,
+    refused,
+    renames,
+    to_bool,
+)
+
+
+def divergence(given: Given) -> Values:
+    """use_kl_to_ref=false switches the divergence off; kl_coef_in_loss says where it is."""
+    named = {name.rpartition(".")[2]: text for name, text in given.items()}
+    values = {}
+    if coefficients := [text for name, text in named.items() if name in ("kl_to_ref_coeff", "kl_coef")]:
+        values["algorithm.kl_coef"] = coefficients[-1]
+    if not to_bool("train.use_kl_to_ref", named.get("use_kl_to_ref", "true")):
+        values["algorithm.kl_coef"] = "0"
+    if "kl_coef_in_loss" in named:
+        in_loss = to_bool("train.kl_coef_in_loss", named["kl_coef_in_loss"])
+        values |= {"algorithm.kl_placement": "loss" if in_loss else "reward"}
+        values |= {} if in_loss else {"algorithm.kl": "k1"}
+    return values
+
+
+_ROLE = "devices of {}: a count or a list. Sharing all devices works; devices of its own for a role are refused today"
+
+FLAGS: list[Flag] = [
+    *[Flag(f"{name}_model.{part}", (key,), meaning=_ROLE.format(role)) for name, key, role in (
+        ("train", "mesh.trainer", "the trainer"), ("ref", "mesh.reference", "the reference"),
+        ("inference", "mesh.sampler", "the sampler")) for part in ("num_devices", "devices")],
+    *renames(env__repeats="batch.group_size", train__checkpoint_frequency="checkpoint.every",
+             train__entropy_coeff="algorithm.entropy_coef", train__epochs="algorithm.num_epochs",
+             train__weight_update_frequency="train.weight_sync_interval",
+             inference_model__temperature="sampling.temperature", inference_model__top_p="sampling.top_p",
+             inference_model__max_tokens="sampling.max_completion_tokens"),
+    *[Flag(name, ("algorithm.kl_coef",), meaning="off with train.use_kl_to_ref=false", group=divergence)
+      for name in ("policy.kl_coef", "train.kl_to_ref_coeff")],
+    Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=divergence,
+         is_switch=True),
+    Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), 
+         meaning="false: taken off the reward, as k1", group=divergence, is_switch=True),
+    reads("env.dataset", "task.name task.path", choice({name: data_set("", name) for name in (
+        "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
+    reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of "
+          "the architecture", only=lambda text: "/" in text),
+    *derived(turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, unless "
+             "train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
+    *derived(turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
+             "train.dialog_turns_per_batch"),
+    *derived(turns, "steps", "turns / (prompts x completions of a step), rounded up", "train.total_dialog_turns"),
+    *derived(micro_batch, "batch.micro_tokens", "optim_batch_size / gradient_accumulation_steps completions at once, "
+             "each as long as prompt and completion may be", "train.optim_batch_size",
+             "train.gradient_accumulation_steps"),
+    reads("train.mixed_precision", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
+          "of the computation; masters and optimizer stay float32", is_switch=True, is_quiet=False),
+    reads("train_model.gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
+          is_switch=True),
+    *refused("LoRA; all weights are trained, set it to false", "train_model.lora.enabled"),
+    *refused("quantised weights", "train_model.quantization.enabled", "inference_model.quantization.enabled",
+             "ref_model.quantization.enabled"),
+    *refused("a divergence from the sampler as a loss term; algorithm.correction weighs by the ratio to it",
+             "train.kl_to_inference_coeff"),
+    *refused("the reasoning prompt is reward.preset=torchrl's own; set task.template for another", "env.reasoning"),
+    *only("each completion is learnt from once an epoch", "true", names="train.empty_replay_buffer"),
+    *only("AdamW is the optimizer", "adamw", names="optimizer.name"),
+    *idle("the sampler takes what its slots need: sampling.slots_per_device", "inference_model.gpu_memory_utilization"),
+    *idle("an episode of these tasks is one turn", "env.max_steps"),
+    *idle("a run's folder is named by run_name", "train.exp_name", "logging.experiment_name"),
+    *idle("train.max_staleness says how old samples may be", "train.sync",
+          "train.buffer_size", "train.steps_per_batch"),
+    *idle("completions are laid out in rows of one shape, which changes no number", "train.packing"),
+    *idle("every step is written", "train.logging_frequency"),
+    *idle("the reference has the trainer's settings", "ref_model.*"),
+    *idle("LoRA is off", "train_model.lora.*"),
+    *idle("JAX compiles every step and chooses kernels", "model.compile", "train_model.attn_implementation",
+          "train_model.torch_dtype", "train_model.quantization.*"),
+    *idle("the sampler is the model itself, not vLLM", "inference_model.*"),
+    *idle("there is no Ray, and no Hydra", "ray.*", "hydra.*", "mode"),
+    *idle("checkpoints are in the run folder, by train.checkpoint_frequency", "logging.*"),
+]

@@ -1,0 +1,173 @@
+"""TRL 1.16: flags of GRPOConfig, of the TrainingArguments under it, and of its scripts."""
+
+from __future__ import annotations
+
+from shoal.compat.derived import trl_batch, trl_delta, trl_updates, warmup
+from shoal.compat.flags import (
+    NOTHING,
+    REMAT,
+    Flag,
+    Given,
+    Values,
+    choice,
+    chosen,
+    data_set,
+    derived,
+    grouped,
+    idle,
+    if_true,
+    only,
+    optional,
+    reads,
+    refused,
+    renames,
+    to_bool,
+    to_float,
+)
+from shoal.types import ShoalError
+
+
+def clip(given: Given) -> Values:
+    """epsilon is both bounds, unless epsilon_high is given."""
+    values: dict[str, str] = {}
+    if epsilon := given.get("epsilon"):
+        values = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"), str(to_float("epsilon", epsilon)))
+    if high := given.get("epsilon_high"):
+        values["algorithm.clip_high"] = str(to_float("epsilon_high", high))
+    return values
+
+
+_LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-mean"), "dapo": ("grpo", "token-mean"),
+               "dr_grpo": ("grpo", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
+               "sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("grpo", "seq-mean-token-sum")}
+_LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
+
+
+def loss(given: Given) -> Values:
+    """loss_type says how token losses become one number, and for some which loss; importance_sampling_level whose ratio
+    is clipped."""
+    kind, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
+    name, aggregation = chosen("loss_type", kind, _LOSS_TYPES) if kind else ("", "")
+    ratio = chosen("importance_sampling_level", level, _LEVELS)
+    if ratio and name not in ("grpo", ""):
+        raise ShoalError(f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss has a "
+                         "ratio of its own")
+    name = ratio or name
+    values = {"algorithm.loss": name, "algorithm.aggregation": aggregation,
+              "algorithm.cispo_bound": "absolute" if name == "cispo" else ""}
+    return {key: text for key, text in values.items() if text}
+
+
+_SCALES = {"group": "grpo", "true": "grpo", "batch": "batch_std", "none": "dr_grpo", "false": "dr_grpo"}
+
+
+def advantage(given: Given) -> Values:
+    """normalize_then_sum is GDPO, which reads no scale_rewards."""
+    order = {"sum_then_normalize": False, "normalize_then_sum": True}
+    name = "multi_objective_aggregation"
+    if chosen(name, given.get(name, "sum_then_normalize"), order):
+        return {"algorithm.advantage": "gdpo"}
+    return {"algorithm.advantage": chosen("scale_rewards", given.get("scale_rewards", "group").lower(), _SCALES)}
+
+
+_HEAD = "vllm_importance_sampling_"
+
+
+def correction(given: Given) -> Values:
+    """Truncated or masked importance weights for what sampler and trainer disagree on; a bound of None is no bound."""
+    if not to_bool(_HEAD + "correction", given.get(_HEAD + "correction", "true")):
+        return {"algorithm.correction": "none"}
+    mode = given.get(_HEAD + "mode", "sequence_mask")
+    level, _, kind = mode.partition("_")
+    if level not in ("token", "sequence") or kind not in ("mask", "truncate"):
+        raise ShoalError(f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or sequence_mask")
+    cap = given.get(_HEAD + "clip_max", given.get(_HEAD + "cap", "3.0")).lower()
+    floor = given.get(_HEAD + "clip_min", "none").lower()
+    if kind == "truncate" and cap in NOTHING and floor in NOTHING:
+        raise ShoalError(f"{_HEAD}clip_max=None with {_HEAD}mode={mode}: clip_min or clip_max must be a number, "
+                         "nothing would be truncated")
+    values = {"algorithm.correction": "mis" if kind == "mask" else "tis", "algorithm.correction_level": level,
+              "algorithm.correction_cap": "inf" if cap in NOTHING else cap}
+    return values | {"algorithm.correction_floor": "0" if floor in NOTHING else floor}
+
+
+FLAGS: list[Flag] = [
+    *renames(
+        learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
+        model_name_or_path="model.path", beta="algorithm.kl_coef",
+        max_completion_length="sampling.max_completion_tokens", max_prompt_length="sampling.max_prompt_tokens",
+        temperature="sampling.temperature", top_p="sampling.top_p", top_k="sampling.top_k",
+        entropy_coef="algorithm.entropy_coef", weight_decay="optimizer.weight_decay",
+        max_grad_norm="optimizer.clip_grad_norm", adam_beta1="optimizer.beta1", adam_beta2="optimizer.beta2",
+        adam_epsilon="optimizer.eps", warmup_steps="optimizer.warmup_steps", save_total_limit="checkpoint.keep_last",
+        reward_weights="reward.weights", reward_funcs="reward.functions", output_dir="base_output_directory",
+        dataset_config="task.subset", dataset_train_split="task.split", dataset_test_split="task.eval_split",
+        sapo_temperature_pos="algorithm.sapo_positive", sapo_temperature_neg="algorithm.sapo_negative"),
+    Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
+    Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
+    *grouped(clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given", "epsilon"),
+    *grouped(clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
+    *derived(trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
+    *derived(trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
+    *derived(trl_updates, "checkpoint.every", "likewise", "save_steps"),
+    *derived(trl_updates, "train.evaluate_every", "likewise", "eval_steps"),
+    *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
+    reads("min_p", "sampling.min_p", optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
+    *grouped(loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token losses "
+             "become one number", "loss_type"),
+    *grouped(loss, "algorithm.loss", "sequence: gspo with loss_type's aggregation; token: the loss as it is",
+             "importance_sampling_level"),
+    *grouped(advantage, "algorithm.advantage", "group: grpo; batch: batch_std; none: dr_grpo", "scale_rewards",
+             keeps_nothing=True),
+    *grouped(advantage, "algorithm.advantage", "normalize_then_sum: gdpo", "multi_objective_aggregation"),
+    reads("dataset_name", "task.name task.path", data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
+          "task=custom with its path"),
+    reads("lr_scheduler_type", "optimizer.schedule", choice({
+        "linear": {"optimizer.schedule": "linear"}, "cosine": {"optimizer.schedule": "cosine"},
+        "constant": {"optimizer.schedule": "constant", "optimizer.warmup_steps": "0"},
+        "constant_with_warmup": {"optimizer.schedule": "constant"}}), "constant has no warm-up"),
+    reads("bf16", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
+          "of the computation; masters and optimizer stay float32", is_switch=True, is_quiet=False),
+    reads("gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again", is_switch=True),
+    *derived(trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those of "
+             "steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
+    *derived(trl_batch, "batch.prompts_per_device batch.micro_tokens", "batches of an update; multiplies "
+             "per_device_train_batch_size (8)", "gradient_accumulation_steps"),
+    *derived(trl_batch, "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches", "batches of a step; "
+             "divided by gradient_accumulation_steps, its updates", "steps_per_generation"),
+    *[Flag(_HEAD + name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=correction,
+           keeps_nothing="clip" in name, is_switch=name == "correction") for name, keys, meaning in (
+        ("correction", "correction correction_level correction_cap correction_floor",
+         "weights for what sampler and trainer disagree on"),
+        ("mode", "correction correction_level", "token or sequence, mask (mis) or truncate (tis)"),
+        ("clip_max", "correction_cap", "None: no bound"), ("cap", "correction_cap", "as clip_max"),
+        ("clip_min", "correction_floor", "None: no bound"))],
+    *refused("the sampler is the model itself, no vLLM draws; leave it out", "use_vllm"),
+    *refused("the reference stays what it was at the start", "sync_ref_model"),
+    *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
+    *refused("half precision with a loss scale; set bf16", "fp16"),
+    *refused("LoRA; all weights are trained", "use_peft"),
+    *refused("set steps_per_generation", "generation_batch_size"),
+    *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
+    *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
+    *only("every drawn token is learnt from", "1.0", names="top_entropy_quantile"),
+    *only("the order is drawn anew each epoch, by seed", "true", names="shuffle_dataset"),
+    *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
+    *idle("a run's length is in steps: steps, or max_steps", "num_train_epochs"),
+    *idle("models here have no dropout", "disable_dropout"),
+    *idle("every group is written to the run's groups/", "log_completions", "num_completions_to_print"),
+    *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
+    *idle("the sampler is the model itself, no vLLM draws", "vllm_mode", "vllm_gpu_memory_utilization",
+          "vllm_tensor_parallel_size", "vllm_server_host", "vllm_server_port", "vllm_server_base_url",
+          "vllm_server_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl"),
+    *idle("report.wandb.mode and report.tensorboard say where metrics go", "report_to"),
+    *idle("steps between evaluations and checkpoints are eval_steps and save_steps", "eval_strategy", "save_strategy",
+          "do_train", "do_eval", "per_device_eval_batch_size", "eval_on_start"),
+    *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
+          "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs", "push_to_hub",
+          "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout", "deepspeed",
+          "fsdp", "fsdp_config", "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code",
+          "model_revision", "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
+]
+
+

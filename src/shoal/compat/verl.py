@@ -1,0 +1,315 @@
+"""verl 0.9.1: the dotted keys of its trainer (verl/trainer/config/ppo_trainer.yaml)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.compat.derived import micro_batch_per_gpu, mini_batches, warmup
+from shoal.compat.flags import (
+    LOWEST,
+    NOTHING,
+    REMAT,
+    Flag,
+    Given,
+    Values,
+    choice,
+    chosen,
+    derived,
+    idle,
+    items_of,
+    last_part,
+    least_zero,
+    only,
+    reads,
+    refused,
+    renames,
+    to_bool,
+    to_float,
+    to_int,
+)
+from shoal.types import ShoalError
+
+_A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer."
+_REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
+
+
+def clip(given: Given) -> Values:
+    """clip_ratio is both bounds, where the one is not given by itself."""
+    named = last_part(given)
+    bounds = {f"algorithm.clip_{side}": named.get(f"clip_ratio_{side}", named.get("clip_ratio", ""))
+              for side in ("low", "high")}
+    return {key: str(to_float("clip_ratio", text)) for key, text in bounds.items() if text.lower() not in NOTHING}
+
+
+_MODES: dict[str, Values] = {
+    "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": "0"},
+    "geo_mean": {"algorithm.loss": "gmpo", "algorithm.clip_dual": "0"},
+    "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "both", "algorithm.clip_dual": "0"},
+    "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": "0"}}
+_OWN_MEAN = ("geo_mean", "sapo")
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def loss(given: Given) -> Values:
+    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
+    a token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
+    named = last_part(given)
+    mode = named.get("loss_mode", "")
+    values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
+    if aggregation := named.get("loss_agg_mode", ""):
+        values["algorithm.aggregation"] = chosen("loss_agg_mode", aggregation, {one: one for one in _AGGREGATIONS})
+    if mode in _OWN_MEAN:
+        values["algorithm.aggregation"] = "seq-mean-token-mean"
+    dual = named.get("clip_ratio_c", "")
+    if dual and mode in ("", "vanilla"):
+        values["algorithm.clip_dual"] = dual
+    return values
+
+
+_PLAIN = {"algorithm.kl_clamp_input": "0", "algorithm.kl_clamp_value": "0"}
+_LOW_VAR = {"algorithm.kl": "k3", "algorithm.kl_clamp_input": "20", "algorithm.kl_clamp_value": "10"}
+_ESTIMATES: dict[str, Values] = {
+    "kl": {"algorithm.kl": "k1", **_PLAIN}, "k1": {"algorithm.kl": "k1", **_PLAIN},
+    "mse": {"algorithm.kl": "k2", **_PLAIN}, "k2": {"algorithm.kl": "k2", **_PLAIN},
+    "low_var_kl": _LOW_VAR, "k3": _LOW_VAR}
+
+
+def divergence(given: Given) -> Values:
+    """Two places for a divergence, each with its switch, coefficient and estimator; these count only there."""
+    named = last_part(given)
+    in_loss, in_reward = (to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward"))
+    if in_loss and in_reward:
+        raise ShoalError("use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: switch "
+                         "one of them off")
+    if in_reward:
+        return {"algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"),
+                "algorithm.kl_placement": "reward",
+                **chosen("algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES)}
+    estimate = chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES) if "kl_loss_type" in named else {}
+    if in_loss:
+        return {"algorithm.kl_coef": named.get("kl_loss_coef", "0.001"), "algorithm.kl_placement": "loss", **estimate}
+    return {"algorithm.kl_coef": "0", **estimate}
+
+
+_ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce++",
+               "reinforce_plus_plus_baseline": "reinforce++-baseline", "gdpo": "gdpo", "grpo_vectorized": "grpo",
+               "rloo_vectorized": "rloo"}
+
+
+def estimator(given: Given) -> Values:
+    """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by counts for grpo alone;
+    verl whitens over tokens."""
+    name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
+    by_deviation = to_bool(flag, given.get(flag, "true"))
+    if advantage == "grpo":  # the vectorized form does not read the flag
+        is_read = given.get(name) != "grpo_vectorized"
+        return {"algorithm.advantage": "grpo" if by_deviation or not is_read else "dr_grpo"}
+    values = {"algorithm.advantage": advantage}
+    return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
+
+
+def rollout_correction(given: Given) -> Values:
+    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
+    named = last_part(given)
+    level = named.get("rollout_is", "null")
+    if level.lower() in NOTHING:
+        return {"algorithm.correction": "none"}
+    chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
+    low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
+    return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level,
+            "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
+
+
+def long_prompts(given: Given) -> Values:
+    """Prompts over the limit are filtered out first; what is left of them is an error."""
+    name = "data.truncation"
+    chosen(name, given.get(name, "error").strip("'"), {"error": ""})
+    name = "data.filter_overlong_prompts"
+    return {"sampling.long_prompts": "drop" if to_bool(name, given.get(name, "false")) else "error"}
+
+
+def gpus(given: Given) -> Values:
+    """Nodes times devices of each, 8 where only the nodes are given."""
+    named = last_part(given)
+    each, nodes = (to_int(f"trainer.{name}", named.get(name, default)) for name, default in (
+        ("n_gpus_per_node", "8"), ("nnodes", "1")))
+    return {"mesh.trainer": str(each * nodes), "mesh.fsdp": "-1"}
+
+
+def reward_file(given: Given) -> Values:
+    """A file, and a name in it."""
+    named = last_part(given)
+    if "path" in named and named["path"].lower() in NOTHING:
+        return {}
+    if "path" not in named:
+        raise ShoalError(f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in")
+    return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
+
+
+def train_files(name: str, text: str) -> Values:
+    """Parquet files; one is the data set itself, several are files of their folder."""
+    files = items_of(text)
+    if not files:
+        raise ShoalError(f"{name}={text}: expected a file, or a list of files")
+    values: dict[str, Any] = {LOWEST + "task.name": "custom", "task.path": files[0]}
+    folders = {file.rpartition("/")[0] for file in files}
+    if len(folders) > 1:
+        raise ShoalError(f"{name}={text}: expected files of one folder")
+    if len(files) > 1:
+        values |= {"task.path": folders.pop() or ".", "task.files": [file.rpartition("/")[2] for file in files]}
+    return values
+
+
+def loggers(name: str, text: str) -> Values:
+    known = {"console": {}, "wandb": {"report.wandb.mode": "online"}, "tensorboard": {"report.tensorboard": "true"}}
+    found: dict[str, Any] = {}
+    for item in items_of(text):
+        if item not in known:
+            raise ShoalError(f"{name}={text}: {item} is not supported; expected some of {', '.join(known)}")
+        found |= known[item]
+    return found
+
+
+def rounds(name: str, text: str) -> Values:
+    """Rounds in all, 0 without limit -> rounds beyond the first."""
+    number = to_int(name, text, 0)
+    return {"algorithm.max_sampling_rounds": str(max(1, number - 1) if number else 1000)}
+
+
+def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
+    return [Flag(name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=group, **more)
+            for name in names]
+
+
+_FILTERS: dict[str, Values] = {"acc": {"algorithm.dynamic_sampling_by": "correct"}, **{
+    name: {"algorithm.dynamic_sampling_by": "reward"} for name in ("score", "seq_reward", "seq_final_reward")}}
+_KL = "kl kl_clamp_input kl_clamp_value"
+
+FLAGS: list[Flag] = [
+    *renames(data__train_batch_size="batch.prompts_per_step", data__max_prompt_length="sampling.max_prompt_tokens",
+             data__max_response_length="sampling.max_completion_tokens", actor_rollout_ref__model__path="model.path",
+             trainer__total_training_steps="steps", trainer__project_name="report.wandb.project",
+             trainer__experiment_name="run_name", trainer__default_local_dir="base_output_directory",
+             trainer__max_actor_ckpt_to_keep="checkpoint.keep_last", data__seed="seed"),
+    *[Flag(_A + name, (key,)) for name, key in (
+        ("ppo_epochs", "algorithm.num_epochs"), ("entropy_coeff", "algorithm.entropy_coef"),
+        ("optim.lr", "optimizer.lr"), ("optim.weight_decay", "optimizer.weight_decay"),
+        ("grad_clip", "optimizer.clip_grad_norm"), ("ppo_max_token_len_per_gpu", "batch.micro_tokens"),
+        ("loss_scale_factor", "algorithm.aggregation_tokens"), ("tau_pos", "algorithm.sapo_positive"),
+        ("tau_neg", "algorithm.sapo_negative"))],
+    *[Flag(_R + name, (key,)) for name, key in (
+        ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
+    reads(_R + "top_k", "sampling.top_k", least_zero("sampling.top_k"), "-1 is 0: all"),
+    *_grouped(clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
+    *_grouped(clip, "clip_low", "", _A + "clip_ratio_low"),
+    *_grouped(clip, "clip_high", "", _A + "clip_ratio_high"),
+    *_grouped(loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without dual "
+              "clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
+    *_grouped(loss, "aggregation", "the same names", _A + "loss_agg_mode"),
+    *_grouped(loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
+    *_grouped(divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
+    *_grouped(divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
+    *_grouped(divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
+    *_grouped(divergence, f"kl_coef kl_placement {_KL}", "taken off the reward, as kl_penalty says",
+              "algorithm.use_kl_in_reward", is_switch=True),
+    *_grouped(divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)", "algorithm.kl_ctrl.kl_coef"),
+    *_grouped(divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
+              "algorithm.kl_penalty"),
+    *_grouped(estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
+              "algorithm.adv_estimator"),
+    *_grouped(estimator, "advantage", "false: the group's mean alone; counts for grpo",
+              "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
+    *_grouped(rollout_correction, "correction correction_level correction_cap correction_floor", "token or sequence: "
+              "truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is", keeps_nothing=True),
+    *_grouped(rollout_correction, "correction_cap correction_floor",
+              "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
+              "algorithm.rollout_correction.rollout_is_threshold"),
+    *derived(mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
+    *derived(micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
+             _A + "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
+    *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", _A + "optim.lr_warmup_steps_ratio"),
+    reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
+          lambda name, text: {} if text == "-1" else {"optimizer.warmup_steps": text}, "-1: by lr_warmup_steps_ratio"),
+    *[reads(_A + f"optim.{name}", "optimizer.schedule", choice({
+        one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
+      for name in ("warmup_style", "lr_scheduler_type")],
+    reads("data.train_files", "task.path", train_files, "a parquet file, or some of one folder",
+          keeps_nothing=True),
+    *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp", group=gpus)
+      for name in ("n_gpus_per_node", "nnodes")],
+    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=reward_file,
+           meaning="file and name of the reward function",
+           keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
+    Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
+    reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS),
+          "acc: by correctness; else by the reward"),
+    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", rounds,
+          "rounds beyond the first; 0, no limit there, is 1,000"),
+    reads(_MODEL + "enable_gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
+          is_switch=True),
+    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=long_prompts, is_switch=True) for name, meaning in (
+        ("data.truncation", "error only: a prompt is never cut"),
+        ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
+    reads(_T + "save_freq", "checkpoint.every", least_zero("checkpoint.every"), "-1: only the last step"),
+    reads(_T + "test_freq", "train.evaluate_every", least_zero("train.evaluate_every"), "-1: only before and after"),
+    reads(_T + "logger", "report.wandb.mode report.tensorboard", loggers, "console, wandb, tensorboard"),
+    # ---- what matters and has no counterpart
+    *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
+             "algorithm.rollout_correction.rollout_is_batch_normalize"),
+    *refused("rejection by a divergence; algorithm.correction=mis masks by the ratio",
+             "algorithm.rollout_correction.rollout_rs"),
+    *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode"),
+    *refused("rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")),
+    *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
+    *refused("LoRA; all weights are trained", _MODEL + "lora_rank"),
+    *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
+    *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
+    *only("a run is always evaluated before and after", "true", names=_T + "val_before_train"),
+    *only("a run goes on by the same run_name, or with resume=FOLDER; a new one needs another run_name", "auto",
+          names=_T + "resume_mode"),
+    *only("the order is drawn anew each epoch, by seed", "true", names="data.shuffle"),
+    *only("samples are drawn, never greedy", "true", names=_R + "do_sample"),
+    *refused("multi-turn rollouts", _R + "multi_turn.enable"),
+    *refused("a completion ends where the model ends it", _R + "ignore_eos"),
+    *refused("every prompt that is drawn is learnt from", _R + "over_sample_rate"),
+    *refused("a reward model", "reward_model.enable", "reward.reward_model.enable"),
+    # ---- what cannot matter here
+    *idle("the evaluation split lies beside the training file, else it is its last rows", "data.val_files"),
+    *idle("an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"),
+    *idle("padding is not removed: each completion has a padded slot of its own, which changes no number",
+          _MODEL + "use_remove_padding", _A + "use_remove_padding"),
+    *idle("completions are not sorted over devices by their lengths, which changes no number", _T + "balance_batch"),
+    *idle("batch.micro_tokens bounds a micro-batch by the slots' padded length, not by its tokens",
+          _A + "use_dynamic_bsz"),
+    *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(
+        f"{head}log_prob_{name}" for head in (_R, _REF) for name in (
+            "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"))),
+    *idle("nothing is moved to the host", *(f"{head}fsdp_config.{name}_offload" for head, name in (
+        (_A, "param"), (_A, "optimizer"), (_A, "grad"), (_REF, "param")))),
+    *idle("a setting of vLLM; the sampler is the model itself", *(_R + name for name in (
+        "enforce_eager", "free_cache_engine", "enable_chunked_prefill", "max_num_batched_tokens", "max_num_seqs",
+        "max_model_len", "load_format", "dtype", "layered_summon", "mode", "name"))),
+    *idle("it counts with a setting that is refused", "algorithm.rollout_correction.rollout_rs_threshold",
+          "algorithm.rollout_correction.loss_type", *(_A + f"policy_loss.{name}" for name in (
+              "dro_beta", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"))),
+    *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
+    *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
+    *idle("the sampler is split as the trainer is: mesh.tensor", _R + "tensor_model_parallel_size"),
+    *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization"),
+    *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
+    *idle("a run's length is in steps: steps, or trainer.total_training_steps", _T + "total_epochs"),
+    *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
+    *idle("evaluations are written to the run folder", _T + "validation_data_dir"),
+    *idle("the reference has the trainer's settings", _REF + "*"),
+    *idle("it has no effect on what is computed here", _R + "*", _MODEL + "*", _A + "checkpoint.*", _A + "profiler.*",
+          _A + "fsdp_config.*", _A + "optim.*", _A + "policy_loss.*", _A + "strategy", _A + "shuffle", _A + "_target_",
+          _A + "use_torch_compile", _A + "use_fused_kernels", _A + "ulysses_sequence_parallel_size",
+          _A + "entropy_from_logits_with_chunking", _A + "entropy_checkpointing", "actor_rollout_ref.hybrid_engine",
+          "actor_rollout_ref.nccl_timeout", "data.*", "algorithm._target_", "algorithm.pf_ppo.*",
+          "algorithm.kl_ctrl.*", "algorithm.rollout_correction.*", "algorithm.gdpo_reward_*", "reward_model.*",
+          "reward.*", _T + "*", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*",
+          "reward_manager.*", *(_A + name for name in (
+              "rollout_n", "freeze_vision_tower", "calculate_entropy", "data_loader_seed", "router_replay.*",
+              "calculate_sum_pi_squared", "sum_pi_squared_checkpointing"))),
+]

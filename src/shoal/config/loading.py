@@ -1,0 +1,242 @@
+"""From what a user gave to the frozen dataclass: one chain, later layers over earlier ones.
+
+    defaults < preset < file < command line
+
+A task, a recipe or an algorithm that a layer names is a preset that lies directly beneath that layer. A file lies over
+the files that its `defaults` name. Names of other systems become keys before the layers are merged (translator.py);
+what needs other keys' values (`Late`, `${...}`) is computed after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.config.arguments import COMMA_LISTS, Arguments, find_key, key_of, read_arguments, split_list
+from shoal.config.chain import (
+    PACKAGED,
+    Chain,
+    build_chain,
+    file_layers,
+    named_layers,
+    origin_of,
+    settle,
+    users_layers,
+    values_of,
+    with_origins,
+)
+from shoal.config.files import is_packaged, packaged
+from shoal.config.keys import command_of, dataclass_of, keys_of
+from shoal.config.text import texts_of
+from shoal.config.translator import PYTHON, Late, Setting, make_entry
+from shoal.config.values import build, convert_value, get_value, leaves_of, shown
+from shoal.types import ShoalError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Where a configuration came from, and its text for the run folder."""
+
+    config_name: str  # the preset or file that was loaded; empty for none
+    notes: tuple[str, ...]  # lines for the start: what presets set, which keys were passed over
+    text: str  # every key, as YAML that loads as the same configuration
+    difference: str  # the keys that differ from the defaults, likewise
+    arguments: Arguments  # what the user gave
+    became: tuple[str, ...] = ()  # a line for each flag of another system that was given
+    origins: Mapping[str, str] = field(default_factory=dict)  # key -> `command line`, `mine.yml:4`, `recipe trl`
+
+    def explain(self, message: str) -> str:
+        """An error's text, with the flag or the file's line from which each key in it came."""
+        return with_origins(message, self.origins)
+
+
+# ---- entry points
+
+
+def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolved]:
+    """A command's configuration from its command line (without the command); raises ShoalError.
+
+    >>> config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5"])
+
+    If no preset is named, the one with the task's name lies under the user's own keys.
+    """
+    config_type = dataclass_of(command)
+    return load(config_type, read_arguments(config_type, argv))
+
+
+def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any, Resolved]:
+    """A stored configuration with the user's own keys over it; the preset or file that they named is left out.
+
+    >>> config, resolved = recompose(Config, run / "config.yaml", resolved.arguments)
+    """
+    return load(config_type, arguments, file.absolute())
+
+
+def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
+    """The same from Python: (configuration, where it came from, reward functions given as callables).
+
+    >>> from_overrides(Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward)
+
+    Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a preset or a file.
+    """
+    config_name = str(overrides.pop("config_name", ""))
+    entries, functions = [], ()
+    for name, value in leaves_of(config_type, nested_names(overrides)):
+        key = key_of(config_type, name)
+        if key and key.name in COMMA_LISTS and isinstance(value, str):
+            value = split_list(key, value)
+        if key and key.name == "reward.functions":
+            value, functions = _take_callables(value)
+        value = list(value) if isinstance(value, tuple) else value
+        if key and key.is_list:
+            value = [str(item) for item in (value if isinstance(value, list) else [value])]
+        entries.append(make_entry(name, value if isinstance(value, str | list) else str(value), PYTHON))
+    return *load(config_type, Arguments(config_name, tuple(entries))), functions
+
+
+def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`a__b` as `a.b`, at any depth."""
+    return {str(name).replace("__", "."): nested_names(value) if isinstance(value, Mapping) else value
+            for name, value in overrides.items()}
+
+
+def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    functions = tuple(item for item in items if callable(item))
+    if functions and len(functions) < len(items):
+        raise ShoalError(f"reward={value!r}: expected functions, or names of the form file.py:function, not both: "
+                         "import the named ones and give them as functions")
+    return ([], functions) if functions else (items, ())
+
+
+def load(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[Any, Resolved]:
+    """The configuration of what a user gave; `stored`: a run's own configuration in place of presets and files."""
+    chain, file, passed = build_chain(config_type, arguments, stored)
+    settings = chain.merged()
+    values, late = values_of(config_type, settings, chain.errors)
+    origins = {key: origin_of(config_type, setting) for key, setting in settings.items()}
+    chain.errors += [message for setting, message in chain.conflicts if settings.get(setting.key) is setting]
+    if chain.errors:
+        raise ShoalError("; ".join(dict.fromkeys(chain.errors)))
+    try:
+        config = build(config_type, values)
+    except ShoalError as error:
+        raise ShoalError(with_origins(str(error), origins)) from None
+    became = list(_report_lines(config_type, chain, settings, values, late))
+    notes = _notes(config, chain, settings, file, passed, bool(arguments.preset))
+    text, difference = texts_of(config)
+    name = file.stem if file else ""
+    return config, Resolved(name, (*notes, *chain.notes, *(line for line, has_line in became if has_line)), text,
+                            difference, arguments, tuple(line for line, _ in became), origins)
+
+
+def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
+    """The values of some keys as the user's own file and command line give them, before presets are looked at."""
+    layers, _, _ = users_layers(config_type, arguments, None)
+    settings = settle(config_type, [layer for layer in layers if layer.is_users]).merged()
+    keys = keys_of(config_type)
+    return {name: convert_value(keys[name], settings[name].value) for name in names if name in settings}
+
+
+def packaged_values(config: Any) -> dict[str, Any]:
+    """What the recipe and the algorithm that a configuration names set, by dotted key."""
+    layers = [layer for key in PACKAGED for layer in named_layers(type(config), key, get_value(config, key))]
+    settings = settle(type(config), layers).merged()
+    return values_of(type(config), settings, [])[0]
+
+
+# ---- notes
+
+
+def _report_lines(config_type: type, chain: Chain, settings: Mapping[str, Setting], values: Mapping[str, Any],
+                  late: Mapping[Late, tuple[Mapping[str, Any], str]]) -> Iterator[tuple[str, bool]]:
+    """A line for each flag of another system among the user's own that is in effect, and whether it stands by itself;
+    those of a file that change nothing share one line."""
+    idle: dict[int, list[str]] = {}
+    for number, report in chain.reports:
+        layer = chain.layers[number]
+        standing = [one for one in report.settings if settings.get(one.key) is one and one.key in values]
+        if not layer.is_users or (report.settings and not standing):
+            continue
+        if not report.settings and layer.file and not report.has_line:
+            idle.setdefault(number, []).extend(report.flags)
+            continue
+        flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())
+        said = next((late[one.value][1] for one in standing if isinstance(one.value, Late)), report.meaning)
+        if len(standing) < len([one for one in report.settings if one.rank == "own"]):
+            said = report.meaning  # the sentence would tell of keys that do not stand
+        tail = f": {said}" if said else ""
+        default = {key: keys_of(config_type)[key].default for key in values}
+        became = [f"{one.key}={shown(values[one.key]) or 'empty'}" for one in standing
+                  if one.rank == "own" or _beneath(chain, number, one.key, default[one.key]) != values[one.key]]
+        yield f"{flags} became {', '.join(became)}{tail}" if became else f"{flags} changes nothing here{tail}", (
+            report.has_line or (bool(said) and not report.meaning))
+    for number, names in idle.items():
+        layer = chain.layers[number]
+        assert layer.file is not None
+        yield f"{layer.file.name}: {_count(names)} that change nothing here: {', '.join(names)}", True
+
+
+def _beneath(chain: Chain, number: int, key: str, default: Any) -> Any:
+    """The value of a key in the layers beneath one, as text where it is given."""
+    given = [settings[key].value for settings in chain.settings[:number] if key in settings]
+    return given[-1] if given and not isinstance(given[-1], str) else default if not given else given[-1]
+
+
+def _count(names: Sequence[str]) -> str:
+    return "1 key" if len(names) == 1 else f"{len(names)} keys"
+
+
+def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], file: Path | None,
+           passed: Sequence[str], has_preset: bool) -> Iterator[str]:
+    """What the presets set that stands and is not Shoal's own, and what was left out."""
+    config_type = type(config)
+    if passed and file:
+        yield (f"{file} holds {_count(passed)} that only training reads, passed over: {', '.join(passed[:3])}"
+               + (", ..." if len(passed) > 3 else ""))
+    if file and not is_packaged(file) and not has_preset:
+        yield from _left_out_notes(config, chain, settings, file)
+    keys = keys_of(config_type)
+    changed: dict[str, list[str]] = {}
+    for layer, found in zip(chain.layers, chain.settings, strict=True):
+        folder = layer.label.partition(" ")[0]
+        if layer.is_users or folder not in ("task", *PACKAGED.values()):
+            continue
+        standing = [key for key, setting in found.items() if settings.get(key) is setting
+                    and get_value(config, key) != keys[key].default]
+        shown_ = [f"{key}={shown(get_value(config, key))}" + (
+            "" if folder == "task" else f" (ours: {shown(keys[key].default) or 'empty'})") for key in standing]
+        changed.setdefault(layer.label, []).extend(shown_)
+    for label, texts in changed.items():
+        folder, _, name = label.partition(" ")
+        said = "brings its preset" if folder == "task" else "differs from Shoal's defaults in"
+        if texts:
+            yield f"{folder}={name} {said}: {', '.join(texts)}"
+
+
+def _left_out_notes(config: Any, chain: Chain, settings: Mapping[str, Setting], file: Path) -> Iterator[str]:
+    """That the preset of a task is not loaded beneath a user's file, if it would change something."""
+    if "task.name" not in settings:
+        return
+    config_type = type(config)
+    preset = packaged(command_of(config_type), config.task.name)
+    below = settle(config_type, file_layers(config_type, preset, "", [])).merged() if preset else {}
+    left = [key for key in below if key not in settings]
+    if left:
+        yield (f"{file.name} is not laid over the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
+               f"more stay as they are): `defaults: [{config.task.name}, _self_]` in the file loads it")
+
+
+# ---- back to text
+
+
+def convert(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
+    """Plain nested values, with `own` by dotted key over them, as the frozen dataclass.
+
+    Raises ShoalError naming the key, what came and what is allowed.
+    """
+    flat = {find_key(config_type, name).name: value for name, value in leaves_of(config_type, values)} | dict(own or {})
+    keys = keys_of(config_type)
+    return build(config_type, {name: convert_value(keys[name], value) for name, value in flat.items()})

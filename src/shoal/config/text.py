@@ -1,0 +1,49 @@
+"""A configuration back as text: nested plain values, YAML that loads as the same configuration, what is not given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shoal.config.arguments import aliases_of
+from shoal.config.files import escape
+from shoal.config.keys import keys_of
+from shoal.config.values import get_value, nest
+from shoal.types import ShoalError
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values: what JSON and YAML hold. `convert` makes the same configuration of them."""
+    return nest({name: get_value(config, name) for name in keys_of(type(config))})
+
+
+def difference_from_defaults(config: Any) -> dict[str, Any]:
+    """Dotted key -> value, of the keys that are not at their default."""
+    return {name: get_value(config, name) for name, key in keys_of(type(config)).items()
+            if get_value(config, name) != key.default}
+
+
+def to_yaml(config: Any) -> str:
+    """A configuration, or plain nested values, as YAML that loads as the same."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Escapes `${`, which would refer to another key."""
+
+    Dumper.add_representer(str, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", escape(value)))
+    values = to_dict(config) if dataclasses.is_dataclass(config) else config
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000) if values else ""
+
+
+def texts_of(config: Any) -> tuple[str, str]:
+    """A configuration as YAML: every key, and the keys that differ from the defaults."""
+    return to_yaml(config), to_yaml(nest(difference_from_defaults(config)))
+
+
+def require_given(config: Any, *keys: str) -> None:
+    """Raises ShoalError for the first of these keys that is empty, with its meaning."""
+    short = {alias.key: name for name, alias in aliases_of(type(config)).items()}
+    for key in keys:
+        if not get_value(config, key):
+            name = short.get(key, key)
+            raise ShoalError(f"{name} is not given: write {name}=..., {keys_of(type(config))[key].help}")

@@ -1,0 +1,197 @@
+"""Configuration files of other systems, with the keys and values that these have: what acts, what is listed once, what
+is an error; files over an entry point's preset; where each value came from.
+
+The files under `files/` hold the keys and values of MaxText's base.yml, grpo.yml and rl.yml (August 2026), TorchRL's
+grpo_gsm8k.yaml and grpo_ifeval.yaml, and verl's ppo_trainer.yaml as it prints it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal import cli
+from shoal.compat.names import in_their_names
+from shoal.config.loading import compose
+from shoal.config.text import difference_from_defaults
+from shoal.types import ShoalError
+
+FILES = Path(__file__).parent / "files"
+
+
+def load(name: str, *words: str):
+    return compose("train", [str(FILES / name), *words])
+
+
+def idle_of(resolved) -> list[str]:
+    """The names in the one line on keys that change nothing."""
+    [line] = [note for note in resolved.notes if "change nothing here" in note]
+    return line.partition("here: ")[2].split(", ")
+
+
+def test_maxtexts_rl_file_loads():
+    config, resolved = load("rl.yml")
+    assert difference_from_defaults(config) == {
+        "seed": 42, "steps": 4, "task.name": "gsm8k", "task.subset": "main", "task.num_questions": 5,
+        "sampling.temperature": 0.9, "sampling.top_k": 50, "sampling.max_completion_tokens": 768,
+        "algorithm.kl_coef": 0.08, "algorithm.aggregation": "seq-mean-token-mean", "optimizer.lr": 3e-6,
+        "optimizer.clip_grad_norm": 0.1, "optimizer.beta2": 0.99, "batch.prompts_per_step": 1, "batch.group_size": 2,
+        "train.max_staleness": 0, "mesh.trainer": "0.5", "mesh.sampler": "0.5", "checkpoint.every": 50,
+        "checkpoint.keep_last": 10}
+    assert {"attention", "swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(idle_of(resolved))
+
+
+def test_maxtexts_grpo_file_loads():
+    config, resolved = load("grpo.yml", "inference_devices_per_replica=None", "inference_replicas=None")
+    assert difference_from_defaults(config) == {
+        "sampling.temperature": 0.9, "sampling.max_prompt_tokens": 512, "sampling.max_completion_tokens": 512,
+        "algorithm.kl_coef": 0.04, "optimizer.lr": 1e-6, "optimizer.beta2": 0.999, "batch.group_size": 4}
+    assert len(idle_of(resolved)) == 22
+
+
+def test_maxtexts_file_of_defaults_loads():
+    config, resolved = load("base.yml")
+    assert (config.steps, config.optimizer.lr, config.batch.prompts_per_device) == (150001, 3e-5, 12)
+    assert (config.optimizer.warmup_steps, config.mesh.fsdp, config.optimizer.weight_decay) == (15001, -1, 0.1)
+    assert len(idle_of(resolved)) > 600
+    assert any(note.startswith("learning_rate_final_fraction=0.1 changes nothing here") for note in resolved.notes)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("grpo_gsm8k.yaml", {"task": "gsm8k", "steps": 3125, "prompts": 2, "kl_coef": 0.0, "kl_placement": "loss"}),
+    ("grpo_ifeval.yaml", {"task": "ifeval", "steps": 1563, "prompts": 4, "kl_coef": 0.0, "kl_placement": "reward"})])
+def test_torchrls_files_load_without_lora(name, expected):
+    config, resolved = load(name, "train_model.lora.enabled=false", "train.kl_to_inference_coeff=0")
+    assert (config.task.name, config.steps, config.batch.prompts_per_step) == (
+        expected["task"], expected["steps"], expected["prompts"])
+    assert (config.algorithm.kl_coef, config.algorithm.kl_placement) == (expected["kl_coef"], expected["kl_placement"])
+    assert config.batch.group_size == 16 and config.model.dtype == "bfloat16"
+    assert {"ray.init_config.num_cpus", "hydra.run.dir", "ref_model.lora.enabled"} <= set(idle_of(resolved))
+
+
+def test_what_matters_and_has_no_counterpart_is_named_all_at_once():
+    with pytest.raises(ShoalError) as caught:
+        load("grpo_gsm8k.yaml")
+    text = str(caught.value)
+    assert "train_model.lora.enabled=true is not supported: LoRA" in text
+    assert "train.kl_to_inference_coeff=1e-2 is not supported" in text
+    assert text.count("grpo_gsm8k.yaml:") == 2 and "\n" not in text
+
+
+def test_verls_file_loads_with_an_estimator_of_groups():
+    with pytest.raises(ShoalError, match=r"^ppo_trainer.yaml:\d+: algorithm.adv_estimator=gae: expected one of grpo"):
+        load("ppo_trainer.yaml")
+    config, resolved = load("ppo_trainer.yaml", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=5",
+                            "trainer.total_training_steps=10")
+    assert (config.steps, config.batch.group_size, config.batch.prompts_per_step) == (10, 5, 1024)
+    assert (config.algorithm.num_minibatches, config.algorithm.clip_dual, config.mesh.trainer) == (4, 3.0, "8")
+    assert (config.task.name, config.task.path) == ("custom", "~/data/rlhf/gsm8k/train.parquet")
+    assert "global_profiler.tool" in idle_of(resolved)
+
+
+def test_patterns_of_names_count_in_their_own_files_alone(tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text("base_output_dir: x\nsteps: 3\n")  # `base_*` is MaxText's
+    with pytest.raises(ShoalError, match=r"mine.yml:1: base_output_dir: there is no such key"):
+        compose("train", [str(file)])
+    with pytest.raises(ShoalError, match="base_output_dir: there is no such key"):
+        compose("train", ["base_output_dir=x", "learning_rate=1", "num_generations=4", "grpo_beta=0"])
+
+
+# ---- entry points
+
+
+@pytest.mark.parametrize("words", [["--config_file={}"], ["--config-name={}"], ["config_file={}"], ["{}"]])
+def test_a_file_lies_over_the_entry_points_preset(words, tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text("num_generations: 8\ngrpo_beta: 0.2\nlearning_rate: 1.0e-6\nmax_target_length: 1024\n")
+    words = cli.door_words("grpo_demo", [word.format(file) for word in words])
+    config, resolved = compose(words[0], words[1:])
+    assert (config.task.name, config.recipe, config.steps) == ("gsm8k", "maxtext", 100)
+    assert (config.optimizer.lr, config.batch.group_size, config.algorithm.kl_coef) == (1e-6, 8, 0.2)
+    assert config.sampling.max_completion_tokens == 768
+    assert resolved.origins["optimizer.lr"] == "mine.yml:3" and resolved.origins["steps"] == "preset grpo"
+
+
+def test_a_packaged_preset_takes_the_place_of_the_entry_points_own():
+    words = cli.door_words("grpo", ["--config-name", "grpo_ifeval"])
+    assert compose(words[0], words[1:])[0] == compose("train", ["--config-name", "grpo_ifeval"])[0]
+
+
+def test_a_real_file_under_an_entry_point():
+    words = cli.door_words("train_rl", [str(FILES / "rl.yml"), "learning_rate=1e-5"])
+    config, resolved = compose(words[0], words[1:])
+    assert (config.recipe, config.reward.preset, config.optimizer.lr, config.steps) == ("tunix", "tunix", 1e-5, 4)
+    assert resolved.origins["optimizer.lr"] == "--learning_rate"
+
+
+# ---- where values came from, and errors
+
+
+def test_each_value_says_where_it_came_from(tmp_path, capsys):
+    file = tmp_path / "mine.yml"
+    file.write_text("recipe: maxtext\n\n\nbatch: {group_size: 4}\n")
+    assert cli.main(["train", str(file), "--learning_rate=3e-6", "steps=7", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for line in ("optimizer.lr=3e-06  # --learning_rate", "batch.group_size=4  # mine.yml:4", "steps=7  # command line",
+                 "algorithm.kl_coef=0.08  # recipe maxtext", "algorithm.std_ddof=0  # recipe maxtext"):
+        assert line in out
+    assert cli.main(["train", "task=gsm8k", "algorithm=gspo", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer.lr=1e-06  # task gsm8k" in out and "algorithm.loss=gspo  # algorithm gspo" in out
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["num_generations=0"], "has nothing to be compared with (batch.group_size: --num_generations)"),
+    (["--learning_rate=fast"], "optimizer.lr='fast': expected a finite number (optimizer.lr: --learning_rate)"),
+    (["max_target_length=200", "max_prefill_predict_length=300"],
+     "(sampling.max_prompt_tokens: --max_prefill_predict_length)")])
+def test_an_error_names_the_flag(words, part):
+    with pytest.raises(ShoalError) as caught:
+        compose("train", words)
+    assert part in str(caught.value)
+
+
+def test_an_error_names_the_files_line(tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text("steps: 3\nsampling:\n  top_p: 2\n")
+    with pytest.raises(ShoalError, match=r"sampling.top_p=2.0: expected .* \(sampling.top_p: mine.yml:3\)"):
+        compose("train", [str(file)])
+    file.write_text("stpes: 3\nnum_generations: x\nuse_vllm: true\nseed: 1\nseed2: 1\n")
+    with pytest.raises(ShoalError) as caught:
+        compose("train", [str(file)])
+    for part in ("mine.yml:1: stpes", "batch.group_size: mine.yml:2", "mine.yml:3: use_vllm=true", "mine.yml:5: seed2"):
+        assert part in str(caught.value)
+    file.write_text("steps: 3\nsteps: 4\n")
+    with pytest.raises(ShoalError, match="lines 1 and 2 both set steps"):
+        compose("train", [str(file)])
+
+
+def test_a_runs_error_names_their_flags_beside_our_keys():
+    _, resolved = compose("train", ["per_device_batch_size=4", "num_generations=8", "model_name=x"])
+    said = in_their_names("lower batch.prompts_per_device or sampling.max_completion_tokens; set HF_TOKEN", resolved)
+    assert "(batch.prompts_per_device: --per_device_batch_size)" in said
+    assert "(in MaxText: sampling.max_completion_tokens is max_target_length, HF_TOKEN is hf_access_token)" in said
+    _, resolved = compose("train", ["steps=3"])
+    assert in_their_names("lower batch.prompts_per_step", resolved) == "lower batch.prompts_per_step"
+
+
+# ---- interpolation, lists of defaults
+
+
+def test_references_are_to_final_values(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_NAME", "first")
+    file = tmp_path / "mine.yml"
+    file.write_text("steps: 30\ntrain: {evaluate_every: '${steps}'}\nrun_name: ${oc.env:SOME_NAME}-${seed}\n"
+                    "sampling: {max_prompt_tokens: 40, max_completion_tokens: '${.max_prompt_tokens}'}\n"
+                    "optimizer: {beta1: '${oc.select:nope,0.5}'}\n")
+    config, _ = compose("train", [str(file), "steps=9", "seed=4"])
+    assert (config.train.evaluate_every, config.run_name, config.sampling.max_completion_tokens) == (9, "first-4", 40)
+    assert config.optimizer.beta1 == 0.5
+    file.write_text("steps: ${train.evaluate_every}\ntrain: {evaluate_every: '${steps}'}\n")
+    with pytest.raises(ShoalError, match="refers to itself"):
+        compose("train", [str(file)])
+    file.write_text("defaults: [mine, _self_]\n")
+    with pytest.raises(ShoalError, match="lead back to itself"):
+        compose("train", [str(file)])

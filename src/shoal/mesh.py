@@ -33,6 +33,8 @@ TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
     "layers": None,
 }
+# A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would move the whole
+# model that often, so the sampler holds whole copies and splits over `tensor` alone.
 SAMPLER_RULES = {**TRAINER_RULES, "embed": None}
 
 
@@ -100,6 +102,7 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     ShoalError for a size that does not divide the devices: the rest would stay idle, and a model dimension that the
     odd size does not divide either would be copied to every device.
     """
+    # fsdp last: it takes what the others leave.
     sizes = {"data": section.data, "tensor": section.tensor, "fsdp": section.fsdp}
     left = len(devices)
     for axis, size in sizes.items():
@@ -112,6 +115,8 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         left //= size
     shape = tuple(sizes[axis] for axis in AXES)
     grid = np.asarray(devices[: math.prod(shape)]).reshape(shape)
+    # Auto: the compiler propagates shardings between the few constraints of the model; explicit axes would need one at
+    # every operation.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

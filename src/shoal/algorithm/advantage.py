@@ -152,6 +152,8 @@ def _std(centred: np.ndarray, counts: np.ndarray, ddof: int, axis: int | None) -
 
 def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
     """The size to divide by; 1 where it would be 0, since then every numerator is 0 too."""
+    # TRL, verl and Tunix add (1e-4, 1e-6, 1e-6); TorchRL takes the maximum. With G=2 and rewards 0 and 1 the ddof
+    # matters more: 0.707 with ddof 1, 1.0 with ddof 0 (MaxText).
     size = np.maximum(std, eps) if eps_mode == "max" else std + eps
     return np.where(size == 0, 1.0, size)
 

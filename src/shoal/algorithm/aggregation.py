@@ -70,5 +70,6 @@ def token_weights(mode: str, lengths: Lengths, valid: Bool[np.ndarray, "P G"], c
     divide by. If nothing counts, all weights are 0. `constant` is the length that seq-mean-token-sum-norm divides by,
     1 or more.
     """
+    # A completion without tokens of its own still counts as one: leaving it out would raise the weight of its siblings.
     counted = valid & counts
     return np.where(counted & (lengths > 0), AGGREGATIONS[mode](lengths, counted, constant), 0.0)

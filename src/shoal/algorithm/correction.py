@@ -41,8 +41,10 @@ def correction_weights(
     `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
     """
     log_ratio = jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0))
+    # TRL calls its `sequence_*` modes what `sequence` is here, the product; papers on GSPO mean `geometric`.
     if level == "sequence":
         log_ratio = segment_sum(log_ratio, segment)
     elif level == "geometric":
         log_ratio = segment_mean(log_ratio, segment, mask)
+    # Completions that a correction drops keep their place in every denominator, as in verl and TRL.
     return jnp.where(mask, CORRECTIONS[kind](jnp.exp(log_ratio), cap, floor), 0)

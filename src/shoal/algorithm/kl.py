@@ -45,6 +45,7 @@ def token_kl(
     `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0 sets no limit.
     Beyond a limit the gradient is 0.
     """
+    # Each side is masked before the difference: -inf minus -inf at padding would be NaN, and 0 * NaN stays NaN.
     log_ratio = jnp.where(mask, ref_logprobs, 0) - jnp.where(mask, lp, 0)
     if clamp_input:
         log_ratio = jnp.clip(log_ratio, -clamp_input, clamp_input)

@@ -45,6 +45,7 @@ def token_logprobs(
         states, ids, *support = inputs
         scores = project(states) / temperature
         target = jnp.take_along_axis(scores, ids[..., None], axis=-1)[..., 0]
+        # One normaliser serves the log-prob and the entropy: both are of the same logits, which exist only here.
         normaliser = jax.nn.logsumexp(scores, axis=-1)
         entropy = _entropy(scores - normaliser[..., None], entropy_gradient)
         if support:
@@ -58,6 +59,7 @@ def token_logprobs(
         return target - normaliser, entropy
 
     parts = tuple(map(chunks, (hidden, targets) if support_ids is None else (hidden, targets, support_ids)))
+    # lax.map of one chunk would still compile a loop, and pad what needs no padding.
     if count == 1:
         logprob, entropy = (x[None] for x in of_chunk(tuple(part[0] for part in parts)))
     else:

@@ -93,6 +93,8 @@ def cispo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segme
     clip metrics count the tokens whose weight was bounded.
     """
     lp, old_logprobs, advantage = _zero_outside(mask, lp, old_logprobs, advantage)
+    # Without the stop-gradient the bounded tokens would have none at all: the fault of a port that clips the ratio
+    # and forgets the log-prob.
     ratio = jax.lax.stop_gradient(jnp.exp(lp - old_logprobs))
     top = bounds.high if bounds.cispo == "absolute" else 1 + bounds.high
     weight = jnp.clip(ratio, 1 - bounds.low if bounds.cispo == "both" else None, top)
@@ -108,6 +110,7 @@ def gmpo(lp: Tokens, old_logprobs: Tokens, advantage: Tokens, mask: Mask, segmen
     """
     lp, old_logprobs, advantage = _zero_outside(mask, lp, old_logprobs, advantage)
     log_ratio = lp - old_logprobs
+    # The bounds are decided by the value: a comparison has no gradient, but a clipped term must not carry one either.
     value = jax.lax.stop_gradient(log_ratio)
     above, below = mask & (advantage > 0) & (value > bounds.high), mask & (advantage < 0) & (value < -bounds.low)
     clipped = jnp.where(above, bounds.high, jnp.where(below, -bounds.low, log_ratio))

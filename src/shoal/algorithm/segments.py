@@ -11,6 +11,7 @@ def segment_sum(x: Float[Array, "*rows C"], segment: Int[Array, "*rows C"]) -> F
     """The sum of `x` over a token's segment, at each of its tokens, in x's type. Segment numbers are at most C."""
 
     def in_slot(x: jax.Array, segment: jax.Array) -> jax.Array:
+        # Number 0, padding, has a bucket of its own: its sum is computed and read by nobody.
         return jax.ops.segment_sum(x, segment, num_segments=segment.shape[0] + 1)[segment]
 
     return jnp.vectorize(in_slot, signature="(c),(c)->(c)")(x, segment)

@@ -48,6 +48,7 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     out = _einsum("rskgct,rstka->rsckga", parts[0].astype(own.v.dtype), own.v)
     if prefix is not None:
         out += _einsum("rskgct,rtka->rsckga", parts[1].astype(prefix.v.dtype), prefix.v)
+    # Divided once after both sets are summed, in float32: two normalised halves would be rounded twice in bfloat16.
     out = out / jnp.moveaxis(total, 4, 2)[..., None]
     return out.reshape(*out.shape[:3], -1, out.shape[-1]).astype(q.dtype)
 
@@ -140,6 +141,7 @@ def shared_prefix_attention(prefix_size: int, prefix_len: jax.Array, segment: ja
         def own(x: jax.Array) -> jax.Array:
             return x[:, prefix_size:].reshape(rows, slots, size, *x.shape[2:])
 
+        # The prompt attends to itself once for all S slots: here (S-1)/S of its cost is saved, in the gradient too.
         prompt = attend(prefix(q)[:, None], None, Keys(prefix(k)[:, None], prefix(v)[:, None], prefix_mask))[:, 0]
         slot = attend(own(q), Keys(prefix(k), prefix(v), visible), Keys(own(k), own(v), own_mask))
         return jnp.concatenate([prompt, slot.reshape(rows, slots * size, *slot.shape[3:])], axis=1), None

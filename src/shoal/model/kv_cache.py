@@ -64,6 +64,7 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
     """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        # A slice for each slot, since each is at its own position. XLA for TPU compiles this to a loop over slots.
         write = jax.vmap(jax.vmap(lambda keys, new, at: jax.lax.dynamic_update_slice(keys, new[None], (at, 0, 0))))
         cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k, position),
                            write(cache.own_v, v, position))

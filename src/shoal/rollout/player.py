@@ -97,6 +97,7 @@ class Player:
             if self.on_progress and first.purpose is Purpose.EVALUATE:
                 kind = "greedy" if first.params.temperature == 0 else "sampled"
                 self.on_progress(f"{first.subset}, {kind}", len(siblings), len(by_id))
+        # Before rewards are waited for: the update that follows needs the memory of the caches.
         engine.release_memory()
         return siblings, scores
 

@@ -46,11 +46,13 @@ class LocalSource:
         for number, request in enumerate(wanted):
             batches[request.version, request.subset, request.num_completions].append(number)
         groups: dict[int, Group] = {}
+        # Oldest version first: its weights can be dropped soonest. A batch samples from one version.
         for (version, _, _), numbers in sorted(batches.items(), key=lambda item: item[0][0]):
             if version not in self.versions:
                 raise RuntimeError(f"version {version} is requested, but only {sorted(self.versions)} are published")
             played = self.player.play([wanted[number] for number in numbers], version, self.versions[version])
             groups |= zip(numbers, played, strict=True)
+        # By identity: with a lag two steps may request the same row, and equal requests are equal records.
         taken = {id(request) for request in wanted}
         self.pending = [request for request in self.pending if id(request) not in taken]
         self._release()

@@ -130,6 +130,7 @@ def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax
     siblings = keys.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), (rows, size))
     hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(length, size))
+    # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)  # [R, 1, D]
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (rows, siblings)), sampling)
     hidden = jnp.broadcast_to(last, (rows, siblings, last.shape[-1]))
@@ -190,5 +191,6 @@ def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Mode
             None if support_ids is None else out.support_ids.at[step].set(support_ids))
         return step + 1, replace(s, caches=caches, token=token, length=length, done=done), out
 
+    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens.
     _, slots, sampled = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), start, empty))
     return slots, sampled

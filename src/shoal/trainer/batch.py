@@ -94,6 +94,7 @@ def choose_shape(groups: Sequence[Group], num_prompts: int, group_size: int, mic
 
     A group whose completions do not fit one row gets several; its prompt is then computed once a row.
     """
+    # By the longest of this step: a bound by history would make a resumed run compile, and sum, differently.
     prefix = bucket(max(len(g.prompt_ids) for g in groups))
     length = bucket(max((len(c) for g in groups for c in g.completions), default=1))
     slots = _even(group_size, max(1, (micro_tokens - prefix) // length))
@@ -128,6 +129,7 @@ def pack(
     rows: list[tuple[int, list[int]]] = []
     for number in include:
         group = groups[number]
+        # Completions without a reward have no advantage to learn from; an empty one has no token.
         members = [i for i in range(group.size) if group.valid[i] and len(group.completions[i])]
         rows.extend((number, members[start : start + shape.slots]) for start in range(0, len(members), shape.slots))
     batches = [_fill(groups, advantages, weights, shape, temperature, rows[start : start + shape.rows], max_support)
@@ -159,6 +161,7 @@ def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, 
             slots[tokens], segment[tokens], loss_mask[tokens] = completion.token_ids, 1, completion.loss_mask
             weight[tokens] = weights[number, index] * completion.loss_mask
             advantage[tokens], sampler_logprobs[tokens] = advantages[number, index], completion.logprobs
+            # The sampler's own set, not one recomputed from newer weights: that may leave the sampled token out.
             if support_ids is not None:
                 ids = completion.extra["support_ids"]
                 support_ids[(*tokens, slice(0, ids.shape[1]))] = ids

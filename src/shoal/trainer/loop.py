@@ -104,6 +104,7 @@ class Run:
                 with self.saved_if_given_up(step, state):
                     groups, discarded = self.take(step)
                     state, outcome = self.updater.update(state, groups, step)
+                # After the update: a step that is given up before has changed neither pending requests nor pass rates.
                 self.step_done(step, groups, discarded)
                 if self.publication_due(step + 1):
                     self.publish(step + 1, state.trainable)
@@ -124,6 +125,7 @@ class Run:
     def begin(self) -> tuple[TrainState, int]:
         """The trainer's state and the first step: of a new run after its first evaluation, or of a checkpoint."""
         if self.restored is None:
+            # Version 0 is evaluated before anything is requested: its figures are those that training starts from.
             state = self.updater.learner.init(self.parameters)
             self.parameters = None  # the first weights must not outlive their use
             self.publish(0, state.trainable)
@@ -210,6 +212,7 @@ class Run:
                 break
             self.source.request(self.group_requests(step, prompts))
             groups += self.source.take(Purpose.TRAIN, step)
+        # Useful groups first, in the order of the prompts: the choice must not depend on which finished first.
         order = sorted(range(len(groups)), key=lambda n: (not self.is_useful(groups[n]), n))
         chosen = sorted(order[:wanted])
         return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
@@ -266,6 +269,7 @@ class Run:
         if version == self.saved:
             return
         started = time.perf_counter()
+        # Groups and metrics of the covered steps reach the disk first: a kill between the two loses none of them.
         self.recorder.sync(self.prompts.rates.record())
         source = self.source.state()
         published = source.pop("published", {})

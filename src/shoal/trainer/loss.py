@@ -99,6 +99,7 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     last = jnp.maximum(batch.prefix_len - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden[:, :prefix_size], last, axis=1)[:, :, None]  # [R, 1, 1, D]
     own = hidden[:, prefix_size:].reshape(rows, slots, size, -1)
+    # A token's log-prob is read from the state before it: shift by one, and put the prompt's last state in front.
     before = jnp.pad(own, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
     chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
@@ -127,7 +128,9 @@ def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: Learner
     `mask_truncated` those of truncated completions) count in the metrics of sampler and trainer's difference and in no
     other; completions without a reward are not in a batch at all.
     """
+    # Weight 0 is not enough: a NaN of a masked token would survive the product with 0.
     mask = batch.loss_mask & (batch.weight > 0)
+    # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute nothing new.
     old_logprobs = batch.old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
     count = mask.sum(dtype=jnp.float32)
     token_loss, policy = POLICY_LOSSES[o.loss](lp, old_logprobs, batch.advantage, mask, batch.segment, o.bounds)
@@ -141,6 +144,7 @@ def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: Learner
     if o.correction != "none":
         weight = correction_weights(o.correction, o.correction_level, old_logprobs, batch.sampler_logprobs, mask,
                                     batch.segment, *o.correction_bounds)
+        # The correction multiplies the policy term alone: KL and entropy are of the trainer's own distribution.
         token_loss = weight * token_loss
         sums["correction/weight"] = (weight.sum(), count)
         sums["correction/zero"] = ((mask & (weight == 0)).sum(dtype=jnp.float32), count)

@@ -166,6 +166,7 @@ def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
 def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, num_updates: int) -> tuple[
         optax.GradientTransformation, TrainState, Callable, Callable]:
     """The optimizer, the layout of the train state, and two programs: init and apply."""
+    # By updates applied, not by steps: with several mini-batches a step moves the schedule several times.
     rate = learning_rate(section, num_updates)
     optimizer = make_optimizer(section, rate, _map_specs(lambda d: d.weight_decay, a))
     split, everywhere = shardings(a, role), role.replicated
@@ -182,6 +183,7 @@ def _gradient_programs(model: Model, objective: Objective, functions: tuple) -> 
 
     `functions` are those that the objective's names mean: registering another under a name compiles other programs.
     """
+    # Log-probs (None) keep the layout of rows: only their own process reads them.
     everywhere = model.role.replicated
     sums = Accumulated(shardings(model.architecture, model.role), everywhere, everywhere, everywhere)
     zero = jax.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
@@ -211,6 +213,7 @@ def _accumulate(model: Model, objective: Objective, total: Accumulated, trainabl
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, trainable, batch)
 
+    # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8 of the gradient.
     (value, (sums, maxima, lp)), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
     new = Accumulated(gradient, value, sums, maxima)
     added = jax.tree.map(jnp.add, replace(total, maxima=None), replace(new, maxima=None))
@@ -219,6 +222,7 @@ def _accumulate(model: Model, objective: Objective, total: Accumulated, trainabl
 
 def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, trainable: Params,
            updates: jax.Array, *, gradient: Params, moments: Any) -> tuple[TrainState, Any]:
+    # The norm before clipping is the metric; one NaN or inf anywhere makes it not finite.
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
     # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose result is then dropped.

@@ -25,8 +25,8 @@ from shoal.trainer.step_table import StepTable
 from shoal.types import Address, Group, Scorer, StopSignal
 
 PATIENCE_SECONDS = 5.0
-"""How long a requested stop waits for the updates of a step after its first. The first one consumes the moments that the
-step began with, so a step that is dropped then falls back to the newest checkpoint."""
+"""How long a requested stop waits for the updates of a step after its first. The first one consumes the moments that
+the step began with, so a step that is dropped then falls back to the newest checkpoint."""
 
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
@@ -88,6 +88,7 @@ class Updater:
     def update(self, state: TrainState, groups: Sequence[Group], step: int) -> tuple[TrainState, UpdateResult]:
         started, begun = time.perf_counter(), state
         prompts = -(-self.batch.prompts_per_step // self.algorithm.num_minibatches)
+        # One shape for all updates and scorings of the step: each compiles once.
         shape = choose_shape(groups, prompts, self.batch.group_size, self.batch.micro_tokens,
                              self.learner.model.role.row_shards)
         metrics, table = MetricSet(), StepTable.of(groups, self.algorithm)
@@ -139,6 +140,7 @@ class Updater:
             counts &= np.isin(np.arange(len(groups)), included)[:, None]
         lengths = np.where(table.truncated, 0, table.lengths) if a.mask_truncated else table.lengths
         weights = np.zeros(table.valid.shape)
+        # The denominator is that of these members, the whole mini-batch, whatever micro-batches it is packed into.
         weights[members] = token_weights(a.aggregation, lengths[members], table.valid[members], counts[members],
                                          a.aggregation_tokens or self.max_tokens)
         return pack(groups, included, table.advantages, weights, shape, self.temperature, old_logprobs,
@@ -157,6 +159,7 @@ class Updater:
         scorers = (policy, self.reference, self.teacher)
         if scorers == (None, None, None):
             return PrecomputedLogprobs()
+        # Scoring reads tokens alone; advantages and weights come after a KL in the reward is known.
         nothing = np.zeros_like(table.advantages)
         batches = pack(groups, self._included(table, np.arange(len(groups))), nothing, nothing, shape,
                        self.temperature, max_support=self.max_support)

@@ -22,6 +22,10 @@ from shoal.types import ShoalError
 
 AXES = ("data", "fsdp", "tensor")
 
+MAX_IN_FLIGHT = 2
+"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
+after a rendezvous of 40 s."""
+
 ROWS = ("data", "fsdp")
 """Mesh axes over which rows of a batch and slots of a sampler are split."""
 

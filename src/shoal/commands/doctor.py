@@ -46,7 +46,7 @@ from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import Prepared, PromptStream
-from shoal.types import Params, ShoalError
+from shoal.types import Params, Purpose, ShoalError
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Of a token's log-probs, sampler against trainer: above it the two do not compute one policy."""
@@ -230,8 +230,8 @@ def make_engines(job: Preflight, model: Model) -> dict[str, Engine]:
     """The engines of a run: for training's groups, greedy answers and pass@k's groups. Nothing is compiled."""
     assert job.loaded is not None and job.roles is not None
     make = training_engines(job.config, model.on(job.roles.sampler), job.loaded.tokenizer)
-    sizes = {"training": job.config.batch.group_size, "evaluation": 1, "pass@k": job.config.pass_k}
-    return {name: make(size) for name, size in sizes.items() if size}
+    engines = {"training": make(Purpose.TRAIN, job.config.batch.group_size), "evaluation": make(Purpose.EVALUATE, 1)}
+    return engines | ({"pass@k": make(Purpose.EVALUATE, job.config.pass_k)} if job.config.pass_k else {})
 
 
 def check_weights(job: Preflight, parameters: Params) -> bool:

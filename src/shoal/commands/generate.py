@@ -35,7 +35,8 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
         params, count = sampling_params(config.sampling), config.num_generations
         prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]
-        engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(count)
+        engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(
+            Purpose.GENERATE, count)
         engine.load(0, publish_to(model, loaded.load()))
         engine.submit([
             SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)

@@ -170,7 +170,7 @@ class Replayer:
     def sample(self, group: Group, params: Params) -> list[Completion]:
         """The group's completions from its address, by a sampler compiled as the run's own was."""
         engine = training_engines(self.config, self.model(self.config).on(self.roles.sampler),
-                                  self.tokenizer)(group.size)
+                                  self.tokenizer)(group.purpose, group.size)
         how = sampling_params(self.config.sampling)
         if group.purpose is Purpose.EVALUATE and group.size == 1:
             how = how.as_greedy()

@@ -45,17 +45,17 @@ class Siblings:
 class Player:
     """Turns requests for one version and one group size into groups.
 
-    There is one engine for each group size (evaluation's greedy answers are groups of one). One that is not in use
-    keeps its compiled programs and frees its caches.
+    There is one engine for each purpose and group size (evaluation's greedy answers are groups of one). One that is not
+    in use keeps its compiled programs and frees its caches.
     """
 
-    make_engine: Callable[[int], Engine]
+    make_engine: Callable[[Purpose, int], Engine]  # for groups of a size
     task: Task
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
     seed: int
     clock: SamplingClock = field(default_factory=SamplingClock)
-    engines: dict[int, Engine] = field(default_factory=dict)
+    engines: dict[tuple[Purpose, int], Engine] = field(default_factory=dict)
     next_id: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
     on_progress: Callable[[str, int, int], None] | None = None  # (part of an evaluation, groups done, groups in all)
@@ -84,7 +84,7 @@ class Player:
                 params: Params) -> tuple[dict[int, Siblings], dict[Hashable, Scores]]:
         """Completions by request, and the scores that were ready when sampling ended."""
         first = next(iter(by_id.values()))
-        engine = self._engine(first.num_completions)
+        engine = self._engine(first.purpose, first.num_completions)
         engine.load(version, params)
         engine.submit([sample_request(request, id, self.seed) for id, request in by_id.items()])
         siblings: dict[int, Siblings] = {}
@@ -112,10 +112,11 @@ class Player:
                 scores |= self.pool.collect(wait=True)
         return tickets
 
-    def _engine(self, size: int) -> Engine:
-        if size not in self.engines:
-            self.engines[size] = self.make_engine(size)
-        return self.engines[size]
+    def _engine(self, purpose: Purpose, size: int) -> Engine:
+        # By purpose too: training's engine stores the support of truncated sampling and is bounded by it.
+        if (purpose, size) not in self.engines:
+            self.engines[purpose, size] = self.make_engine(purpose, size)
+        return self.engines[purpose, size]
 
     def _submit(self, ticket: Hashable, requests: Sequence[GroupRequest], siblings: Sequence[Siblings]) -> None:
         token_ids = [[completion.token_ids.tolist() for completion in one.completions] for one in siblings]

@@ -27,7 +27,8 @@ def publish_to(model: Model, params: Params) -> Params:
     copy = jax.device_put(cast, shardings(model.architecture, model.role))
     sums = int(checksum(cast)), int(checksum(copy))
     if sums[0] != sums[1]:
-        raise RuntimeError(f"the sampler's weights differ from the trainer's: checksums {sums[1]:#x}, {sums[0]:#x}")
+        raise RuntimeError(f"the sampler's weights differ from the trainer's (checksums {sums[1]:#x}, {sums[0]:#x}): "
+                           "a copy between devices failed; resume the run from its newest checkpoint")
     return copy
 
 

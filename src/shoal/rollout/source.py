@@ -10,7 +10,7 @@ from typing import Any
 from shoal.model.transformer import Model
 from shoal.rollout.player import Player, SamplingClock
 from shoal.rollout.publication import publish_to, published_shapes
-from shoal.types import Group, GroupRequest, Params, Purpose
+from shoal.types import Group, GroupRequest, Params, Purpose, ShoalError
 
 
 @dataclass
@@ -79,7 +79,9 @@ class LocalSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         if self._addresses() != [tuple(address) for address in state["pending"]]:
-            raise RuntimeError(f"pending were {state['pending']}, requested again are {self._addresses()}")
+            raise ShoalError("the groups that are pending in the checkpoint are not those that this run requests: "
+                             "the data or its order has changed since; restore it, or start a run of another name "
+                             f"(checkpoint {state['pending'][:3]}, now {self._addresses()[:3]})")
 
     def _addresses(self) -> list[tuple[str, int, int, str, int, int]]:
         return [(r.purpose.value, r.step, r.version, r.subset, r.example.row, r.num_completions) for r in self.pending

@@ -13,7 +13,7 @@ from shoal.trainer.curriculum import Prepared, prepare
 from shoal.trainer.loop import Schedule, sampling_params
 from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
 from shoal.trainer.update import Updater
-from shoal.types import Params, ShoalError
+from shoal.types import Params, Purpose, ShoalError
 
 
 def num_updates(config: Config) -> int:
@@ -36,26 +36,25 @@ def schedule_of(t: TrainSection) -> Schedule:
 
 
 def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
-                 max_support: int = 0) -> Callable[[int], Engine]:
-    """A function that makes the engine for groups of a size, with `slots` completions at once in all."""
+                 max_support: int = 0) -> Callable[[Purpose, int], Engine]:
+    """A function that makes the engine for groups of a purpose and size, with `slots` completions at once in all.
+    Training's engine stores the support of each token, at most `max_support` ids; the others store none."""
 
-    def make(group_size: int) -> Engine:
+    def make(purpose: Purpose, group_size: int) -> Engine:
         return Engine(
             model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
             max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
-            decode=tokenizer.decode, truncated=sampling_params(sampling).truncated, max_support=max_support)
+            decode=tokenizer.decode, truncated=sampling_params(sampling).truncated,
+            max_support=max_support if purpose is Purpose.TRAIN else 0)
 
     return make
 
 
-def training_engines(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[int], Engine]:
-    """A function that makes the engines of a training run; `model` is the sampler's. Groups of training's size store
-    the support of each token, evaluation's do not."""
+def training_engines(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[Purpose, int], Engine]:
+    """A function that makes the engines of a training run; `model` is the sampler's."""
     slots = config.sampling.slots_per_device * model.role.mesh.size
     slots = slots or config.batch.prompts_per_step * config.batch.group_size
-    training = engine_maker(model, tokenizer, config.sampling, slots, max_support(config))
-    others = engine_maker(model, tokenizer, config.sampling, slots)
-    return lambda group_size: (training if group_size == config.batch.group_size else others)(group_size)
+    return engine_maker(model, tokenizer, config.sampling, slots, max_support(config))
 
 
 def make_learner(config: Config, model: Model) -> Learner:
@@ -66,8 +65,10 @@ def make_updater(config: Config, learner: Learner, first: Params | None, teacher
     """`first`: the weights of the reference, read only with a KL term."""
     a = config.algorithm
     reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
-    return Updater(learner, a, config.batch, config.sampling.temperature, config.seed, reference, teacher,
-                   config.teacher.coef, config.sampling.max_completion_tokens, max_support(config))
+    return Updater(
+        learner, a, config.batch, temperature=config.sampling.temperature, seed=config.seed, reference=reference,
+        teacher=teacher, teacher_coef=config.teacher.coef, max_tokens=config.sampling.max_completion_tokens,
+        max_support=max_support(config))
 
 
 def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,

@@ -17,16 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.transformer import Model
 from shoal.sampler.programs import CHUNK, SampledTokens, Slots, make_programs
 from shoal.sampler.sample_tokens import SamplingArrays
 from shoal.sampler.scheduler import Admission, Scheduler
 from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason, StopSignal
-
-MAX_IN_FLIGHT = 2
-"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
-after a rendezvous of 40 s."""
 
 
 @dataclass

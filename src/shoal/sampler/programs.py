@@ -70,7 +70,7 @@ class Programs(NamedTuple):
 def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
                   max_support: int) -> Programs:
     """The programs for slots of `sizes`: groups, siblings, prompt tokens, completion tokens."""
-    make = partial(_empty_slots, model, *sizes)
+    make = partial(_idle_slots, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     options: dict[str, Any] = {"donate_argnames": "slots", "out_shardings": (layout, model.role.replicated)}
@@ -78,7 +78,9 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
                     jax.jit(partial(_decode, **static), **options))
 
 
-def _empty_slots(model: Model, groups: int, siblings: int, prefix: int, own: int) -> Slots:
+def _idle_slots(model: Model, groups: int, siblings: int, prefix: int, own: int) -> Slots:
+    """Slots that are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid for idle
+    slots, which decoding computes along with the others."""
     shape = (groups, siblings)
     caches = kv_cache.empty(model.architecture, groups, siblings, prefix, own, model.dtype)
     zeros = partial(jnp.zeros, shape)

@@ -136,11 +136,14 @@ def pack(
                for start in range(0, max(1, len(rows)), shape.rows)]
     for batch in batches:
         arrays = batch.arrays
-        for values, target in ((old_logprobs, arrays.old_logprobs), (ref_logprobs, arrays.ref_logprobs),
-                               (teacher_bonus, arrays.advantage)):
-            for key, (row, slot, _) in batch.positions.items() if values else ():
-                assert values is not None
-                target[row, slot, : len(values[key])] += values[key]  # old and reference log-probs are 0 so far
+        for key, (row, slot, _) in batch.positions.items():
+            tokens = (row, slot, slice(0, len(groups[key[0]].completions[key[1]])))
+            if old_logprobs:
+                arrays.old_logprobs[tokens] = old_logprobs[key]
+            if ref_logprobs:
+                arrays.ref_logprobs[tokens] = ref_logprobs[key]
+            if teacher_bonus:
+                arrays.advantage[tokens] += teacher_bonus[key]
     return batches
 
 

@@ -291,4 +291,6 @@ class Run:
 
 
 def sampling_params(s: SamplingSection) -> SamplingParams:
-    return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_completion_tokens, s.stop)
+    """The settings of training samples, as requests carry them."""
+    return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p,
+                          max_tokens=s.max_completion_tokens, stop=s.stop)

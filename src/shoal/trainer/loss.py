@@ -58,7 +58,8 @@ class Objective:
         floor = a.correction_floor or (ICEPOP_FLOOR if a.correction == "icepop" else 0.0)
         return cls(
             loss=a.loss,
-            bounds=Bounds(a.clip_low, a.clip_high, a.clip_dual, a.cispo_bound, a.sapo_positive, a.sapo_negative),
+            bounds=Bounds(low=a.clip_low, high=a.clip_high, dual=a.clip_dual, cispo=a.cispo_bound,
+                          positive=a.sapo_positive, negative=a.sapo_negative),
             kl=a.kl,
             kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
             use_old=a.num_epochs * a.num_minibatches > 1,

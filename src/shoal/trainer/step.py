@@ -18,7 +18,7 @@ import optax
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import OptimizerSection
-from shoal.mesh import Role
+from shoal.mesh import MAX_IN_FLIGHT, Role
 from shoal.model.transformer import Architecture, Model, ParamSpec, is_param_spec, param_specs, shardings
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import MAXIMA, Objective, batch_logprobs, batch_loss
@@ -27,10 +27,6 @@ from shoal.types import Params
 
 PROGRAMS_KEPT = 4
 """Sets of programs (models, settings) kept by this process: a second learner like an earlier one compiles nothing."""
-
-MAX_IN_FLIGHT = 2
-"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
-after a rendezvous of 40 s."""
 
 
 @jax.tree_util.register_dataclass

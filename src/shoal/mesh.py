@@ -113,7 +113,7 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         if size == -1:
             sizes[axis] = size = left
         if left % size:
-            place = f"{left} devices" if left == len(devices) else f"the {left} of {len(devices)} devices that " \
+            place = f"{left} device{'s' * (left > 1)}" if left == len(devices) else f"the {left} of {len(devices)} devices that " \
                 "the other axes leave"
             raise ShoalError(f"mesh.{axis}={size} does not divide {place}; use {listed_divisors(left)}")
         left //= size

@@ -69,9 +69,9 @@ class StopSignal:
     @contextlib.contextmanager
     def raising_at_once(self) -> Iterator[None]:
         """Around a wait, or a call of a user's code, that may hang: a signal raises StopRequested out of it."""
-        self.check()
-        self.raises_at_once = True
+        self.raises_at_once = True  # before the check: a request between the two would only be recorded
         try:
+            self.check()
             yield
         finally:
             self.raises_at_once = False

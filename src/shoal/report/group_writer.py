@@ -47,8 +47,9 @@ class GroupWriter:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        # Read once: the thread may set it between a read and a store, and that failure would be lost.
+        if (failure := self._failure) is not None:
+            self._failure = None
             raise failure
 
     def _work(self) -> None:

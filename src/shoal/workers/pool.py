@@ -26,10 +26,6 @@ from shoal.workers.supervisor import EXIT_SECONDS, AsyncHandler, Handler, Limits
 
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
-PULSE_SECONDS = 1.0
-"""How often the supervisor says that it lives, and sees whether the trainer does."""
-SEND_SECONDS = 120.0
-"""How long to wait for the other end to read."""
 
 
 class WorkerPool:

@@ -84,6 +84,7 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
 
 def _placed(data: Any, name: str) -> list[tuple[str, Any]]:
     """Whatever holds rows, as a list of them, each with its place."""
+    rows: Any
     if isinstance(data, Mapping):
         rows = _rows_of_columns(data, name)
     elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas

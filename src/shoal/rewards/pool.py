@@ -1,6 +1,6 @@
-"""Scores groups while sampling goes on: groups in, their scores out.
+"""Scores groups during sampling: groups in, their scores out.
 
-    submit -> calls -> supervised workers (`workers.py`) -> results -> ScoreColumn -> collect
+    submit -> calls -> supervised workers (`workers/`) -> results -> ScoreColumn -> collect
 
 Where a call for several completions fails, each of them is called alone, which shows whose fault it is; the others keep
 the values that they get alone. Once a call of a step has hung or died, the rest of that step is called one by one. So a
@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 from shoal.config.schema import RewardSection
 from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, TrainerState, call, call_async

@@ -50,7 +50,7 @@ def read_splits(task: TaskSection, published: Published
 def place_splits(task: TaskSection, published: Published) -> tuple[Rows, Rows, list[str]]:
     """Training rows, held-out rows, each with its place, and notes; columns renamed as `task.columns` says.
 
-    A file alone is the training split, unless a file of the other split is found beside it; without a split to evaluate
+    A file alone is the training split, unless its folder has a file of the other split; without a split to evaluate
     on, the last rows are held out, or all where nothing is trained (`evaluating`), which the notes say. Raises
     `ShoalError` for data that is missing, empty or unreadable.
     """
@@ -105,7 +105,7 @@ def without_held_out(train: Sequence[Row], held_out: Iterable[Row], key: Callabl
 
 def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
     """The files of training and of evaluation where one file is given: if it is named after a split, it is that split,
-    and a file beside it with the other's name is the other one."""
+    and a file in its folder with the other's name is the other one."""
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
         before, found, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")

@@ -25,7 +25,7 @@ PUBLISHED = Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
 
-    A file alone is the training split, unless the other split is found beside it, else its last rows are held out; what
+    A file alone is the training split, unless its folder has the other split, else its last rows are held out; what
     was dropped or held out is in the task's `notes`.
 
     Raises `ShoalError` for data that is missing, empty, unreadable or without the two columns.
@@ -83,6 +83,6 @@ def gold(answer: str) -> str | None:
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Whether a solution of whatever form ends with the gold number, and the number that it was taken to end with."""
+    """The verdict on a solution of whatever form: `correct`, and the number that it ends with as `answer`."""
     found, wanted = final_number(text), final_number(f"#### {example.columns['answer']}")
     return {"correct": found is not None and found == wanted, "answer": shown(found)}

@@ -102,7 +102,7 @@ def checked_text(text: str) -> str:
 
 
 def _followed(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[bool]]:
-    """Whether each instruction is followed strictly, and whether by any of the variants."""
+    """For each instruction, True if it is followed strictly, and True if by any of the variants."""
     pairs = list(zip(names, arguments, strict=True))
     strict = [follows(text, name, given) for name, given in pairs]
     tried = variants(text)[1:]
@@ -112,7 +112,7 @@ def _followed(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, 
 
 
 def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
-    """How a text does, of which with `tags` the answer block alone is checked; `correct` is `prompt_strict`.
+    """The verdict on a text, with `tags` on its answer block alone; `correct` is `prompt_strict`.
 
     >>> verdict("no, thanks", Example(0, "...", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}))
     {'correct': False, 'prompt_strict': False, 'instruction_strict': [False], 'prompt_loose': False,

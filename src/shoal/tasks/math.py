@@ -27,7 +27,7 @@ SYSTEM_PROMPT = (
     "then write only the final answer, in LaTeX, between <answer> and </answer>."
 )
 TAIL_CHARS = 10_000
-"""The answer is looked for in so many last characters."""
+"""An answer before so many last characters is not found."""
 
 _DRAWING = re.compile(r"\[asy\](?:(?!\[asy\]).)*?\[/asy\]", re.DOTALL)
 _ANSWER_HEADING = re.compile(r"^[#*_ ]*(?:final )?answer[*_ ]*$", re.IGNORECASE | re.MULTILINE)
@@ -98,7 +98,7 @@ def correct_reward(completions: Sequence[Any], answer: Sequence[str],
                    log_metric: Callable[[str, float], None] | None = None, **kwargs: Any) -> list[float]:
     """1.0 where the answer is the same as the gold one, else 0.0 (TRL's convention).
 
-    Logged: `unchecked`, the share of answers whose check came to no end (0.0 for them)."""
+    Logged: `unchecked`, the share of answers whose check was ended at its limit (0.0 for them)."""
     answers = [answer_of(completion_text(completion)) or "" for completion in completions]
     found = math_check.same_all(list(zip(answer, answers, strict=True)))
     if log_metric:
@@ -108,8 +108,8 @@ def correct_reward(completions: Sequence[Any], answer: Sequence[str],
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Whether a solution of whatever form ends with the gold answer, that answer, and whether its check came to no
-    end."""
+    """The verdict on a solution of whatever form: `correct`, the `answer` that it ends with, and `unchecked`, True if
+    the check was ended at its limit."""
     answer = final_answer(text)
     same = math_check.same(example.columns["answer"], answer or "")
     return {"correct": bool(same), "answer": None if answer is None else answer[:math_check.MAX_CHARS],

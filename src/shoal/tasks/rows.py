@@ -20,7 +20,7 @@ HELD_OUT_SHARE = 10
 """Without rows to evaluate on, one in this many is held out at most."""
 
 TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What reward functions are called with beside the columns: no column may have such a name."""
+"""Further arguments of reward functions: no column may have such a name."""
 _NOT_GIVEN = ("completion",)  # by the convention, columns that reward functions do not see
 
 _LISTS = ("files", "columns")
@@ -76,7 +76,7 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
         return bool(correct(text, example))
     except Exception as error:
         raise ShoalError(f"correct raised {type(error).__name__}: {error} for example row {example.row}, "
-                         f"completion {text[:80]!r}: it must judge any text") from error
+                         f"completion {text[:80]!r}: it must accept any text") from error
 
 
 # ---- reading

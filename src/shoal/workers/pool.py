@@ -55,7 +55,7 @@ class WorkerPool:
         there.close()
         self._channel = Channel(here)
         self.heard = time.monotonic()
-        """When the supervisor last said something."""
+        """When the supervisor last sent something."""
         self.close = weakref.finalize(self, _end, self.pid, here, trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
 

@@ -19,9 +19,9 @@ from shoal.tasks.graders.answer import closing_place, extract_answer
 MAX_NUMBER_CHARS = 100
 """A longer run of digits is no number."""
 _MAX_CHARS = 1000
-"""Of a longer text the end is read, where one number is looked for."""
+"""The number of a longer text is read from its last characters."""
 _MAX_SAID = 20
-"""So many last places that say what the answer is are looked at."""
+"""So many last places with "the answer is" are read."""
 
 _GROUPED = (r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}"
             r"|(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/]))(?![0-9])")
@@ -123,12 +123,12 @@ def _clauses(text: str) -> Iterator[str]:
 
 
 def is_bare(text: str) -> bool:
-    """Whether a text is one number and at most three words of units."""
+    """True if a text is one number and at most three words of units."""
     return _BARE.fullmatch(_plain(text[:_MAX_CHARS]).translate(_WRAPS)) is not None
 
 
 def _is_alone(text: str) -> bool:
-    """Whether a text is a number with units, a formula or a word, and nothing else."""
+    """True if a text is a number with units, a formula or a word, and nothing else."""
     return is_bare(text) or _ALONE.fullmatch(text.strip(" .")) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whether two answers in mathematics are the same: by text and value, else by math-verify.
+"""Compares two answers in mathematics: by text and value, else by math-verify.
 
 The rules of text and value are here; `math_worker.py` asks math-verify.
 """
@@ -13,7 +13,7 @@ from shoal.tasks.graders import math_worker
 from shoal.tasks.graders.answer import closing_place
 
 MAX_CHARS = 1000
-"""A longer answer is wrong without being looked at."""
+"""A longer answer is wrong without a check."""
 MAX_DEPTH = 25
 """So is one with more brackets inside one another."""
 
@@ -34,7 +34,7 @@ _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
 
 
 def same(gold: str, answer: str) -> bool | None:
-    """Whether they are the same answer; None where the check came to no end, which counts as wrong."""
+    """True if they are the same answer; None where the check was ended at its limit, which counts as wrong."""
     return same_all([(gold, answer)])[0]
 
 
@@ -50,7 +50,7 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
 
 
 def at_a_glance(gold: str, answer: str) -> bool | None:
-    """Whether two answers are the same, where their text or value tells; None where it has to be worked out.
+    """True or False where the text or value of two answers decides; None where math-verify has to.
 
     >>> at_a_glance("\\\\frac{1}{2}", "0.5"), at_a_glance("7", "8"), at_a_glance("x^2", "x x")
     (True, False, None)
@@ -81,8 +81,8 @@ def _is_readable(answer: str) -> bool:
 
 
 def is_whole(gold: str) -> bool:
-    """True if a gold answer can be read: it is not too long, and its braces come in pairs. math-verify itself would take
-    minutes for a large data set."""
+    """True if a gold answer can be read: it is not too long, and its braces come in pairs. For a large data set
+    math-verify would take minutes."""
     depth = 0
     for brace in _BRACE.findall(gold[:MAX_CHARS + 1]):
         depth += {"{": 1, "}": -1}.get(brace, 0)

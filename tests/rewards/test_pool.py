@@ -30,6 +30,7 @@ from shoal.rewards import pool as pool_module
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores, score
+from shoal.run.interrupt import stop_on_signals
 from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
 from shoal.types import Example, RewardFunction, ShoalError, StopRequested, ground_truth
@@ -857,13 +858,15 @@ def test_failures_within_the_share_do_not_end_the_run() -> None:
 def test_a_wait_is_given_up_once_the_run_is_to_stop() -> None:
     pool = RewardPool(name_functions([at_bad(hang_with_a_family)]), section(timeout_seconds=60.0))
     pool.submit(0, *lone("bad"))
-    started = time.monotonic()
-    with pytest.raises(StopRequested):
-        pool.collect(wait=True, stopping=lambda: time.monotonic() > started + 0.5)
+    with stop_on_signals() as stop:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        started = time.monotonic()
+        with pytest.raises(StopRequested), stop.raising_at_once():
+            pool.collect(wait=True)
     assert time.monotonic() - started < 1.5
-    started = time.monotonic()
+    pid, started = supervisor_of(pool), time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 2 and gone(pid)
 
 
 def test_pools_start_while_threads_of_jax_are_busy() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards.functions import load_function, load_functions, name_functions
+from shoal.rewards.functions import load_functions, name_functions
 from shoal.rewards.scores import Scores, score
 from shoal.run.task import load_task
 from shoal.tasks.graders.answer import (
@@ -316,27 +316,27 @@ def test_only_the_named_functions_of_a_file_count(file: Path) -> None:
 ])
 def test_a_name_that_is_no_function_is_an_error(file: Path, name: str, told: str) -> None:
     with pytest.raises(ShoalError, match=told):
-        load_function(f"{file}:{name}")
+        load_functions([f"{file}:{name}"])
     sys.modules.pop("shoal_test_beside", None)
 
 
 @pytest.mark.parametrize("spec", ["rewards.py", "rewards.py:", ":f", ""])
 def test_a_function_without_its_file_or_name_is_an_error(spec: str) -> None:
     with pytest.raises(ShoalError, match=r"expected `file\.py:function`"):
-        load_function(spec)
+        load_functions([spec])
 
 
 def test_a_model_is_no_reward() -> None:
-    for find in (lambda: load_function("Qwen/Reward-1.5B"), lambda: name_functions(["Qwen/Reward-1.5B"])):  # type: ignore
+    for find in (lambda: load_functions(["Qwen/Reward-1.5B"]), lambda: name_functions(["Qwen/Reward-1.5B"])):  # type: ignore
         with pytest.raises(ShoalError, match=r"reward 'Qwen/Reward-1\.5B': a model is not supported as a reward"):
             find()
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ShoalError, match=r"there is no file .*none\.py"):
-        load_function(f"{tmp_path}/none.py:f")
+        load_functions([f"{tmp_path}/none.py:f"])
     with pytest.raises(ShoalError, match="there is no file"):
-        load_function(f"{tmp_path}:f")
+        load_functions([f"{tmp_path}:f"])
 
 
 @pytest.mark.parametrize(("text", "told"), [
@@ -347,7 +347,7 @@ def test_a_file_that_raises_says_what_and_where(tmp_path: Path, text: str, told:
     path = tmp_path / "broken.py"
     path.write_text(text)
     with pytest.raises(ShoalError, match=rf"broken.py cannot be loaded: {told}") as caught:
-        load_function(f"{path}:f")
+        load_functions([f"{path}:f"])
     assert caught.value.__cause__ is not None
     assert not [name for name in sys.modules if name.startswith("shoal_reward_") and
                 getattr(sys.modules[name], "__file__", "") == str(path)]

@@ -21,6 +21,7 @@ from shoal.config.schema import TaskSection
 from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks import words
+from shoal.tasks.generated import NUM_TRAIN, is_held_out
 from shoal.tasks.task import Task
 from shoal.tasks.words import SEEN, UNSEEN, Problem, normal_form, numeric_form, pretrain_problem, train_problem
 from shoal.types import Example, ShoalError
@@ -30,7 +31,7 @@ HELD_OUT_DIGEST = "2143aacd04e2f49b83795d9a2372b2e8"
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
 
 dials = st.builds(TaskSection, num_steps=st.integers(1, 8), max_value=st.integers(20, 500))
-rows = st.integers(0, words.NUM_TRAIN - 1)
+rows = st.integers(0, NUM_TRAIN - 1)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +113,8 @@ def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
     for row in range(4000):
         for problem in (train_problem(row, DIALS), pretrain_problem(row, DIALS)):
             assert numeric_form(problem) not in held
-            assert not words._is_held_out(numeric_form(problem))
-    assert all(words._is_held_out(form) for form in held)
+            assert not is_held_out(numeric_form(problem))
+    assert all(is_held_out(form) for form in held)
 
 
 @settings(deadline=None)
@@ -121,8 +122,8 @@ def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
 def test_splits_are_disjoint_at_other_dials_too(section: TaskSection, row: int) -> None:
     held = {numeric_form(problem) for problem in words.held_out(5, section)}
     trained = {numeric_form(train_problem(other, section)) for other in range(row, row + 20)}
-    assert all(words._is_held_out(form) for form in held)
-    assert not any(words._is_held_out(form) for form in trained)
+    assert all(is_held_out(form) for form in held)
+    assert not any(is_held_out(form) for form in trained)
 
 
 def test_few_possible_problems_are_still_split() -> None:

@@ -63,7 +63,7 @@ class Preflight:
     reward_functions: Sequence[Callable]
     stack: ExitStack
     task: Task | None = None
-    judge: RewardPool | None = None
+    pool: RewardPool | None = None
     roles: Roles | None = None
     loaded: LoadedModel | None = None
     teacher: LoadedModel | None = None
@@ -86,7 +86,7 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         check_prompts(job, console)
         check_reward(job, console)
         if job.loaded is not None:
-            check_step(job, usable and job.first is not None and job.judge is not None)
+            check_step(job, usable and job.first is not None and job.pool is not None)
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
         console.heading(f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "
                         f"{warnings} warning{'s' * (warnings != 1)}")
@@ -116,7 +116,7 @@ def check_task(job: Preflight) -> None:
     if judged is not None:
         if job.task is not None:
             job.task = replace(job.task, rewards=judged.rewards)
-        job.judge = job.stack.enter_context(closing(RewardPool(judged.rewards, config.reward, config.steps)))
+        job.pool = job.stack.enter_context(closing(RewardPool(judged.rewards, config.reward, config.steps)))
 
 
 def check_mesh(job: Preflight) -> bool:
@@ -168,17 +168,17 @@ def check_prompts(job: Preflight, console: Console) -> None:
 
 def check_reward(job: Preflight, console: Console) -> None:
     """Scores known answers to the run's first prompt and to the data's first rows, and prints the table."""
-    if job.judge is None or job.task is None:
+    if job.pool is None or job.task is None:
         return
     examples = [job.task.train[row] for row in range(min(2, len(job.task.train)))]
     if job.first is not None:
         examples = [job.first.example, *examples]
     encode = job.loaded.tokenizer.encode_prompt if job.loaded else lambda text: np.frombuffer(text.encode(), np.uint8)
     try:
-        tried = probe(job.judge, examples, encode)
+        tried = probe(job.pool, examples, encode)
     except ShoalError as error:
         job.findings.add("reward", "wrong", str(error), _reward_key(error))
-        job.judge = None
+        job.pool = None
         return
     job.result["rewards"] = tried.records()
     head = (f"reward of answers as {tried.form}" if tried.form else "reward", "total", *tried.functions)
@@ -249,13 +249,13 @@ def check_weights(job: Preflight, parameters: Params) -> bool:
 
 def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Params) -> Trial | None:
     """A trial of the run's first step; None where its reward fails."""
-    assert job.task is not None and job.loaded is not None and job.judge is not None
+    assert job.task is not None and job.loaded is not None and job.pool is not None
     config, tokenizer = job.config, job.loaded.tokenizer
     stream = PromptStream(job.task.train, tokenizer.encode_prompt, config.seed, config.sampling.max_prompt_tokens,
                           config.sampling.long_prompts)
     prompts = stream.next(config.batch.prompts_per_step)
     try:
-        return try_step(config, job.task, tokenizer, job.judge, engine, make_learner(config, model), parameters,
+        return try_step(config, job.task, tokenizer, job.pool, engine, make_learner(config, model), parameters,
                         prompts)
     except ShoalError as error:
         job.findings.add("reward", "wrong", str(error), _reward_key(error))

@@ -265,7 +265,7 @@ def _add_rewards(responses: Sequence[Response], examples: Sequence[Example | str
 
     with RewardPool(task.rewards, section) as pool:
         batches = [scorable] if pool.by_step else [[one] for one in scorable]
-        for ticket, batch in enumerate(batches):  # all before the first wait: a remote judge gets many at once
+        for ticket, batch in enumerate(batches):  # all before the first wait: remote rewards get many at once
             pool.submit(ticket, [example for _, example, _ in batch], [[text] for text, _, _ in batch],
                         [[[]] for _ in batch], 0)
             take(pool.collect())

@@ -30,11 +30,6 @@ def load_functions(specs: Sequence[str]) -> list[Callable[..., Any]]:
     return [_find(spec, modules) for spec in specs]
 
 
-def load_function(spec: str) -> Callable[..., Any]:
-    """The one function that `file.py:name` names; see `load_functions`."""
-    return load_functions([spec])[0]
-
-
 def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
                    weights: Sequence[float] = ()) -> tuple[RewardFunction, ...]:
     """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless given. A
@@ -80,7 +75,7 @@ def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Runs a file as a module of its own; modules beside it can be imported, but hide none that is installed."""
+    """Runs a file as a module; it can import modules of its folder, which hide none that is installed."""
     name = f"shoal_reward_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)

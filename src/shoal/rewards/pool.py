@@ -1,6 +1,6 @@
-"""Scores groups while sampling goes on: groups in, their scores out.
+"""Scores groups during sampling: groups in, their scores out.
 
-    submit -> calls -> supervised workers (`workers.py`) -> results -> ScoreColumn -> collect
+    submit -> calls -> supervised workers (`workers/`) -> results -> ScoreColumn -> collect
 
 Where a call for several completions fails, each of them is called alone, which shows whose fault it is; the others keep
 the values that they get alone. Once a call of a step has hung or died, the rest of that step is called one by one. So a
@@ -14,15 +14,14 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 from shoal.config.schema import RewardSection
 from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, TrainerState, call, call_async
 from shoal.rewards.scores import FunctionCalls, Policy, ScoreColumn, Scores, call_here, sum_scores
-from shoal.types import Example, RewardFunction, ShoalError, StopRequested
+from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import WorkerPool
 from shoal.workers.process import Header
 from shoal.workers.supervisor import Limits
@@ -31,8 +30,6 @@ SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
 REPORT_SECONDS = 60.0
 """After how long a wait is reported; then each time that it has doubled."""
-POLL_SECONDS = 0.2
-"""How often a wait looks whether the run is to stop."""
 GENEROUS = 2.0
 """By how much calls may pass the time that they take at most, before the supervisor counts as stuck."""
 NUM_RECENT = 64
@@ -131,16 +128,16 @@ class RewardPool:
             else:
                 self._call(job, one, None, body, one.awaits)
 
-    def collect(self, wait: bool = False,
-                stopping: Callable[[], bool] | None = None) -> list[tuple[Hashable, Scores]]:
+    def collect(self, wait: bool = False) -> list[tuple[Hashable, Scores]]:
         """The scores that are complete, each ticket once; with `wait`, not before one is, unless nothing is queued.
 
-        A long wait is reported on stderr, and given up with StopRequested once `stopping()` is true. Raises ShoalError,
-        naming function, step and example, where `reward.on_error` is `error` and a function failed, or too many calls
-        failed (`reward.max_failed_share`), and where the supervisor is stuck."""
+        A long wait is reported on stderr. A KeyboardInterrupt out of it, such as that of `StopSignal.raising_at_once`,
+        leaves a pool that can only be closed. Raises ShoalError, naming function, step and example, where
+        `reward.on_error` is `error` and a function failed, or too many calls failed (`reward.max_failed_share`), and
+        where the supervisor is stuck."""
         self._receive()
         if wait:
-            self._wait(stopping)
+            self._wait()
         done, self._done = self._done, []
         for number, (_, scores) in enumerate(done):
             if isinstance(scores, ShoalError):
@@ -150,10 +147,10 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends the worker processes, and everything that they started, within 2 s."""
-        self._loop.close()
         if self._workers is not None:
             self._workers.close()
         self._workers = None
+        self._loop.close()
         self._jobs.clear()
         self._calls.clear()
 
@@ -272,27 +269,22 @@ class RewardPool:
         except (EOFError, ConnectionError):
             raise self._lost() from None
 
-    def _wait(self, stopping: Callable[[], bool] | None) -> None:
-        """Until a job is scored, if one is queued. The supervisor is stuck where it says nothing, or has taken much
-        longer than limits allow."""
+    def _wait(self) -> None:
+        """Until a job is scored, if one is queued. The supervisor is stuck where it is silent, or has taken much longer
+        than limits allow."""
         start = time.monotonic()
         next_report = start + REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
-            if stopping and stopping():
-                raise StopRequested
-            silent = max(self._workers.heard, start) + SILENT_SECONDS
-            late = max(self._progress, start) + self._most_seconds()
-            wait = min(silent, late, next_report) - time.monotonic()
-            self._receive(max(0.0, min(wait, POLL_SECONDS) if stopping else wait))
             now = time.monotonic()
-            if self._done or not self._jobs:
-                return
-            if now >= max(self._workers.heard, start) + SILENT_SECONDS or now >= late:
+            deadline = min(max(self._workers.heard, start) + SILENT_SECONDS,
+                           max(self._progress, start) + self._most_seconds())
+            if now >= deadline:
                 raise self._stuck(now - start)
             if now >= next_report:
                 print(f"waiting for rewards: {now - start:.0f} s, {self._describe_queue()}; reward.timeout_seconds="
                       f"{self.section.timeout_seconds:g} is the limit of a call", file=sys.stderr, flush=True)
                 next_report = now + (now - start)
+            self._receive(min(deadline, next_report) - now)
 
     def _most_seconds(self) -> float:
         """What everything that is queued may take, however its functions behave."""
@@ -320,7 +312,7 @@ class RewardPool:
 
 
 class _Handler:
-    """Calls a function in a worker for the batch that it is sent."""
+    """Calls a function in a worker for the batch that it is sent. After a MemoryError the worker is replaced."""
 
     def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
         self.functions, self.timeout_seconds = functions, timeout_seconds
@@ -328,17 +320,15 @@ class _Handler:
 
     def call(self, header: Header, body: bytes) -> Header:
         batch = _unpickled(body)
-        return _as_reply(batch if isinstance(batch, CallResult) else
-                         call(self.functions[header["function"]], batch, self.loop.run))
+        result = batch if isinstance(batch, CallResult) else \
+            call(self.functions[header["function"]], batch, self.loop.run)
+        return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
 
     async def call_async(self, header: Header, body: bytes) -> Header:
         batch = _unpickled(body)
-        return _as_reply(batch if isinstance(batch, CallResult) else
-                         await call_async(self.functions[header["function"]], batch, self.timeout_seconds))
-
-
-def _as_reply(result: CallResult) -> Header:
-    return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
+        result = batch if isinstance(batch, CallResult) else \
+            await call_async(self.functions[header["function"]], batch, self.timeout_seconds)
+        return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
 
 
 def _unpickled(body: bytes) -> Batch | CallResult:
@@ -353,15 +343,12 @@ def _pickled(batch: Batch) -> bytes:
     try:
         return bytes(ForkingPickler.dumps(batch))
     except Exception as error:
-        for i, name, value in _values(batch):
-            try:
-                ForkingPickler.dumps(value)
-            except Exception:
-                raise ShoalError(f"column {name!r} of example row {batch.rows[i][0]} holds a {type(value).__name__}, "
-                                 f"which cannot be sent to a reward process ({error}); leave it out, or call rewards "
-                                 f"in this process: reward.workers=0") from error
+        for name, values in batch.columns.items():
+            for (row, _), value in zip(batch.rows, values, strict=True):
+                try:
+                    ForkingPickler.dumps(value)
+                except Exception:
+                    raise ShoalError(f"column {name!r} of example row {row} holds a {type(value).__name__}, which "
+                                     f"cannot be sent to a reward process ({error}); leave it out, or call rewards in "
+                                     "this process: reward.workers=0") from error
         raise
-
-
-def _values(batch: Batch) -> Iterator[tuple[int, str, Any]]:
-    return ((i, name, value) for name, values in batch.columns.items() for i, value in enumerate(values))

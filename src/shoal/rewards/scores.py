@@ -101,7 +101,8 @@ def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop,
         return await asyncio.gather(*(call_async(one, part) for one, _, part in waiting))
 
     places = {one.name: [*range(len(batch))] if one.per_completion else [None] for one in functions}
-    waiting = [(one, i, _part(batch, i)) for one in functions if one.awaits for i in places[one.name]]
+    waiting = [(one, i, batch if i is None else batch.single(i))
+               for one in functions if one.awaits for i in places[one.name]]
     results = {(one.name, i): result for (one, i, _), result in
                zip(waiting, loop.run(gather()) if waiting else (), strict=True)}
     found = {}
@@ -115,10 +116,6 @@ def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop,
                 if result.kind == WRONG or (on_error == "error" and result.failed):
                     break
     return found
-
-
-def _part(batch: Batch, i: int | None) -> Batch:
-    return batch if i is None else batch.single(i)
 
 
 # ---- scores from calls

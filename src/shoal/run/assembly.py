@@ -1,6 +1,6 @@
 """Assembles a training run: from a configuration to its parts, each opened before what needs it.
 
-    open_task       questions, and the pool that judges: forked before JAX has threads
+    open_task       questions, and the reward pool: forked before JAX has threads
     open_devices    the mesh, and the configuration with the prompts of its devices
     open_data       the tokenised prompts and evaluation sets
     open_folder     the run folder, locked: whatever is wrong with a configuration was raised before
@@ -71,12 +71,12 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     check_sinks(plan.config.report)
     for text in algorithm_warnings(plan.config):
         console.warning(text)
-    task, judge = open_task(plan.config, reward_functions, stack, task)
+    task, pool = open_task(plan.config, reward_functions, stack, task)
     config, roles = open_devices(plan, console)
     loaded = open_run_model(config.model, plan.run, roles.trainer, console)
     data = open_data(config, task, loaded.tokenizer, console)
     if not plan.run:
-        for finding in check_first_prompt(config, loaded.tokenizer, data.first, judge):
+        for finding in check_first_prompt(config, loaded.tokenizer, data.first, pool):
             (console.note if finding.level == "ok" else console.warning)(finding.text)
     has_reference = config.algorithm.kl_coef > 0
     weights = loaded.load() if has_reference or not plan.run else None
@@ -84,7 +84,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
 
     folder = open_folder(plan, console, stack)
     model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
-    source = stack.enter_context(closing(make_source(config, model.on(roles.sampler), loaded.tokenizer, task, judge)))
+    source = stack.enter_context(closing(make_source(config, model.on(roles.sampler), loaded.tokenizer, task, pool)))
     source.player.on_progress = console.answered
     updater = make_updater(config, make_learner(config, model), weights, teacher)
     facts = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
@@ -121,7 +121,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
 
 def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitStack,
               task: Task | None = None) -> tuple[Task, RewardPool]:
-    """The task, and the worker processes that judge its completions."""
+    """The task, and the worker processes that score its completions."""
     task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
     return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))

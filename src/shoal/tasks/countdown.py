@@ -1,7 +1,7 @@
 """Countdown: numbers, and a target to reach with + - * / and brackets, each number used once; made here, endlessly.
 
 A row is a problem, the same on every machine; what it asks can always be reached. Held-out problems share their numbers
-and target with none that is trained on. Answers are read by a parser of their own (`arithmetic.py`).
+and target with none that is trained on. A small parser reads the answers (`graders/arithmetic.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from random import Random
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.generated import MAX_IDLE_DRAWS, NUM_BUCKETS, NUM_HELD_OUT, NUM_TRAIN, MadeRows, pick, stable_hash
+from shoal.tasks import generated
+from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import completion_text, extract_answer, single_answer
 from shoal.tasks.task import Task
-from shoal.types import Example, Prompt, RewardFunction, ShoalError
+from shoal.types import Example, Prompt, RewardFunction
 
 SYSTEM_PROMPT = (
     "Reach the target with the given numbers and + - * / and brackets; use every number exactly once. Think between "
@@ -57,32 +58,22 @@ class Problem:
 
 def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Problem:
     """The training problem of a row; never one that is held out."""
-    rng = _generator(purpose, row, task)
-    while is_held_out(problem := _draw(rng, task)):
-        pass
-    return problem
+    rng = generator("countdown", purpose, row, task.num_numbers, task.max_value)
+    return draw_for_training(lambda: _draw(rng, task), _key)
 
 
 def held_out(count: int, task: TaskSection) -> tuple[Problem, ...]:
     """`count` different held-out problems, the first n the same for every count; fewer where there are no more."""
-    rng = _generator("held_out", 0, task)
-    problems: dict[str, Problem] = {}
-    idle = 0
-    while len(problems) < count and idle < MAX_IDLE_DRAWS:
-        problem = _draw(rng, task)
-        idle += 1
-        if is_held_out(problem) and problem.normal_form not in problems:
-            problems[problem.normal_form] = problem
-            idle = 0
-    return tuple(problems.values())
+    rng = generator("countdown", "held_out", 0, task.num_numbers, task.max_value)
+    return draw_held_out(count, lambda: _draw(rng, task), _key, lambda problem: problem)
 
 
 def is_held_out(problem: Problem) -> bool:
-    return stable_hash(f"countdown {problem.normal_form}") % NUM_BUCKETS == 0
+    return generated.is_held_out(_key(problem))
 
 
-def _generator(purpose: str, row: int, task: TaskSection) -> Random:
-    return Random(stable_hash(f"countdown/{purpose}/{row}/{task.num_numbers}/{task.max_value}"))
+def _key(problem: Problem) -> str:
+    return f"countdown {problem.normal_form}"
 
 
 def _draw(rng: Random, task: TaskSection) -> Problem:
@@ -98,7 +89,7 @@ def _draw(rng: Random, task: TaskSection) -> Problem:
 
 
 def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[tuple[int, str]]:
-    """What two values come to, whole numbers from 1 to `most`; never nothing."""
+    """The results of two values and their texts, whole numbers from 1 to `most`; one or more."""
     (a, left), (b, right) = large, small
     values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
     return [(value, f"({left} {sign} {right})") for sign, value in values.items() if 1 <= value <= most]
@@ -109,28 +100,24 @@ def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[t
 
 def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_questions` 0 holds out 500."""
-    if task.path:
-        raise ShoalError(f"task.path={task.path!r}: the task countdown makes its own problems; leave task.path out")
-    count = task.num_questions or NUM_HELD_OUT
-    problems = held_out(count, task)
-    notes = (f"countdown: held_out has {len(problems)} problems, not {count}: there are no more at "
-             f"task.num_numbers={task.num_numbers} task.max_value={task.max_value}",) if len(problems) < count else ()
-    return Task(
+    empty = Task(
         name="countdown",
-        train=MadeRows(lambda row: _example(row, train_problem(row, task)), NUM_TRAIN),
-        evaluations={"held_out": tuple(_example(row, problem) for row, problem in enumerate(problems))},
+        train=(),
+        evaluations={},
         rewards=(RewardFunction("correct", correct_reward, 0.9, builtin=True),
                  RewardFunction("answered", answered_reward, 0.1, builtin=True)),
         correct=is_correct,
         well_formed=lambda text: bool(extract_answer(text)),
         extract=lambda text: single_answer(text) or None,
         pretrain_example=functools.partial(_pretrain_example, task=task),
-        notes=notes,
     )
+    return generated_task(task, empty, ("num_numbers", "max_value"),
+                          {"held_out": functools.partial(held_out, task=task)},
+                          lambda row: train_problem(row, task), _example)
 
 
 def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
-    """Whether an answer is an expression of just these numbers that comes to the target.
+    """True if an answer is an expression of just these numbers that comes to the target.
 
     >>> solves("(3 + 4) * 2", [2, 3, 4], 14), solves("3 + 4", [3, 4, 2], 7)
     (True, False)
@@ -140,7 +127,7 @@ def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
 
 
 def is_correct(text: str, example: Example) -> bool:
-    """Whether the text has one `<answer>`, and it solves the problem."""
+    """True if the text has one `<answer>`, and it solves the problem."""
     return solves(single_answer(text), example.columns["numbers"], example.columns["target"])
 
 

@@ -19,7 +19,7 @@ from shoal.tasks.data import Published, Rows, place_splits, without_held_out
 from shoal.tasks.rows import check_alike, examples_of, unseen_columns
 from shoal.tasks.task import Task
 from shoal.text import suggest
-from shoal.types import Example, Messages, ShoalError
+from shoal.types import ShoalError
 
 NAME = "custom"
 _LIKELY = ("question", "problem", "instruction", "query", "input", "text")
@@ -33,47 +33,41 @@ def load(task: TaskSection) -> Task:
     that are held out too, which the notes count.
     """
     train_rows, held_out_rows, notes = place_splits(replace(task, template=""), Published(NAME))
-    asked, about = _with_prompts(train_rows or held_out_rows, task.template, notes)
-    train_rows = asked if train_rows else []
-    held_out_rows, _ = _with_prompts(held_out_rows, task.template, [])
+    train_rows, added = _with_prompts(train_rows, task.template)
+    held_out_rows, from_held_out = _with_prompts(held_out_rows, task.template)
+    notes += added or from_held_out
     train, held_out = examples_of(train_rows), examples_of(held_out_rows)
     if train:
         check_alike(held_out[0], train[0], held_out_rows[0][0], train_rows[0][0])
-    kept = without_held_out(train, held_out, _key, NAME, "prompt", about)
+    kept = without_held_out(train, held_out, lambda example: json.dumps(example.prompt, sort_keys=True, default=str),
+                            NAME, "prompt", notes)
     numbered = [replace(example, row=row) for row, example in enumerate(kept)]
     return Task(NAME, numbered, {"held_out": held_out}, rewards=(), question="prompt",
-                notes=(*about, *unseen_columns(NAME, (train or held_out)[0])))
+                notes=(*notes, *unseen_columns(NAME, (train or held_out)[0])))
 
 
-def _key(example: Example) -> str:
-    return json.dumps(example.prompt, sort_keys=True, default=str)
-
-
-# ---- prompts
-
-
-def _with_prompts(rows: Rows, template: str, notes: list[str]) -> tuple[Rows, list[str]]:
-    """The rows, each with its `prompt`; notes on where it comes from, if from elsewhere."""
+def _with_prompts(rows: Rows, template: str) -> tuple[Rows, list[str]]:
+    """The rows, each with its `prompt`; a note on its origin, if it is another column."""
     if template:
         pieces, names = parse_template(_template_text(template))
-        made = [(place, row | {"prompt": _user(fill(pieces, names, row, place))}) for place, row in rows]
-        return made, [*notes, f"{NAME}: task.template makes each prompt, as a user's message"]
-    place, first = rows[0]
-    if "prompt" in first:
-        return rows, notes
-    if "messages" in first:
-        return [(place, row | {"prompt": _asked(row.get("messages"), place)}) for place, row in rows], \
-            [*notes, f"{NAME}: the prompts are the column `messages`, without the assistant's last message"]
-    likely = next((name for name in (*_LIKELY, *first) if isinstance(first.get(name), str)), "OTHER")
-    raise ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(first) or 'none'}. Take "
-                     f"one as it is, task.columns=[prompt={likely}], or make a message, task.template='{{{likely}}}'")
+        prompts = [[{"role": "user", "content": fill(pieces, names, row, place)}] for place, row in rows]
+        note = f"{NAME}: task.template makes each prompt, as a user's message"
+    elif not rows or "prompt" in rows[0][1]:
+        return rows, []
+    elif "messages" in rows[0][1]:
+        prompts = [_without_answer(row.get("messages"), place) for place, row in rows]
+        note = f"{NAME}: the prompts are the column `messages`, without the assistant's last message"
+    else:
+        place, first = rows[0]
+        likely = next((name for name in (*_LIKELY, *first) if isinstance(first.get(name), str)), "OTHER")
+        raise ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(first) or 'none'}. "
+                         f"Take one as it is, task.columns=[prompt={likely}], or make a message, "
+                         f"task.template='{{{likely}}}'")
+    made = [(place, row | {"prompt": prompt}) for (place, row), prompt in zip(rows, prompts, strict=True)]
+    return made, [note] if rows else []
 
 
-def _user(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
-def _asked(messages: Any, place: str) -> list[Any]:
+def _without_answer(messages: Any, place: str) -> list[Any]:
     """Messages up to the answer that they end with, if they do."""
     if not isinstance(messages, list):
         raise ShoalError(f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with role and "

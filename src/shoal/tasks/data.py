@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.data_file import SUFFIXES, read_file
-from shoal.tasks.data_folder import Published, declared_subsets, fetch_folder, files_in_folder, named_files
+from shoal.tasks.data_folder import Published, fetch_folder, named_files, open_folder
 from shoal.text import suggest
 from shoal.types import ShoalError
 
@@ -42,55 +42,53 @@ def is_evaluating() -> bool:
 
 def read_splits(task: TaskSection, published: Published
                 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Training rows, held-out rows, notes; columns renamed as `task.columns` says.
-
-    A file alone is the training split, with the other split looked for beside it; without a split to evaluate on, the
-    last rows are held out, or all where nothing is trained (`evaluating`), which the notes say. Raises `ShoalError` for
-    data that is missing, empty or unreadable.
-    """
+    """`place_splits` without the rows' places."""
     train, held_out, notes = place_splits(task, published)
     return [row for _, row in train], [row for _, row in held_out], notes
 
 
 def place_splits(task: TaskSection, published: Published) -> tuple[Rows, Rows, list[str]]:
-    """`read_splits`, each row with its place."""
+    """Training rows, held-out rows, each with its place, and notes; columns renamed as `task.columns` says.
+
+    A file alone is the training split, unless its folder has a file of the other split; without a split to evaluate
+    on, the last rows are held out, or all where nothing is trained (`evaluating`), which the notes say. Raises
+    `ShoalError` for data that is missing, empty or unreadable.
+    """
+    name = published.task
     if task.template:
-        raise ShoalError(f"task.template has no effect on the task {published.task}, which makes its own prompts: "
-                         "leave it out, or choose task=custom")
+        raise ShoalError(f"task.template has no effect on the task {name}, which makes its own prompts: leave it out, "
+                         "or choose task=custom")
     for key in ("split", "eval_split"):
         if not getattr(task, key).strip():
             raise ShoalError(f"task.{key}= is empty: expected the name of a split, such as {getattr(TaskSection, key)}")
     renames = renames_of(task.columns)
     path = Path(task.path).expanduser()
+    notes = []
     if task.path and path.is_file():
-        (train, held_out), notes = _siblings(path, task), _unused(task, published, path)
+        train, held_out = _siblings(path, task)
+        notes = [f"{name}: task.{key} has no effect, since {path.name} is one file"
+                 for key in ("subset", "files") if getattr(task, key)]
     elif task.files and (not (task.path or published.hub_id) or (task.path in _READERS and not path.is_dir())):
-        train, held_out, notes = named_files(None, task, lambda split: []), [], []
+        train, held_out = named_files(task.files), []
         if len(train) == 1:
             train, held_out = _siblings(train[0], task)
     else:
-        if task.path and path.is_dir():
-            folder, declared = path, declared_subsets(path)
-        else:
-            folder, declared = fetch_folder(task, published)
-        train, held_out, notes = files_in_folder(folder, declared, task, published)
+        folder = open_folder(path, published) if task.path and path.is_dir() else fetch_folder(task, published)
+        train, held_out, notes = folder.find_splits(task)
     rows = _read(train, renames, published)
     if held_out and held_out != train:
         return rows, _read(held_out, renames, published), notes
-    return _hold_out(rows, train[0], task.num_questions, published.task, notes)
-
-
-def _hold_out(rows: Rows, file: Path, num_questions: int, task: str, notes: list[str]) -> tuple[Rows, Rows, list[str]]:
     if is_evaluating():
-        note = (f"{task}: no split to evaluate on beside {file.name}; all its {len(rows)} rows are evaluated on, those "
-                "too that a run on this data learned from")
-        return [], rows, [*notes, note]
+        notes.append(f"{name}: no split to evaluate on beside {train[0].name}; all its {len(rows)} rows are evaluated "
+                     "on, those too that a run on this data learned from")
+        return [], rows, notes
     if len(rows) < 2:
-        raise ShoalError(f"task {task}: {file} has 1 row and no split beside it to evaluate on; 2 or more are needed")
-    count = max(1, len(rows) // 10)
-    count = min(count, num_questions) if num_questions else count
-    note = f"{task}: no split to evaluate on beside {file.name}; its last {count} of {len(rows)} rows are held out"
-    return rows[:-count], rows[-count:], [*notes, note]
+        raise ShoalError(f"task {name}: {train[0]} has 1 row and no split beside it to evaluate on; 2 or more are "
+                         "needed")
+    count = min(max(1, len(rows) // 10), task.num_questions or len(rows))
+    notes.append(f"{name}: no split to evaluate on beside {train[0].name}; its last {count} of {len(rows)} rows are "
+                 "held out")
+    return rows[:-count], rows[-count:], notes
 
 
 def without_held_out(train: Sequence[Row], held_out: Iterable[Row], key: Callable[[Row], Any], task: str, noun: str,
@@ -105,23 +103,15 @@ def without_held_out(train: Sequence[Row], held_out: Iterable[Row], key: Callabl
     return kept
 
 
-# ---- a file
-
-
 def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
-    """A file named after a split is that split, and the other one is looked for beside it."""
+    """The files of training and of evaluation where one file is given: if it is named after a split, it is that split,
+    and a file in its folder with the other's name is the other one."""
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
         before, found, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")
         if found and mine != other and sibling.is_file():
             return ([path], [sibling]) if mine == task.split else ([sibling], [path])
     return [path], []
-
-
-def _unused(task: TaskSection, published: Published, path: Path) -> list[str]:
-    """Notes on keys that choose parts of a folder, where one file was given."""
-    return [f"{published.task}: task.{key} has no effect, since {path.name} is one file"
-            for key in ("subset", "files") if getattr(task, key)]
 
 
 # ---- reading
@@ -142,33 +132,44 @@ def _read(files: Sequence[Path], renames: Mapping[str, str], published: Publishe
     return rows
 
 
+def _columns(published: Published) -> str:
+    return " and ".join(f"`{column}`" for column in published.columns) or "columns"
+
+
 def _checked(row: Any, place: str, renames: Mapping[str, str], published: Published) -> dict[str, Any]:
+    at = f"task {published.task}: {place}"
     if not isinstance(row, dict):
-        raise ShoalError(f"task {published.task}: {place} is a {type(row).__name__}; an object with "
-                         f"{_columns(published)} is needed")
-    row = _renamed(row, place, renames) if renames else row
-    there = ", ".join(map(str, row)) or "none"
+        raise ShoalError(f"{at} is a {type(row).__name__}; an object with {_columns(published)} is needed")
+    row = _renamed(row, place, renames)
     for column in published.columns:
         if column not in row:
-            raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: {there} "
+            raise ShoalError(f"{at} has no column {column!r}; its columns: {', '.join(map(str, row)) or 'none'} "
                              f"(task.columns=[{column}=OTHER] takes another)")
-        if column in published.numbers and (number := _number_text(row[column])):
-            row = {**row, column: number}
+        if column in published.numbers:
+            row[column] = _number_as_text(row[column])
         if column in published.texts and not isinstance(row[column], str):
-            raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(row[column]).__name__}; text is "
-                             f"needed")
+            raise ShoalError(f"{at}: {column!r} is a {type(row[column]).__name__}; text is needed")
     return row
 
 
-def _number_text(value: Any) -> str:
-    """A number as text, `18` for 18 and 18.0; empty for what is none."""
+def _number_as_text(value: Any) -> Any:
+    """`18` for 18 and 18.0; what is no number as it is."""
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
-        return ""
+        return value
     return f"{value:f}" if isinstance(value, Decimal) else str(int(value) if value == int(value) else value)
 
 
-def _columns(published: Published) -> str:
-    return " and ".join(f"`{column}`" for column in published.columns) or "columns"
+def keep_labelled(rows: Sequence[dict[str, Any]], gold: Callable[[dict[str, Any]], Any], task: str, kind: str,
+                  expected: str, label: str, notes: list[str]) -> list[dict[str, Any]]:
+    """The rows that have a right answer, as their column `gold`; how many lack one is noted, ShoalError for all.
+
+    `kind`: training or held-out; `expected`: what a row must have; `label`: what the others lack."""
+    found = [row | {"gold": answer} for row in rows if (answer := gold(row)) is not None]
+    if rows and not found:
+        raise ShoalError(f"task {task}: none of the {len(rows)} {kind} rows has {expected}")
+    if len(found) < len(rows):
+        notes.append(f"{task}: {len(rows) - len(found)} of {len(rows)} {kind} rows have no {label} and were dropped")
+    return found
 
 
 def renames_of(entries: Iterable[str]) -> dict[str, str]:

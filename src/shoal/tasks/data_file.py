@@ -12,58 +12,50 @@ from shoal.types import ShoalError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 
+PlacedRows = list[tuple[str, Any]]
+"""Each row with its place in the file, `line 3` or `row 2`."""
 
-def read_file(file: Path, task: str) -> list[tuple[str, Any]]:
-    """Each row with its place in the file, `line 3` or `row 2`; ShoalError, naming the task, for what cannot be read.
+
+def read_file(file: Path, task: str) -> PlacedRows:
+    """The rows of a file. Raises ShoalError, naming the task, for what cannot be read.
 
     A json file holds a list of objects, or lines as in jsonl."""
-    if file.suffix == ".parquet":
-        return _parquet(file, task)
-    if file.suffix == ".arrow":
-        return _arrow(file, task)
-    if file.suffix in (".csv", ".tsv"):
-        return _table(file, task)
-    text = _text(file, task)
-    return _list(text, file, task) if file.suffix == ".json" and text.lstrip().startswith("[") else \
-        _lines(text, file, task)
-
-
-def _lines(text: str, file: Path, task: str) -> list[tuple[str, Any]]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ShoalError(f"task {task}: {file}, line {number} is no JSON object: {_fault(error)}; one object a "
-                                 "line is needed") from error
-            if "\\u" in line:
-                _check_characters(row, f"{file}, line {number}", task)
-            rows.append((f"line {number}", row))
-    return rows
-
-
-def _list(text: str, file: Path, task: str) -> list[tuple[str, Any]]:
+    name = f"task {task}: {file}"
+    if file.suffix in (".parquet", ".arrow"):
+        return _read_columnar(file, name)
     try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ShoalError(f"task {task}: {file} is no JSON list of objects: {_fault(error)}") from error
-    for number, row in enumerate(rows if "\\u" in text else ()):
-        _check_characters(row, f"{file}, row {number}", task)
-    return [(f"row {number}", row) for number, row in enumerate(rows)]
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ShoalError(f"{name} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise ShoalError(f"{name} cannot be read: {error.strerror or error}") from error
+    if file.suffix in (".csv", ".tsv"):
+        return _read_table(text, "\t" if file.suffix == ".tsv" else ",", name)
+    if file.suffix == ".json" and text.lstrip().startswith("["):
+        rows = _parse_json(text, f"{name} is no JSON list of objects: ")
+        placed = [(f"row {number}", row) for number, row in enumerate(rows)]
+    else:
+        placed = [(f"line {number}", _parse_json(line, f"{name}, line {number} is no JSON object: ",
+                                                 "; one object a line is needed"))
+                  for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    for place, row in placed if "\\u" in text else ():  # JSON's way of writing a half alone
+        if half := half_character(json.dumps(row, ensure_ascii=False)):
+            raise ShoalError(f"{name}, {place} holds {half}, half of a character that JSON writes as two: write both "
+                             "halves, or leave it out")
+    return placed
 
 
-def _fault(error: ValueError | RecursionError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at line {error.lineno}, column {error.colno}" if error.lineno > 1 else \
-            f"{error.msg} at column {error.colno}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else "a number in it has too many digits"
-
-
-def _check_characters(row: Any, place: str, task: str) -> None:
-    if half := half_character(json.dumps(row, ensure_ascii=False)):
-        raise ShoalError(f"task {task}: {place} holds {half}, half of a character that JSON writes as two: write both "
-                         "halves, or leave it out")
+def _parse_json(text: str, fault: str, wanted: str = "") -> Any:
+    """What JSON holds, or ShoalError: `fault`, its cause, `wanted`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ShoalError(f"{fault}{error.msg} at {line}column {error.colno}{wanted}") from error
+    except RecursionError as error:
+        raise ShoalError(f"{fault}it is nested too deeply{wanted}") from error
+    except ValueError as error:
+        raise ShoalError(f"{fault}a number in it has too many digits{wanted}") from error
 
 
 def half_character(text: str) -> str:
@@ -75,55 +67,36 @@ def half_character(text: str) -> str:
     return ""
 
 
-def _text(file: Path, task: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ShoalError(f"task {task}: {file} is no text in UTF-8 ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise ShoalError(f"task {task}: {file} cannot be read: {error.strerror or error}") from error
-
-
-def _parquet(file: Path, task: str) -> list[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ShoalError(f"task {task}: {file} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    return [(f"row {i}", row) for i, row in enumerate(rows)]
-
-
-def _table(file: Path, task: str) -> list[tuple[str, Any]]:
+def _read_table(text: str, separator: str, name: str) -> PlacedRows:
     """A table with a header; all values are text, so that of the answer `007` nothing is lost."""
-    reader = csv.reader(io.StringIO(_text(file, task), newline=""), delimiter="\t" if file.suffix == ".tsv" else ",",
-                        strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     rows = []
     try:
         header = next(reader, [])
-        for values in reader:
-            if values and len(values) != len(header):
-                raise ShoalError(f"task {task}: {file}, line {reader.line_num} has {len(values)} values, the header "
-                                 f"has {len(header)}: quote a value that holds the separator")
-            if values:
-                rows.append((f"line {reader.line_num}", dict(zip(header, values, strict=True))))
+        for values in filter(None, reader):
+            if len(values) != len(header):
+                raise ShoalError(f"{name}, line {reader.line_num} has {len(values)} values, the header has "
+                                 f"{len(header)}: quote a value that holds the separator")
+            rows.append((f"line {reader.line_num}", dict(zip(header, values, strict=True))))
     except csv.Error as error:
-        raise ShoalError(f"task {task}: {file}, line {reader.line_num} cannot be read as a table: {error}") from error
+        raise ShoalError(f"{name}, line {reader.line_num} cannot be read as a table: {error}") from error
     return rows
 
 
-def _arrow(file: Path, task: str) -> list[tuple[str, Any]]:
-    """Arrow's stream format, in which the `datasets` library stores, or its file format."""
+def _read_columnar(file: Path, name: str) -> PlacedRows:
+    """Parquet, or arrow: its stream format, in which the `datasets` library stores, or its file format."""
     import pyarrow
     import pyarrow.ipc
+    import pyarrow.parquet
 
     try:
-        with pyarrow.memory_map(str(file)) as source:
-            is_file = bytes(source.read(6)) == b"ARROW1"
-            source.seek(0)
-            open_arrow = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
-            rows = open_arrow(source).read_all().to_pylist()
+        if file.suffix == ".parquet":
+            table = pyarrow.parquet.read_table(file)
+        else:
+            with pyarrow.memory_map(str(file)) as source:
+                is_file = bytes(source.read(6)) == b"ARROW1"
+                source.seek(0)
+                table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
+        return [(f"row {i}", row) for i, row in enumerate(table.to_pylist())]
     except (pyarrow.ArrowException, OSError) as error:
-        raise ShoalError(f"task {task}: {file} cannot be read as arrow: {str(error).splitlines()[0]}") from error
-    return [(f"row {i}", row) for i, row in enumerate(rows)]
+        raise ShoalError(f"{name} cannot be read as {file.suffix[1:]}: {str(error).splitlines()[0]}") from error

@@ -43,80 +43,91 @@ class Published:
 
 
 @dataclass(frozen=True)
-class _Subset:
+class Subset:
     """What a README declares of a subset: the folder it lies in and, where it says so, the files of each split."""
 
     folder: str = ""
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-_Declared = Mapping[str, _Subset]
-"""Name -> subset; the default one under the empty name too."""
+@dataclass(frozen=True)
+class DataFolder:
+    """A folder with the files of a data set."""
+
+    path: Path
+    published: Published
+    declared: Mapping[str, Subset]  # by name; the default one under the empty name too
+
+    def find_splits(self, task: TaskSection) -> tuple[list[Path], list[Path], list[str]]:
+        """The files of training and of evaluation, notes."""
+        name = self.published.task
+        task, notes = self._subset_in_split(task)
+
+        def files_of(split: str) -> list[Path]:
+            return self.split_files(task.subset, split)
+
+        train = named_files(task.files, self.path, files_of) if task.files else files_of(task.split)
+        if not train:
+            self._check_subset(task)
+            wanted = ", ".join(f"{stem.format(split=task.split)}.jsonl" for stem in reversed(self.published.stems))
+            raise ShoalError(f"task {name}: {self.path} holds no {wanted} or parquet file of the split {task.split!r}; "
+                             f"it holds {_listed(data_files(self.path))} (task.files names others)")
+        held_out = [file for file in files_of(task.eval_split) if file not in train]
+        if not held_out and (others := [split for split in _HELD_OUT if set(files_of(split)) - set(train)]):
+            notes.append(f"{name}: there is no split {task.eval_split} to evaluate on, but {' and '.join(others)}: "
+                         f"task.eval_split={others[0]} takes it")
+        return train, held_out, notes
+
+    def split_files(self, subset: str, split: str) -> list[Path]:
+        """The files of a split, shards in order; empty where there are none."""
+        own = self.published.subset
+        found = self.declared.get(subset or (own if own in self.declared else ""))
+        if found and found.splits:
+            return _matching(self.path, *found.splits.get(split, ()))
+        if found and found.folder:
+            bases = [f"{found.folder}/"]
+        else:
+            bases = [f"{subset}/"] if subset else ["", "data/", "default/", *([f"{own}/"] if own else [])]
+        stems = [stem.format(split=split) for stem in self.published.stems]
+        names = [*(stem + suffix for suffix in SUFFIXES for stem in stems),
+                 *(f"{split}{mark}*{suffix}" for mark in "-_/" for suffix in SUFFIXES)]
+        matches = (_matching(self.path, base + name) for base in bases for name in names)
+        return next(filter(None, matches), [])
+
+    def _subset_in_split(self, task: TaskSection) -> tuple[TaskSection, list[str]]:
+        """The task as it is, or with the subset that its `split` really names and the split that its `files` name."""
+        named = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
+        split = task.files[0] if named else _TRAIN
+        if self.declared:
+            names_subset = task.split in self.declared and task.split not in self.declared.get("", Subset()).splits
+        else:
+            names_subset = bool(self.split_files(task.split, split))
+        if task.subset or split == task.split or not names_subset:
+            return task, []
+        note = (f"{self.published.task}: task.split={task.split} names a subset of the data set, so it is the subset, "
+                f"and the split is {split}")
+        return replace(task, subset=task.split, split=split, files=() if named else task.files), [note]
+
+    def _check_subset(self, task: TaskSection) -> None:
+        """ShoalError where the subset is what is wrong: unknown, or one of several to choose from."""
+        subsets = [name for name in self.declared if name] or sorted(
+            {entry.name for entry in self.path.iterdir() if data_files(entry)} if self.path.is_dir() else ())
+        if task.subset and task.subset not in subsets:
+            raise ShoalError(f"task.subset={task.subset!r}: {self.path} has no such subset"
+                             f"{suggest(task.subset, subsets)}")
+        found = [name for name in subsets if self.split_files(name, task.split)]
+        if found and not task.subset:
+            raise ShoalError(f"task {self.published.task}: {self.path} has the split {task.split!r} in "
+                             f"{', '.join(found)}; choose one, task.subset={found[0]}")
 
 
-def files_in_folder(folder: Path, declared: _Declared, task: TaskSection, published: Published
-               ) -> tuple[list[Path], list[Path], list[str]]:
-    """The files of training and of evaluation, notes."""
-    task, notes = _subset_in_split(folder, declared, task, published)
-
-    def files_of(split: str) -> list[Path]:
-        return _split_files(folder, declared, task.subset, split, published)
-
-    train = named_files(folder, task, files_of) if task.files else files_of(task.split)
-    if not train:
-        _check_subset(folder, declared, task, published)
-        wanted = ", ".join(f"{stem.format(split=task.split)}.jsonl" for stem in reversed(published.stems))
-        raise ShoalError(f"task {published.task}: {folder} holds no {wanted} or parquet file of the split "
-                         f"{task.split!r}; it holds {_listed(_data_files(folder))} (task.files names others)")
-    held_out = [file for file in files_of(task.eval_split) if file not in train]
-    if not held_out and (others := [split for split in _HELD_OUT if set(files_of(split)) - set(train)]):
-        notes.append(f"{published.task}: there is no split {task.eval_split} to evaluate on, but "
-                     f"{' and '.join(others)}: task.eval_split={others[0]} takes it")
-    return train, held_out, notes
-
-
-def _subset_in_split(folder: Path, declared: _Declared, task: TaskSection, published: Published
-                     ) -> tuple[TaskSection, list[str]]:
-    """The task as it is, or with the subset that its `split` really names and the split that its `files` name."""
-    named = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
-    split = task.files[0] if named else _TRAIN
-    default = declared.get("", _Subset())
-    names_subset = task.split in declared and task.split not in default.splits if declared else \
-        bool(_split_files(folder, declared, task.split, split, published))
-    if task.subset or split == task.split or not names_subset:
-        return task, []
-    note = (f"{published.task}: task.split={task.split} names a subset of the data set, so it is the subset, and the "
-            f"split is {split}")
-    return replace(task, subset=task.split, split=split, files=() if named else task.files), [note]
-
-
-def _split_files(folder: Path, declared: _Declared, subset: str, split: str, published: Published) -> list[Path]:
-    """The files of a split, shards in order; empty where there are none."""
-    found = declared.get(subset or (published.subset if published.subset in declared else ""))
-    if found and found.splits:
-        return _matching(folder, *found.splits.get(split, ()))
-    if found and found.folder:
-        bases = [f"{found.folder}/"]
-    else:
-        others = ("", "data/", "default/", *([f"{published.subset}/"] if published.subset else []))
-        bases = [f"{subset}/"] if subset else others
-    patterns = (base + name for base in bases for name in _names(split, published))
-    return next((files for pattern in patterns if (files := _matching(folder, pattern))), [])
-
-
-def _names(split: str, published: Published) -> list[str]:
-    """Patterns of what the files of a split are called, the likeliest first."""
-    stems = [stem.format(split=split) for stem in published.stems]
-    return [*(stem + suffix for suffix in SUFFIXES for stem in stems),
-            *(f"{split}{mark}*{suffix}" for mark in "-_/" for suffix in SUFFIXES)]
-
-
-def named_files(folder: Path | None, task: TaskSection, files_of: Callable[[str], list[Path]]) -> list[Path]:
-    """The files that `task.files` names, by pattern (without a folder: from where we are) or by split."""
+def named_files(names: Sequence[str], folder: Path | None = None,
+                files_of: Callable[[str], list[Path]] = lambda split: []) -> list[Path]:
+    """The files that `task.files` names, by pattern (without a folder: from the current one) or by split."""
     found: dict[Path, None] = {}
-    for name in task.files:
+    for name in names:
         if not name.strip():
-            raise ShoalError(f"task.files={list(task.files)}: an empty name; expected the names or patterns of files")
+            raise ShoalError(f"task.files={list(names)}: an empty name; expected the names or patterns of files")
         path = Path(name).expanduser()
         base = Path(path.anchor) if path.anchor else folder or Path()
         files = _matching(base, str(path.relative_to(path.anchor))) or files_of(name)
@@ -124,7 +135,7 @@ def named_files(folder: Path | None, task: TaskSection, files_of: Callable[[str]
             if folder is None:
                 raise ShoalError(f"task.files: there is no file {name!r}; without task.path, patterns count from here")
             raise ShoalError(f"task.files: {folder} holds no file {name!r}, nor is it a split; it holds "
-                             f"{_listed(_data_files(folder))}")
+                             f"{_listed(data_files(folder))}")
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -138,24 +149,13 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
         except (ValueError, NotImplementedError) as error:
             raise ShoalError(f"{folder}: {pattern!r} cannot be read as a name or pattern of files: {error}") from error
         for entry in entries:
-            found |= dict.fromkeys(_data_files(entry) if entry.is_dir() else [entry])
+            found |= dict.fromkeys(data_files(entry) if entry.is_dir() else [entry])
     return list(found)
 
 
-def _data_files(folder: Path) -> list[Path]:
+def data_files(folder: Path) -> list[Path]:
+    """All files of a folder, and of those in it, that can hold rows."""
     return [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES] if folder.is_dir() else []
-
-
-def _check_subset(folder: Path, declared: _Declared, task: TaskSection, published: Published) -> None:
-    """ShoalError where the subset is what is wrong: unknown, or one of several to choose from."""
-    subsets = [name for name in declared if name] or sorted(
-        {entry.name for entry in folder.iterdir() if entry.is_dir() and _data_files(entry)} if folder.is_dir() else ())
-    if task.subset and task.subset not in subsets:
-        raise ShoalError(f"task.subset={task.subset!r}: {folder} has no such subset{suggest(task.subset, subsets)}")
-    found = [name for name in subsets if _split_files(folder, declared, name, task.split, published)]
-    if found and not task.subset:
-        raise ShoalError(f"task {published.task}: {folder} has the split {task.split!r} in {', '.join(found)}; choose "
-                         f"one, task.subset={found[0]}")
 
 
 def _listed(files: Sequence[Path], limit: int = 12) -> str:
@@ -166,58 +166,55 @@ def _listed(files: Sequence[Path], limit: int = 12) -> str:
 # ---- what a README declares
 
 
-def declared_subsets(folder: Path) -> _Declared:
-    """The `configs` of the YAML at the head of a README."""
+def open_folder(path: Path, published: Published) -> DataFolder:
+    """A folder with the subsets that the `configs` in the YAML at the head of its README declare."""
     import yaml
 
-    file = folder / "README.md"
-    head = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", file.read_text("utf-8", "replace"), re.DOTALL) \
-        if file.is_file() else None
-    if not head:
-        return {}
+    file = path / "README.md"
+    text = file.read_text("utf-8", "replace") if file.is_file() else ""
+    head = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
-        read = yaml.safe_load(head[1])
+        read = yaml.safe_load(head[1]) if head else None
     except yaml.YAMLError:
-        return {}
+        read = None
     configs = read.get("configs") if isinstance(read, dict) else None
     if configs is not None and not isinstance(configs, list):
         raise ShoalError(f"{file}: `configs` is a {type(configs).__name__}; expected a list of subsets")
     entries = [one for one in configs or () if isinstance(one, dict) and one.get("config_name")]
-    declared = {str(one["config_name"]): _subset(one, file) for one in entries}
+    declared = {str(one["config_name"]): _read_subset(one, file) for one in entries}
     default = [str(one["config_name"]) for one in entries if one.get("default") or len(entries) == 1]
     first = next(iter(default), "default")
-    return declared | ({"": declared[first]} if first in declared else {})
+    return DataFolder(path, published, declared | ({"": declared[first]} if first in declared else {}))
 
 
-def _subset(entry: Mapping[str, Any], file: Path) -> _Subset:
+def _read_subset(entry: Mapping[str, Any], file: Path) -> Subset:
     """One entry of `configs`; what points out of the data set is left out."""
     folder = str(entry.get("data_dir") or "").strip("/")
-    folder = folder if _inside(folder) else ""
+    folder = folder if _is_inside(folder) else ""
     files = entry.get("data_files") or {}
-    if isinstance(files, str) or (isinstance(files, list) and files and isinstance(files[0], str)):
-        pairs: list[tuple[Any, Any]] = [(_TRAIN, files)]
-    elif isinstance(files, list):
+    if isinstance(files, list) and not (files and isinstance(files[0], str)):
         pairs = [(one.get("split"), one.get("path")) for one in files if isinstance(one, dict)]
     else:
         pairs = list(files.items()) if isinstance(files, dict) else [(_TRAIN, files)]
-    for _, paths in pairs:
+    base = f"{folder}/" if folder else ""
+    splits = {}
+    for split, paths in pairs:
         if paths is not None and not isinstance(paths, str | list):
             raise ShoalError(f"{file}: `data_files` of {entry['config_name']!r} has a {type(paths).__name__}; expected "
                              "the names or patterns of files")
-    base = f"{folder}/" if folder else ""
-    return _Subset(folder, {str(split): [base + str(path).removeprefix("./") for path in
-                                         ([paths] if isinstance(paths, str) else paths or ()) if _inside(str(path))]
-                            for split, paths in pairs})
+        paths = [paths] if isinstance(paths, str) else paths or []
+        splits[str(split)] = [base + str(one).removeprefix("./") for one in paths if _is_inside(str(one))]
+    return Subset(folder, splits)
 
 
-def _inside(path: str) -> bool:
+def _is_inside(path: str) -> bool:
     return not Path(path).is_absolute() and ".." not in Path(path).parts and "://" not in path
 
 
 # ---- the hub
 
 
-def fetch_folder(task: TaskSection, published: Published) -> tuple[Path, _Declared]:
+def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
     """The hub's files of the wanted splits, as a folder in its cache."""
     path = task.path
     if path and (not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(SUFFIXES)):
@@ -225,36 +222,34 @@ def fetch_folder(task: TaskSection, published: Published) -> tuple[Path, _Declar
     if not (path or published.hub_id):
         raise ShoalError(f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or a hub "
                          "id")
-    folder = _download(path, published, ["README.md"])
-    declared = declared_subsets(folder)
-    wanted = _wanted(declared, task, published, path)
+    declared = open_folder(_download(path, published, ["README.md"]), published).declared
+    wanted = _wanted(declared, task, published)
     folder = _download(path, published, wanted)
-    names = [file.relative_to(folder).as_posix() for file in _data_files(folder)]
+    names = [file.relative_to(folder).as_posix() for file in data_files(folder)]
     if not any(fnmatch(name, pattern) for name in names for pattern in wanted):
         folder = _download(path, published, [f"*{suffix}" for suffix in SUFFIXES])
-    if not _data_files(folder):  # of another format: the hub keeps a copy of public data sets as parquet
+    if not data_files(folder):  # of another format: the hub keeps a copy of public data sets as parquet
         folder, declared = _download(path, published, ["*.parquet"], revision=_CONVERTED), {}
-    return folder, declared
+    return DataFolder(folder, published, declared)
 
 
-def _wanted(declared: _Declared, task: TaskSection, published: Published, path: str) -> list[str]:
+def _wanted(declared: Mapping[str, Subset], task: TaskSection, published: Published) -> list[str]:
     """Patterns of the files to fetch, in which `*` stands for folders too."""
     splits = dict.fromkeys((task.split, task.eval_split, *task.files))
     subset = next((name for name in (task.subset, task.split, published.subset, "") if name in declared), "")
-    found = [pattern for split in (*splits, _TRAIN) for pattern in declared[subset].splits.get(split, ())] \
-        if subset in declared else []
+    declared_files = declared.get(subset, Subset()).splits
+    found = dict.fromkeys(pattern for split in (*splits, _TRAIN) for pattern in declared_files.get(split, ()))
     if found:
-        return [*dict.fromkeys(found), *(file for file in task.files if file.endswith(SUFFIXES))]
-    base = task.subset or ("" if path else published.subset)
+        return [*found, *(file for file in task.files if file.endswith(SUFFIXES))]
+    base = task.subset or ("" if task.path else published.subset)
     return [f"{base + '/' if base else ''}*{split.removesuffix(suffix)}*{suffix}" for split in splits
             for suffix in SUFFIXES]
 
 
-def _download(path: str, published: Published, patterns: list[str], revision: str = "") -> Path:
+def _download(path: str, published: Published, patterns: list[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     name = path or published.hub_id
-    options: Any = {"revision": revision} if revision else {}
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, **options))
     except Exception as error:  # no network, no such data set, no permission: a local copy cures them all

@@ -6,14 +6,15 @@ questions are put and rewarded is chosen by `reward.preset` (`gsm8k_rewards.py`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.tasks.data import Published, read_splits, without_held_out
+from shoal.tasks.data import Published, keep_labelled, read_splits, without_held_out
 from shoal.tasks.graders.answer import parse_number
 from shoal.tasks.graders.final_answer import final_number, shown
-from shoal.tasks.gsm8k_rewards import PRESETS, Preset, answer_key
+from shoal.tasks.gsm8k_rewards import PRESETS, answer_key
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
@@ -24,37 +25,46 @@ PUBLISHED = Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
 
-    Where a file stands alone, the split to evaluate on is looked for beside it, else its last rows are held out; what
+    A file alone is the training split, unless its folder has the other split, else its last rows are held out; what
     was dropped or held out is in the task's `notes`.
 
     Raises `ShoalError` for data that is missing, empty, unreadable or without the two columns.
     """
-    preset = PRESETS[(reward or RewardSection()).preset]
+    empty = blank(task, reward)
+    prompt = PRESETS[(reward or RewardSection()).preset].prompt
     train, held_out, notes = read_splits(task, PUBLISHED)
-    train = _gold(train, notes, "training") if train else []
-    held_out = _gold(held_out, notes, "held-out")
+    train, held_out = (
+        keep_labelled(rows, lambda row: gold(row["answer"]), "gsm8k", kind,
+                      "an answer that is a number or ends in `#### <number>`", "`#### <number>`", notes)
+        for rows, kind in ((train, "training"), (held_out, "held-out")))
     kept = without_held_out(train, held_out, lambda row: row["question"], "gsm8k", "question", notes)
-    return _task(preset, _examples(kept, preset), {"held_out": _examples(held_out, preset)}, notes)
+    train, held_out = (
+        [Example(i, prompt(row["question"]), {"answer": row["gold"], "solution": row["answer"]})
+         for i, row in enumerate(rows)] for rows in (kept, held_out))
+    return replace(empty, train=train, evaluations={"held_out": held_out}, notes=tuple(notes))
 
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
-    """The task without data, to judge rows that hold their answer."""
-    return _task(PRESETS[(reward or RewardSection()).preset], (), {}, ())
+    """The task without data, for rows that hold their answer."""
+    preset = PRESETS[(reward or RewardSection()).preset]
 
+    def of_row(number: int, row: Mapping[str, Any]) -> Example:
+        answer = gold(str(row.get("answer", "")))
+        if answer is None:
+            raise ShoalError(f"task gsm8k: row {number} has no `answer` that is a number or ends in `#### <number>`")
+        columns = {"answer": answer, "solution": str(row["answer"])}
+        return Example(number, preset.prompt(str(row.get("question", ""))), columns)
 
-def _task(preset: Preset, train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]],
-          notes: Sequence[str]) -> Task:
     return Task(
         name="gsm8k",
-        train=train,
-        evaluations=evaluations,
+        train=(),
+        evaluations={},
         rewards=preset.rewards,
         correct=lambda text, example: preset.right(preset.answer(text), example.columns["answer"]),
         well_formed=preset.well_formed,
         extract=lambda text: answer_key(preset.answer(text)) or None,
         verdict=verdict,
-        of_row=_maker(preset),
-        notes=tuple(notes),
+        of_row=of_row,
     )
 
 
@@ -73,36 +83,6 @@ def gold(answer: str) -> str | None:
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Whether a solution of whatever form ends with the gold number, and the number that it was taken to end with."""
+    """The verdict on a solution of whatever form: `correct`, and the number that it ends with as `answer`."""
     found, wanted = final_number(text), final_number(f"#### {example.columns['answer']}")
     return {"correct": found is not None and found == wanted, "answer": shown(found)}
-
-
-def _examples(rows: Sequence[Mapping[str, str]], preset: Preset) -> tuple[Example, ...]:
-    return tuple(Example(i, preset.prompt(row["question"]), {"answer": row["gold"], "solution": row["answer"]})
-                 for i, row in enumerate(rows))
-
-
-def _maker(preset: Preset) -> Callable[[int, Mapping[str, Any]], Example]:
-    """(number, row as published) -> its example; ShoalError for a row without a gold number."""
-
-    def make(number: int, row: Mapping[str, Any]) -> Example:
-        answer = gold(str(row.get("answer", "")))
-        if answer is None:
-            raise ShoalError(f"task gsm8k: row {number} has no `answer` that is a number or ends in `#### <number>`")
-        columns = {"answer": answer, "solution": str(row["answer"])}
-        return Example(number, preset.prompt(str(row.get("question", ""))), columns)
-
-    return make
-
-
-def _gold(rows: Sequence[dict[str, str]], notes: list[str], kind: str) -> list[dict[str, str]]:
-    """Adds the column `gold`; rows without are dropped, which is noted."""
-    found = [row | {"gold": number} for row in rows if (number := gold(row["answer"])) is not None]
-    if not found:
-        raise ShoalError(f"task gsm8k: none of the {len(rows)} {kind} rows has an answer that is a number or ends in "
-                         "`#### <number>`")
-    if len(found) < len(rows):
-        notes.append(f"gsm8k: {len(rows) - len(found)} of {len(rows)} {kind} rows have no `#### <number>` and were "
-                     f"dropped")
-    return found

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, Rows, is_evaluating, place_splits, without_held_out
+from shoal.tasks.data import Published, is_evaluating, place_splits, without_held_out
 from shoal.tasks.graders.answer import completion_text, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
 from shoal.tasks.task import Task
@@ -43,34 +44,40 @@ def load(task: TaskSection) -> Task:
     check can take.
     """
     train, held_out, notes = place_splits(task, PUBLISHED)
-    bare = False
+    tags = True
     if not train or {_file(place) for place, _ in held_out} <= {_file(place) for place, _ in train}:  # no other split
-        rows, bare = [*train, *held_out], task.eval_split == task.split or is_evaluating()
+        rows, tags = [*train, *held_out], not (task.eval_split == task.split or is_evaluating())
         notes = [note for note in notes if "no split to evaluate on" not in note]
         held_out = rows[HELD_OUT - 1::HELD_OUT] or rows[-1:]
-        notes += _benchmark_notes(bare, len(held_out), len(rows))
+        notes += [
+            f"ifeval: there is one split; every tenth row of it is held out, {len(held_out)} of {len(rows)}",
+            "ifeval: the published prompts are a benchmark; a model that trained on some of them has no fair figures "
+            "on it any more, not even on those held out",
+        ] if tags else [f"ifeval: all {len(rows)} rows are evaluated on, with their prompts as they are; a training "
+                        "run with these keys would be measured on rows that it learned from"]
         known = {row["prompt"] for _, row in held_out}
-        train, held_out = [one for one in rows if one[1]["prompt"] not in known], rows if bare else held_out
+        train, held_out = [one for one in rows if one[1]["prompt"] not in known], held_out if tags else rows
     else:
         train = without_held_out(train, held_out, lambda one: one[1]["prompt"], "ifeval", "prompt", notes)
-    if not (train or bare):
+    if tags and not train:
         raise ShoalError("task ifeval: every training prompt is held out too; give other data in task.path")
-    return _task(_examples(train, not bare), {"held_out": _examples(held_out, not bare)}, notes, tags=not bare)
+    train, held_out = ([_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
+                       for rows in (train, held_out))
+    return replace(_task(tags), train=train, evaluations={"held_out": held_out}, notes=tuple(notes))
 
 
 def blank(task: TaskSection) -> Task:
-    """The task without data, to judge rows that hold their instructions."""
-    return _task((), {}, (), tags=False)
+    """The task without data, for rows that hold their instructions."""
+    return _task(tags=False)
 
 
-def _task(train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]], notes: Sequence[str],
-          tags: bool) -> Task:
+def _task(tags: bool) -> Task:
     """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and no form measured."""
     instructions = RewardFunction("instructions", instructions_reward if tags else whole_text_reward, 1.0, builtin=True)
     return Task(
         name="ifeval",
-        train=train,
-        evaluations=evaluations,
+        train=(),
+        evaluations={},
         rewards=(instructions, RewardFunction("format", format_reward, 1.0, builtin=True)) if tags else (instructions,),
         correct=partial(is_correct, tags=tags),
         well_formed=well_formed if tags else None,
@@ -78,25 +85,10 @@ def _task(train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]]
         figures=figures,
         question="prompt",
         of_row=lambda number, row: _example(number, f"row {number}", row, tags=False),
-        notes=tuple(notes),
     )
 
 
-def _benchmark_notes(bare: bool, held_out: int, count: int) -> list[str]:
-    if bare:
-        return [f"ifeval: all {count} rows are evaluated on, with their prompts as they are; a training run with these "
-                "keys would be measured on rows that it learned from"]
-    return [f"ifeval: there is one split; every tenth row of it is held out, {held_out} of {count}",
-            "ifeval: the published prompts are a benchmark; a model that trained on some of them has no fair figures "
-            "on it any more, not even on those held out"]
-
-
-def prompt(text: str, tags: bool) -> list[dict[str, Any]]:
-    user = {"role": "user", "content": text}
-    return [{"role": "system", "content": SYSTEM_PROMPT}, user] if tags else [user]
-
-
-# ---- judging
+# ---- checking
 
 
 def checked_text(text: str) -> str:
@@ -109,40 +101,55 @@ def checked_text(text: str) -> str:
     return text if answer is None else answer
 
 
+def _followed(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[bool]]:
+    """For each instruction, True if it is followed strictly, and True if by any of the variants."""
+    pairs = list(zip(names, arguments, strict=True))
+    strict = [follows(text, name, given) for name, given in pairs]
+    tried = variants(text)[1:]
+    loose = [done or any(follows(one, name, given) for one in tried)
+             for done, (name, given) in zip(strict, pairs, strict=True)]
+    return strict, loose
+
+
 def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
-    """How a text does, of which with `tags` the answer block alone is checked; `correct` is `prompt_strict`.
+    """The verdict on a text, with `tags` on its answer block alone; `correct` is `prompt_strict`.
 
     >>> verdict("no, thanks", Example(0, "...", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}))
     {'correct': False, 'prompt_strict': False, 'instruction_strict': [False], 'prompt_loose': False,
      'instruction_loose': [False], 'instruction_id_list': ['punctuation:no_comma']}
     """
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
-    strict, loose = _judge(checked_text(text) if tags else text, names, arguments)
+    strict, loose = _followed(checked_text(text) if tags else text, names, arguments)
     return {"correct": all(strict), "prompt_strict": all(strict), "instruction_strict": strict,
             "prompt_loose": all(loose), "instruction_loose": loose, "instruction_id_list": list(names)}
 
 
 def is_correct(text: str, example: Example, tags: bool = False) -> bool:
-    """Whether every instruction is followed, strictly; with `tags`, by the answer block alone."""
+    """True if every instruction is followed, strictly; with `tags`, by the answer block alone."""
     checked, columns = checked_text(text) if tags else text, example.columns
-    return all(follows(checked, name, arguments)
-               for name, arguments in zip(columns["instruction_id_list"], columns["kwargs"], strict=True))
+    return all(map(partial(follows, checked), columns["instruction_id_list"], columns["kwargs"]))
 
 
 def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The four published figures, shares in [0, 1]: of prompts, and of the instructions of all prompts together."""
     found = {}
     for mode in ("strict", "loose"):
-        prompts = [bool(one[f"prompt_{mode}"]) for one in verdicts]
-        instructions = [followed for one in verdicts for followed in one[f"instruction_{mode}"]]
-        found[f"prompt_{mode}"] = _mean(prompts)
-        found[f"instruction_{mode}"] = _mean(instructions)
+        found[f"prompt_{mode}"] = _mean([one[f"prompt_{mode}"] for one in verdicts])
+        found[f"instruction_{mode}"] = _mean([done for one in verdicts for done in one[f"instruction_{mode}"]])
     return found
 
 
 def well_formed(text: str) -> bool:
-    """Whether there is exactly one think block and exactly one answer block."""
+    """True if there is exactly one think block and exactly one answer block."""
     return _thinks_once(text) and single_answer(text) is not None
+
+
+def _thinks_once(text: str) -> bool:
+    return text.count("<think>") == 1 == text.count("</think>") and text.index("<think>") < text.index("</think>")
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 # ---- rewards, in TRL's convention
@@ -154,20 +161,18 @@ def instructions_reward(completions: Sequence[Any], instruction_id_list: Sequenc
     instruction-loose. The four weights are TorchRL's; it checks the first answer block, nothing where there is none.
     Ours is to take only a single block as the answer, and the whole text where there is not exactly one."""
     texts = [checked_text(completion_text(completion)) for completion in completions]
-    return [_points(*one) for one in zip(texts, instruction_id_list, kwargs, strict=True)]
+    return whole_text_reward(texts, instruction_id_list, kwargs)
 
 
 def whole_text_reward(completions: Sequence[Any], instruction_id_list: Sequence[Sequence[str]],
                       kwargs: Sequence[Sequence[Mapping[str, Any]]], **others: Any) -> list[float]:
     """`instructions_reward` of the whole text: for prompts that ask for no answer block."""
-    texts = [completion_text(completion) for completion in completions]
-    return [_points(*one) for one in zip(texts, instruction_id_list, kwargs, strict=True)]
-
-
-def _points(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]) -> float:
-    strict, loose = _judge(text, names, arguments)
-    parts = (all(strict), _mean(strict), all(loose), _mean(loose))
-    return math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True))
+    rewards = []
+    for completion, names, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
+        strict, loose = _followed(completion_text(completion), names, arguments)
+        parts = (all(strict), _mean(strict), all(loose), _mean(loose))
+        rewards.append(math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True)))
+    return rewards
 
 
 def format_reward(completions: Sequence[Any], **others: Any) -> list[float]:
@@ -176,33 +181,11 @@ def format_reward(completions: Sequence[Any], **others: Any) -> list[float]:
     return [ANSWER_BONUS * (single_answer(text) is not None) + THINK_BONUS * _thinks_once(text) for text in texts]
 
 
-def _judge(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[bool]]:
-    """Whether each instruction is followed strictly, and by any of the variants."""
-    pairs = list(zip(names, arguments, strict=True))
-    strict = [follows(text, name, given) for name, given in pairs]
-    tried = variants(text)[1:]
-    loose = [done or any(follows(one, name, given) for one in tried)
-             for done, (name, given) in zip(strict, pairs, strict=True)]
-    return strict, loose
-
-
-def _thinks_once(text: str) -> bool:
-    return text.count("<think>") == 1 == text.count("</think>") and text.index("<think>") < text.index("</think>")
-
-
-def _mean(values: Sequence[bool]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
 # ---- rows
 
 
 def _file(place: str) -> str:
     return place.rpartition(",")[0]
-
-
-def _examples(rows: Rows, tags: bool) -> tuple[Example, ...]:
-    return tuple(_example(i, place, row, tags) for i, (place, row) in enumerate(rows))
 
 
 def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:
@@ -216,4 +199,5 @@ def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Exa
         arguments = [read_arguments(name, one) for name, one in zip(names, given, strict=True)]
     except ValueError as error:
         raise ShoalError(f"task ifeval: {place}: {error}") from error
-    return Example(number, prompt(row["prompt"], tags), {"instruction_id_list": list(names), "kwargs": arguments})
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}] * tags + [{"role": "user", "content": row["prompt"]}]
+    return Example(number, prompt, {"instruction_id_list": list(names), "kwargs": arguments})

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, read_splits, without_held_out
+from shoal.tasks.data import Published, keep_labelled, read_splits, without_held_out
 from shoal.tasks.graders import math_check, math_worker
 from shoal.tasks.graders.answer import completion_text, extract_answer, format_reward, well_formed
 from shoal.tasks.graders.final_answer import behind_hashes, last_boxed, said_answer, solution_of
 from shoal.tasks.task import Task
-from shoal.types import Example, Messages, RewardFunction, ShoalError
+from shoal.types import Example, RewardFunction, ShoalError
 
 TRAIN = Published("math", "DigitalLearningGmbH/MATH-lighteval", ("problem",), ("math_{split}", "{split}"),
                   texts=("problem",))
@@ -27,7 +27,7 @@ SYSTEM_PROMPT = (
     "then write only the final answer, in LaTeX, between <answer> and </answer>."
 )
 TAIL_CHARS = 10_000
-"""The answer is looked for in so many last characters."""
+"""An answer before so many last characters is not found."""
 
 _DRAWING = re.compile(r"\[asy\](?:(?!\[asy\]).)*?\[/asy\]", re.DOTALL)
 _ANSWER_HEADING = re.compile(r"^[#*_ ]*(?:final )?answer[*_ ]*$", re.IGNORECASE | re.MULTILINE)
@@ -45,27 +45,29 @@ _NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:[./][0-9]+)?")
 def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or `solution`.
 
-    Raises `ShoalError` for data that is missing or without answers, and where math-verify is not installed.
+    Without a path, training and evaluation are two data sets of the hub. Raises `ShoalError` for data that is missing
+    or without answers, and where math-verify is not installed.
     """
-    math_worker.require_math_verify()
-    train, held_out, notes = _rows(task)
-    train = _gold(train, notes, "training") if train else []
-    held_out = _gold(held_out, notes, "held-out")
+    empty = blank(task)
+    train, held_out, notes = read_splits(task, TRAIN)
+    if not task.path:  # the evaluation set has no split to train on: all its rows are evaluated on
+        only = replace(task, split=task.eval_split, subset="", files=())
+        first, last, _ = read_splits(only, EVALUATION)
+        held_out = [*first, *last]
+    train, held_out = (_keep_readable(rows, notes, kind) for rows, kind in
+                       ((train, "training"), (held_out, "held-out")))
     kept = without_held_out(train, held_out, lambda row: row["problem"].strip(), "math", "problem", notes)
-    return _task(_examples(kept), {"held_out": _examples(held_out)}, notes)
+    train, held_out = ([_example(i, row, row["gold"]) for i, row in enumerate(rows)] for rows in (kept, held_out))
+    return replace(empty, train=train, evaluations={"held_out": held_out}, notes=tuple(notes))
 
 
 def blank(task: TaskSection) -> Task:
-    """The task without data, to judge rows that hold their answer."""
+    """The task without data, for rows that hold their answer."""
     math_worker.require_math_verify()
-    return _task((), {}, ())
-
-
-def _task(train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]], notes: Sequence[str]) -> Task:
     return Task(
         name="math",
-        train=train,
-        evaluations=evaluations,
+        train=(),
+        evaluations={},
         rewards=(RewardFunction("correct", correct_reward, 1.0, builtin=True),
                  RewardFunction("format", format_reward, 0.1, builtin=True)),
         correct=is_correct,
@@ -75,7 +77,6 @@ def _task(train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]]
         figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
         question="problem",
         of_row=_of_row,
-        notes=tuple(notes),
     )
 
 
@@ -89,26 +90,28 @@ def answer_of(text: str) -> str | None:
 
 
 def is_correct(text: str, example: Example) -> bool:
-    """Whether the answer is the same as the gold one."""
-    return bool(_same([text], [example.columns["answer"]], answer_of)[0])
+    """True if the answer is the same as the gold one."""
+    return bool(math_check.same(example.columns["answer"], answer_of(text) or ""))
 
 
 def correct_reward(completions: Sequence[Any], answer: Sequence[str],
                    log_metric: Callable[[str, float], None] | None = None, **kwargs: Any) -> list[float]:
     """1.0 where the answer is the same as the gold one, else 0.0 (TRL's convention).
 
-    Logged: `unchecked`, the share of answers whose check came to no end (0.0 for them)."""
-    found = _same([completion_text(completion) for completion in completions], answer, answer_of)
-    for one in found if log_metric else ():
-        log_metric("unchecked", float(one is None))  # pyright: ignore[reportOptionalCall]
+    Logged: `unchecked`, the share of answers whose check was ended at its limit (0.0 for them)."""
+    answers = [answer_of(completion_text(completion)) or "" for completion in completions]
+    found = math_check.same_all(list(zip(answer, answers, strict=True)))
+    if log_metric:
+        for one in found:
+            log_metric("unchecked", float(one is None))
     return [float(bool(one)) for one in found]
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Whether a solution of whatever form ends with the gold answer, that answer, and whether its check came to no
-    end."""
-    same = _same([text], [example.columns["answer"]], final_answer)[0]
+    """The verdict on a solution of whatever form: `correct`, the `answer` that it ends with, and `unchecked`, True if
+    the check was ended at its limit."""
     answer = final_answer(text)
+    same = math_check.same(example.columns["answer"], answer or "")
     return {"correct": bool(same), "answer": None if answer is None else answer[:math_check.MAX_CHARS],
             "unchecked": same is None}
 
@@ -169,26 +172,7 @@ def _chain_end(formula: str) -> str:
     return end if chained and not _SEVERAL.search(formula) else formula
 
 
-def _same(texts: Sequence[str], golds: Sequence[str], find: Callable[[str], str | None]) -> list[bool | None]:
-    answers = [find(text) for text in texts]
-    return math_check.same_all([(gold, answer or "") for gold, answer in zip(golds, answers, strict=True)])
-
-
 # ---- rows
-
-
-def _rows(task: TaskSection) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Training rows, held-out rows, notes; without a path of two data sets of the hub, the other one's split alone."""
-    if task.path:
-        return read_splits(task, TRAIN)
-    train, _, notes = read_splits(task, TRAIN)
-    alone = replace(task, split=task.eval_split, subset="", files=())
-    first, last, _ = read_splits(alone, EVALUATION)
-    return train, [*first, *last], notes
-
-
-def _prompt(problem: str) -> Messages:
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem}]
 
 
 def gold(row: Mapping[str, Any]) -> str | None:
@@ -201,7 +185,8 @@ def gold(row: Mapping[str, Any]) -> str | None:
 
 def _example(number: int, row: Mapping[str, Any], answer: str) -> Example:
     columns = {"answer": answer, "solution": str(row.get("solution") or "")}
-    return Example(number, _prompt(row["problem"]), columns)
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["problem"]}]
+    return Example(number, prompt, columns)
 
 
 def _of_row(number: int, row: Mapping[str, Any]) -> Example:
@@ -215,19 +200,13 @@ def _of_row(number: int, row: Mapping[str, Any]) -> Example:
     return _example(number, row, answer)
 
 
-def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[Example, ...]:
-    return tuple(_example(i, row, row["gold"]) for i, row in enumerate(rows))
-
-
-def _gold(rows: Sequence[dict[str, Any]], notes: list[str], kind: str) -> list[dict[str, Any]]:
+def _keep_readable(rows: Sequence[dict[str, Any]], notes: list[str], kind: str) -> list[dict[str, Any]]:
     """Adds the column `gold`; rows without, and those whose gold cannot be read, are dropped, which is noted."""
-    found = [row | {"gold": answer} for row in rows if (answer := gold(row)) is not None]
+    expected = "an `answer` that can be read, or a `solution` with `\\boxed{...}`"
+    found = keep_labelled(rows, gold, "math", kind, expected, "answer", notes)
     kept = [row for row in found if math_check.is_whole(row["gold"])]
-    if not kept:
-        raise ShoalError(f"task math: none of the {len(rows)} {kind} rows has an `answer` that can be read, or a "
-                         "`solution` with `\\boxed{...}`")
-    if len(found) < len(rows):
-        notes.append(f"math: {len(rows) - len(found)} of {len(rows)} {kind} rows have no answer and were dropped")
+    if found and not kept:
+        raise ShoalError(f"task math: none of the {len(rows)} {kind} rows has {expected}")
     if len(kept) < len(found):
         first = next(row["gold"] for row in found if not math_check.is_whole(row["gold"]))
         notes.append(f"math: {len(found) - len(kept)} of {len(rows)} {kind} rows have an answer that cannot be read "

@@ -5,6 +5,7 @@ Rows from files go through the same checks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ HELD_OUT_SHARE = 10
 """Without rows to evaluate on, one in this many is held out at most."""
 
 TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What reward functions are called with beside the columns: no column may have such a name."""
+"""Further arguments of reward functions: no column may have such a name."""
 _NOT_GIVEN = ("completion",)  # by the convention, columns that reward functions do not see
 
 _LISTS = ("files", "columns")
@@ -32,7 +33,7 @@ Correct = Callable[[str, Example], bool]
 
 
 def is_data(task: Any) -> bool:
-    """Whether `task=` holds data, not a name or settings: a dict of settings has plain values, one of columns lists."""
+    """True if `task=` holds data, not a name or settings: a dict of settings has plain values, one of columns lists."""
     if isinstance(task, Mapping):
         return any(value is not None and not isinstance(value, str | bool | int | float) and name not in _LISTS
                    for name, value in task.items())
@@ -58,9 +59,9 @@ def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, n
         train, kept = train[:-count], train[-count:]
         notes.append(f"rows: the last {count} of {count + len(train)} are held out for evaluation "
                      "(held_out= gives others)")
-    notes += unseen_columns(ROWS, train[0])
-    return Task(ROWS, train, {"held_out": kept}, rewards=(), correct=_guarded(correct), question="prompt",
-                notes=tuple(notes))
+    return Task(ROWS, train, {"held_out": kept}, rewards=(), question="prompt",
+                correct=functools.partial(_call_correct, correct) if correct else None,
+                notes=(*notes, *unseen_columns(ROWS, train[0])))
 
 
 def unseen_columns(task: str, example: Example) -> list[str]:
@@ -69,42 +70,40 @@ def unseen_columns(task: str, example: Example) -> list[str]:
             for name in _NOT_GIVEN if name in example.columns]
 
 
-def _guarded(correct: Correct | None) -> Correct | None:
-    """The function, with an error that names the example."""
-    if correct is None:
-        return None
-
-    def judge(text: str, example: Example) -> bool:
-        try:
-            return bool(correct(text, example))
-        except Exception as error:
-            raise ShoalError(f"correct raised {type(error).__name__}: {error} for example row {example.row}, "
-                             f"completion {text[:80]!r}: it must judge any text") from error
-
-    return judge
+def _call_correct(correct: Correct, text: str, example: Example) -> bool:
+    """Calls a user's function; an error names the example."""
+    try:
+        return bool(correct(text, example))
+    except Exception as error:
+        raise ShoalError(f"correct raised {type(error).__name__}: {error} for example row {example.row}, "
+                         f"completion {text[:80]!r}: it must accept any text") from error
 
 
 # ---- reading
 
 
-def _rows(data: Any, name: str) -> list[Any]:
-    """Whatever holds rows, as a list of them."""
+def _placed(data: Any, name: str) -> list[tuple[str, Any]]:
+    """Whatever holds rows, as a list of them, each with its place."""
+    rows: Any
     if isinstance(data, Mapping):
-        return _of_columns(data, name)
-    if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
-        return data.to_dict("records") if hasattr(data, "columns") else data.tolist()
-    for method in ("to_dicts", "to_pylist"):  # polars, arrow
-        if callable(getattr(data, method, None)):
-            return getattr(data, method)()
-    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        rows = _rows_of_columns(data, name)
+    elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
+        rows = data.to_dict("records") if hasattr(data, "columns") else data.tolist()
+    elif callable(read := getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)):  # polars, arrow
+        rows = read()
+    elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
         raise ShoalError(f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a table of "
                          "pandas, polars, arrow or datasets, or a shoal.Task")
-    return list(data)
+    else:
+        rows = list(data)
+    if not len(rows):
+        raise ShoalError(f"{name} is empty: expected rows with `prompt`")
+    return [(f"{name} row {number}", row) for number, row in enumerate(rows)]
 
 
-def _of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
+def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
     if "prompt" not in columns:
-        raise ShoalError(f"{name} has no column `prompt`: {_there(columns)}")
+        raise ShoalError(f"{name} has no column `prompt`: {_list_columns(columns)}")
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
             raise ShoalError(f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a value a "
@@ -116,16 +115,8 @@ def _of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _there(row: Mapping[Any, Any]) -> str:
+def _list_columns(row: Mapping[Any, Any]) -> str:
     return f"its columns are {', '.join(map(str, row))}" if row else "it has no columns at all"
-
-
-def _placed(data: Any, name: str) -> list[tuple[str, Any]]:
-    """Rows given from Python, each with its place."""
-    rows = _rows(data, name)
-    if not len(rows):
-        raise ShoalError(f"{name} is empty: expected rows with `prompt`")
-    return [(f"{name} row {number}", row) for number, row in enumerate(rows)]
 
 
 def examples_of(rows: Sequence[tuple[str, Any]]) -> list[Example]:
@@ -138,24 +129,21 @@ def examples_of(rows: Sequence[tuple[str, Any]]) -> list[Example]:
 
 def check_alike(example: Example, first: Example, place: str, first_place: str) -> None:
     """ShoalError unless both prompts are of one kind and both rows have the same columns."""
-    if isinstance(example.prompt, str) != isinstance(first.prompt, str):
-        raise ShoalError(f"{place}: `prompt` is {_kind(example.prompt)}, that of {first_place} is "
-                         f"{_kind(first.prompt)}: make all prompts of one kind")
+    kind, other_kind = ("text" if isinstance(one.prompt, str) else "messages" for one in (example, first))
+    if kind != other_kind:
+        raise ShoalError(f"{place}: `prompt` is {kind}, that of {first_place} is {other_kind}: make all prompts of one "
+                         "kind")
     if other := sorted(example.columns.keys() ^ first.columns.keys()):
         has, lacks = (place, first_place) if other[0] in example.columns else (first_place, place)
         raise ShoalError(f"{lacks} has no column {other[0]!r}, {has} has: give every row the same columns, None where "
                          "there is no value")
 
 
-def _kind(prompt: Prompt) -> str:
-    return "text" if isinstance(prompt, str) else "messages"
-
-
 def _example(row: Any, number: int, place: str) -> Example:
     if not isinstance(row, Mapping):
         raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
     if "prompt" not in row:
-        raise ShoalError(f"{place} has no `prompt`: {_there(row)}")
+        raise ShoalError(f"{place} has no `prompt`: {_list_columns(row)}")
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     for column in columns:
         if not isinstance(column, str):
@@ -180,27 +168,26 @@ def _plain(value: Any) -> Any:
 
 def _prompt(prompt: Any, place: str) -> Prompt:
     """Text, or messages as a list of plain dicts, checked."""
-    if isinstance(prompt, str):
-        _check_characters(prompt, place)
-        if prompt:
-            return prompt
-        raise ShoalError(f"{place}: `prompt` is empty: expected text, or messages")
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
-    if not isinstance(prompt, list | tuple):
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ShoalError(f"{place}: `prompt` is empty: expected text, or messages")
+        texts = [prompt]
+    elif not isinstance(prompt, list | tuple):
         raise ShoalError(f"{place}: `prompt` is a {type(prompt).__name__}: expected text, or messages, a list of dicts "
                          "with role and content")
-    if not prompt:
+    elif not prompt:
         raise ShoalError(f"{place}: `prompt` is an empty list: expected messages, or text")
-    for at, message in enumerate(prompt):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _MESSAGE):
-            raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role "
-                             "and content, both text")
-        _check_characters(message["content"], place)
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
-
-
-def _check_characters(text: str, place: str) -> None:
-    if half := half_character(text):
+    else:
+        for at, message in enumerate(prompt):
+            if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _MESSAGE):
+                raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with "
+                                 "role and content, both text")
+        texts = [message["content"] for message in prompt]
+    if half := half_character("".join(texts)):
         raise ShoalError(f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
                          "halves, or leave it out")
+    if isinstance(prompt, str):
+        return prompt
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]

@@ -1,4 +1,4 @@
-"""A task: questions to train on, questions held out, and the functions that judge completions."""
+"""A task: questions to train on, questions held out, and the functions that score completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.text import nearest
 from shoal.types import Example, Prompt, RewardFunction, ShoalError
 
 TASKS = {name: f"shoal.tasks.{name}" for name in ("words", "gsm8k", "math", "ifeval", "countdown", "custom")}
-"""Name -> module with `load(TaskSection) -> Task`; one that takes `reward` too is given the RewardSection."""
+"""Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward: RewardSection)`."""
 
 ROWS = "rows"
 """The name of a task whose data was given from Python."""
@@ -26,8 +26,8 @@ FROM_PYTHON = "python:"
 class Task:
     """What a run trains on and is measured by.
 
-    `train[i].row == i`. `evaluations` come in order: the first is the main held-out set, others are reported apart;
-    their rows differ, so that no two questions of one evaluation share their noise.
+    `train[i].row == i`. `evaluations` come in order: the first is the main held-out set, each other one is reported
+    under its name; their rows differ, so that no two questions of one evaluation share their noise.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Task:
     evaluations: Mapping[str, Sequence[Example]]
     rewards: tuple[RewardFunction, ...]
     correct: Callable[[str, Example], bool] | None = None
-    """Whether a completion's text solves its example; None: there is no accuracy, only the mean reward."""
+    """True if a completion's text solves its example. None: there is no accuracy, only the mean reward."""
     well_formed: Callable[[str], bool] | None = None
-    """Whether a completion's text has the asked form, right or wrong."""
+    """True if a completion's text has the requested form, right or wrong."""
     extract: Callable[[str], str | None] | None = None
     """The answer in a completion's text, for maj@k; None where there is none."""
     verdict: Callable[[str, Example], Mapping[str, Any]] | None = None
-    """How an answer made elsewhere, of whatever form, does: plain values, `correct` (bool) among them."""
+    """The verdict on a text of whatever form, such as another model's answer: plain values, one of them `correct`."""
     figures: Callable[[Sequence[Mapping[str, Any]]], dict[str, float]] | None = None
     """Further figures of an evaluation, from the verdicts of its answers; None: accuracy alone."""
     question: str = "question"
@@ -55,8 +55,8 @@ class Task:
 
 
 def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
-    """The task as its module makes it, with its own rewards and every question; its module is given the rewards'
-    settings where it takes them. ShoalError for an unknown name, and for what the task's data lacks."""
+    """The task of a name, with its own rewards and every question. Raises ShoalError for an unknown name, and for what
+    the task's data lacks."""
     if task.name not in TASKS:
         raise ShoalError(f"task.name={task.name!r}: there is no such task; did you mean {nearest(task.name, TASKS)!r}? "
                          f"Tasks: {', '.join(TASKS)}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.generated import MAX_IDLE_DRAWS, NUM_BUCKETS, NUM_HELD_OUT, NUM_TRAIN, MadeRows, pick, stable_hash
+from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
 from shoal.tasks.graders.answer import (
     completion_text,
     extract_answer,
@@ -28,7 +28,7 @@ from shoal.tasks.graders.answer import (
 )
 from shoal.tasks.gsm8k_rewards import answer_key
 from shoal.tasks.task import Task
-from shoal.types import Example, Messages, Prompt, RewardFunction, ShoalError
+from shoal.types import Example, Messages, Prompt, RewardFunction
 
 __all__ = ["Operation", "Problem", "Step", "corpus", "extract_answer", "held_out", "load", "normal_form",
            "numeric_form", "pretrain_problem", "train_problem", "well_formed"]
@@ -199,11 +199,10 @@ class Problem:
                         for part, index, number in zip(self.parts, self.templates, numbers, strict=True))
 
     def _words(self, number: int) -> dict[str, Any]:
-        she = self.name in SHE
+        he, him, his = ("she", "her", "her") if self.name in SHE else ("he", "him", "his")
         return {"name": self.name, "friend": self.friend, "objects": self.objects, "n": number,
-                "times": "twice" if number == 2 else f"{number} times", "he": "she" if she else "he",
-                "He": "She" if she else "He", "him": "her" if she else "him", "his": "her" if she else "his",
-                "His": "Her" if she else "His"}
+                "times": "twice" if number == 2 else f"{number} times",
+                "he": he, "He": he.title(), "him": him, "his": his, "His": his.title()}
 
     @property
     def solution(self) -> str:
@@ -215,7 +214,7 @@ class Problem:
 
 def numeric_form(problem: Problem) -> str:
     """Operations and numbers only, such as `12 +7 -5`; held-out and training problems never share one."""
-    return _numeric_form(problem.start, problem.steps)
+    return _numeric_form((problem.start, problem.steps))
 
 
 def normal_form(problem: Problem) -> str:
@@ -223,43 +222,31 @@ def normal_form(problem: Problem) -> str:
     return f"{numeric_form(problem)} | {' '.join(problem.template_ids)}"
 
 
-def _numeric_form(start: int, steps: Sequence[Step]) -> str:
+def _numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
+    start, steps = numbers
     return " ".join((str(start), *(f"{step.operation}{step.operand}" for step in steps)))
-
-
-def _is_held_out(numeric: str) -> bool:
-    return stable_hash(numeric) % NUM_BUCKETS == 0
 
 
 # ---- drawing them
 
 
-def train_problem(row: int, task: TaskSection) -> Problem:
+def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Problem:
     """The training problem of a row; the same on every machine."""
-    return _kept_for_training(_generator("train", row, task), task)
+    rng = generator("words", purpose, row, task.num_steps, task.max_value)
+    start, steps = draw_for_training(lambda: _draw_numbers(rng, task), _numeric_form)
+    return _draw_words(rng, start, steps, unseen=False)
 
 
 def pretrain_problem(row: int, task: TaskSection) -> Problem:
     """A problem for supervised training: other draws, and as for training never one that is held out."""
-    return _kept_for_training(_generator("pretrain", row, task), task)
+    return train_problem(row, task, "pretrain")
 
 
 def held_out(count: int, task: TaskSection, unseen: bool = False) -> tuple[Problem, ...]:
-    """`count` held-out problems, all with different numbers; fewer where the dials admit no more.
-
-    The first n of them are the same for every count.
-    """
-    rng = _generator("unseen_templates" if unseen else "held_out", 0, task)
-    problems: dict[str, Problem] = {}
-    idle = 0
-    while len(problems) < count and idle < MAX_IDLE_DRAWS:
-        start, steps = _draw_numbers(rng, task)
-        numeric = _numeric_form(start, steps)
-        idle += 1
-        if _is_held_out(numeric) and numeric not in problems:
-            problems[numeric] = _draw_words(rng, start, steps, unseen)
-            idle = 0
-    return tuple(problems.values())
+    """`count` held-out problems, all with different numbers; fewer where the dials admit no more."""
+    rng = generator("words", "unseen_templates" if unseen else "held_out", 0, task.num_steps, task.max_value)
+    return draw_held_out(count, lambda: _draw_numbers(rng, task), _numeric_form,
+                         lambda numbers: _draw_words(rng, *numbers, unseen))
 
 
 def corpus(num_texts: int, task: TaskSection | None = None) -> Iterator[str]:
@@ -267,17 +254,6 @@ def corpus(num_texts: int, task: TaskSection | None = None) -> Iterator[str]:
     for row in range(num_texts):
         problem = pretrain_problem(row, task or TaskSection())
         yield f"{problem.question}\n{problem.solution}"
-
-
-def _generator(purpose: str, row: int, task: TaskSection) -> random.Random:
-    return random.Random(stable_hash(f"words/{purpose}/{row}/{task.num_steps}/{task.max_value}"))
-
-
-def _kept_for_training(rng: random.Random, task: TaskSection) -> Problem:
-    while True:
-        start, steps = _draw_numbers(rng, task)
-        if not _is_held_out(_numeric_form(start, steps)):
-            return _draw_words(rng, start, steps, unseen=False)
 
 
 def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Step, ...]]:
@@ -315,31 +291,24 @@ def _draw_words(rng: random.Random, start: int, steps: tuple[Step, ...], unseen:
 
 def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_steps` and `task.max_value`; `task.num_questions` 0 holds out 500."""
-    if task.path:
-        raise ShoalError(f"task.path={task.path!r}: the task words makes its own problems; leave task.path out, "
-                         f"or choose the task that reads it, task=custom for data of your own")
-    count = task.num_questions or NUM_HELD_OUT
-    sets = {"held_out": held_out(count, task), "unseen_templates": held_out(count, task, unseen=True)}
-    notes = tuple(f"words: {name} has {len(problems)} problems, not {count}: there are no more at "
-                  f"task.num_steps={task.num_steps} task.max_value={task.max_value}"
-                  for name, problems in sets.items() if len(problems) < count)
-    return Task(
+    empty = Task(
         name="words",
-        train=MadeRows(lambda row: _example(row, train_problem(row, task)), NUM_TRAIN),
-        evaluations={name: tuple(_example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(problems))
-                     for i, (name, problems) in enumerate(sets.items())},
+        train=(),
+        evaluations={},
         rewards=(RewardFunction("correct", correct_reward, 1.0, builtin=True),
                  RewardFunction("format", format_reward, 0.1, builtin=True)),
         correct=is_correct,
         well_formed=well_formed,
         extract=lambda text: answer_key(single_answer(text)) or None,
         pretrain_example=functools.partial(_pretrain_example, task=task),
-        notes=notes,
     )
+    sets = {"held_out": functools.partial(held_out, task=task),
+            "unseen_templates": functools.partial(held_out, task=task, unseen=True)}
+    return generated_task(task, empty, ("num_steps", "max_value"), sets, lambda row: train_problem(row, task), _example)
 
 
 def is_correct(text: str, example: Example) -> bool:
-    """Whether the text has one `<answer>`, and its number is the problem's."""
+    """True if the text has one `<answer>`, and its number is the problem's."""
     return same_number(single_answer(text), example.columns["answer"])
 
 

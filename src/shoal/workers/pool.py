@@ -26,10 +26,6 @@ from shoal.workers.supervisor import EXIT_SECONDS, AsyncHandler, Handler, Limits
 
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
-PULSE_SECONDS = 1.0
-"""How often the supervisor says that it lives, and sees whether the trainer does."""
-SEND_SECONDS = 120.0
-"""How long to wait for the other end to read."""
 
 
 class WorkerPool:
@@ -59,7 +55,7 @@ class WorkerPool:
         there.close()
         self._channel = Channel(here)
         self.heard = time.monotonic()
-        """When the supervisor last said something."""
+        """When the supervisor last sent something."""
         self.close = weakref.finalize(self, _end, self.pid, here, trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
 

@@ -31,34 +31,8 @@ GRACE_SECONDS = 1.0
 """What an event loop may take, beyond the limit, to end a call by itself."""
 EXIT_SECONDS = 0.5
 """How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
-END_SECONDS = 1.5
-"""What the supervisor may take to end its workers and itself, before it is killed."""
 PULSE_SECONDS = 1.0
-"""How often the supervisor says that it lives, and sees whether the trainer does."""
-SEND_SECONDS = 120.0
-"""How long to wait for the other end to read."""
-GRACE_SECONDS = 1.0
-"""What an event loop may take, beyond the limit, to end a call by itself."""
-EXIT_SECONDS = 0.5
-"""How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
-END_SECONDS = 1.5
-"""What the supervisor may take to end its workers and itself, before it is killed."""
-PULSE_SECONDS = 1.0
-"""How often the supervisor says that it lives, and sees whether the trainer does."""
-SEND_SECONDS = 120.0
-"""How long to wait for the other end to read."""
-EXIT_SECONDS = 0.5
-"""How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
-END_SECONDS = 1.5
-"""What the supervisor may take to end its workers and itself, before it is killed."""
-PULSE_SECONDS = 1.0
-"""How often the supervisor says that it lives, and sees whether the trainer does."""
-SEND_SECONDS = 120.0
-"""How long to wait for the other end to read."""
-PULSE_SECONDS = 1.0
-"""How often the supervisor says that it lives, and sees whether the trainer does."""
-SEND_SECONDS = 120.0
-"""How long to wait for the other end to read."""
+"""How often the supervisor sends a sign of life, and checks that the trainer lives."""
 
 
 @dataclass(frozen=True)

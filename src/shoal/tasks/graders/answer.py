@@ -39,6 +39,21 @@ def single_answer(text: str) -> str | None:
     return extract_answer(text) if once else None
 
 
+def closing_place(text: str, begin: int) -> int:
+    """The place of the bracket that closes the one at `begin`; -1 where none does.
+
+    >>> closing_place("f{a{b}}", 1)
+    6
+    """
+    opening, depth = text[begin], 0
+    closing = {"(": ")", "{": "}"}[opening]
+    for at in range(begin, len(text)):
+        depth += (text[at] == opening) - (text[at] == closing)
+        if depth == 0:
+            return at
+    return -1
+
+
 def parse_number(text: str | None) -> Decimal | None:
     """A number as people write it: sign, groups of three digits by commas or spaces, `$` and `%` around it, a final
     period; None for anything else.
@@ -51,13 +66,13 @@ def parse_number(text: str | None) -> Decimal | None:
 
 
 def same_number(text: str | None, gold: str) -> bool:
-    """Whether both are numbers, and equal: `7`, `7.0` and `$7` are."""
+    """True if both are numbers, and equal: `7`, `7.0` and `$7` are."""
     number = parse_number(text)
     return number is not None and number == parse_number(gold)
 
 
 def well_formed(text: str) -> bool:
-    """Whether the whole text is one `<reasoning>...</reasoning>` and then one `<answer>...</answer>`, neither empty.
+    """True if the whole text is one `<reasoning>...</reasoning>` and then one `<answer>...</answer>`, neither empty.
 
     White space around and between the two is allowed.
     """

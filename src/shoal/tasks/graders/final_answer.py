@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
-from shoal.tasks.graders.answer import extract_answer
+from shoal.tasks.graders.answer import closing_place, extract_answer
 
 MAX_NUMBER_CHARS = 100
 """A longer run of digits is no number."""
 _MAX_CHARS = 1000
-"""Of a longer text the end is read, where one number is looked for."""
+"""The number of a longer text is read from its last characters."""
 _MAX_SAID = 20
-"""So many last places that say what the answer is are looked at."""
+"""So many last places with "the answer is" are read."""
 
 _GROUPED = (r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}"
             r"|(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/]))(?![0-9])")
@@ -100,7 +100,7 @@ def solution_of(text: str) -> str:
 def said_answer(text: str) -> str | None:
     """What the last "the answer is" or "Answer:" that counts is followed by, up to the sentence's end; None where
     there is none."""
-    return next((clause for clause in _clauses(text) if clause), None)
+    return next(filter(None, _clauses(text)), None)
 
 
 def _clauses(text: str) -> Iterator[str]:
@@ -117,21 +117,18 @@ def _clauses(text: str) -> Iterator[str]:
             yield line.rstrip(" .*").lstrip(" *") if _is_alone(line) else first.strip(" *")
         elif last_digit < end:
             begins = (found := _BARE.fullmatch(first)) and len(found["units"].split()) <= 1
-            yield (first if not others or match["is"] or begins else _last_part(line)).strip(" *")
-
-
-def _last_part(line: str) -> str:
-    """The last sentence with a digit."""
-    return next((part for part in reversed(_SENTENCE.split(line)) if _has_digit(part)), "")
+            if others and not match["is"] and not begins:
+                first = next(filter(_has_digit, reversed(others)), first if _has_digit(first) else "")
+            yield first.strip(" *")
 
 
 def is_bare(text: str) -> bool:
-    """Whether a text is one number and at most three words of units."""
+    """True if a text is one number and at most three words of units."""
     return _BARE.fullmatch(_plain(text[:_MAX_CHARS]).translate(_WRAPS)) is not None
 
 
 def _is_alone(text: str) -> bool:
-    """Whether a text is a number with units, a formula or a word, and nothing else."""
+    """True if a text is a number with units, a formula or a word, and nothing else."""
     return is_bare(text) or _ALONE.fullmatch(text.strip(" .")) is not None
 
 
@@ -168,12 +165,9 @@ def last_boxed(text: str) -> str | None:
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
-    depth, begin = 0, text.index("{", start)
-    for at in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[begin + 1:at].strip()
-    return None
+    begin = text.index("{", start)
+    end = closing_place(text, begin)
+    return text[begin + 1:end].strip() if end >= 0 else None
 
 
 def number_in(text: str) -> Fraction | None:

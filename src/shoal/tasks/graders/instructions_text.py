@@ -132,7 +132,7 @@ def _realigned(text: str, pieces: list[tuple[int, int]]) -> list[str]:
 
 
 def _ends(word: str, after: str) -> bool:
-    """Whether a word (up to its `.`, `?` or `!`) ends a sentence, by what comes after it."""
+    """True if a word (up to its `.`, `?` or `!`) ends a sentence, by what comes after it."""
     if word[-1] != "." or _INNER_END.search(word):
         return True
     if word.endswith(".."):
@@ -150,13 +150,13 @@ def _ends(word: str, after: str) -> bool:
 
 
 def _ends_within(word: str) -> bool:
-    """Whether a sentence ends before the last sign of a word, as in `(No!)`."""
+    """True if a sentence ends before the last sign of a word, as in `(No!)`."""
     found = _INNER_CANDIDATE.match(word)
     return found is not None and _ends(found.group(), word[found.end():][:1])
 
 
 def _opens(after: str) -> bool:
-    """Whether what comes after an abbreviation or an ellipsis begins a sentence."""
+    """True if what comes after an abbreviation or an ellipsis begins a sentence."""
     word = _first_word(after)
     return word[:1].isupper() and word.lower() in _OPENERS
 

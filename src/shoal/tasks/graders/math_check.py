@@ -1,4 +1,4 @@
-"""Whether two answers in mathematics are the same: by text and value, else by math-verify.
+"""Compares two answers in mathematics: by text and value, else by math-verify.
 
 The rules of text and value are here; `math_worker.py` asks math-verify.
 """
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from shoal.tasks.graders import math_worker
+from shoal.tasks.graders.answer import closing_place
 
 MAX_CHARS = 1000
-"""A longer answer is wrong without being looked at."""
+"""A longer answer is wrong without a check."""
 MAX_DEPTH = 25
 """So is one with more brackets inside one another."""
 
@@ -26,7 +27,6 @@ _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _ROOT = re.compile(r"√\s*|(?<![\\A-Za-z])sqrt\s*(?=[({])")
 _RADICAND = re.compile(r"[0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_CLOSING = {"(": ")", "{": "}"}
 _SIGNS = {"−": "-", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "≤": "\\leq ",
           "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup "}
 _SPACING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|(?<![0-9])\s+|\s+(?![0-9])")
@@ -34,7 +34,7 @@ _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
 
 
 def same(gold: str, answer: str) -> bool | None:
-    """Whether they are the same answer; None where the check came to no end, which counts as wrong."""
+    """True if they are the same answer; None where the check was ended at its limit, which counts as wrong."""
     return same_all([(gold, answer)])[0]
 
 
@@ -50,7 +50,7 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
 
 
 def at_a_glance(gold: str, answer: str) -> bool | None:
-    """Whether two answers are the same, where their text or value tells; None where it has to be worked out.
+    """True or False where the text or value of two answers decides; None where math-verify has to.
 
     >>> at_a_glance("\\\\frac{1}{2}", "0.5"), at_a_glance("7", "8"), at_a_glance("x^2", "x x")
     (True, False, None)
@@ -81,8 +81,8 @@ def _is_readable(answer: str) -> bool:
 
 
 def is_whole(gold: str) -> bool:
-    """Whether a gold answer can be read, by a cheap look: it is not too long, and its braces come in pairs. All of a
-    large data set is looked at, which math-verify would take minutes for."""
+    """True if a gold answer can be read: it is not too long, and its braces come in pairs. For a large data set
+    math-verify would take minutes."""
     depth = 0
     for brace in _BRACE.findall(gold[:MAX_CHARS + 1]):
         depth += {"{": 1, "}": -1}.get(brace, 0)
@@ -102,25 +102,14 @@ def _with_roots(text: str) -> str:
     """Roots of brackets, of a run of digits or of one letter as LaTeX has them; the inner ones first."""
     for match in reversed(list(_ROOT.finditer(text))):
         begin = end = match.end()
-        under = ""
-        if text[begin:begin + 1] in _CLOSING:
-            end = _behind_bracket(text, begin)
-            under = text[begin + 1:end - 1]
+        root = "\\sqrt "
+        if text[begin:begin + 1] in ("(", "{"):
+            if (closing := closing_place(text, begin)) >= 0:
+                root, end = f"\\sqrt{{{text[begin + 1:closing]}}}", closing + 1
         elif found := _RADICAND.match(text, begin):
-            end, under = found.end(), found[0]
-        root = f"\\sqrt{{{under}}}" if end > begin else "\\sqrt "
+            root, end = f"\\sqrt{{{found[0]}}}", found.end()
         text = text[:match.start()] + root + text[end:]
     return text
-
-
-def _behind_bracket(text: str, begin: int) -> int:
-    """The place behind what closes the bracket at `begin`; `begin` itself where nothing does."""
-    opening, depth = text[begin], 0
-    for at in range(begin, len(text)):
-        depth += (text[at] == opening) - (text[at] == _CLOSING[opening])
-        if depth == 0:
-            return at + 1
-    return begin
 
 
 def plain(answer: str) -> str:

@@ -1,8 +1,8 @@
 """math-verify in supervised worker processes, where no text can keep it busy for ever.
 
 math-verify gives a model's text to a parser and to sympy, which some texts keep busy for ever. So each check has a
-limit of processor time and memory: at the limit its process ends, the answer counts as wrong, and another process takes
-its place. math-verify is imported by the process that supervises the workers, never by the one that trains.
+limit of processor time and memory: at the limit its process ends, the answer counts as wrong, and another process
+replaces it. math-verify is imported by the process that supervises the workers, never by the one that trains.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import signal
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ NUM_WORKERS = 4
 CHECKS_A_WORKER = 5000
 """After so many checks sympy's caches take room, and a fresh process takes the worker's place."""
 _NUM_CACHED = 20_000
+"""Above so many results the cache is emptied."""
 
 Pair = tuple[str, str]
 """(gold, answer)"""
@@ -65,7 +65,7 @@ class Checker:
         self.cpu_seconds = cpu_seconds
         self._workers: WorkerPool | None = None
         self._next_call = 0
-        self._cache: OrderedDict[tuple[str, ...], bool | None] = OrderedDict()
+        self._cache: dict[tuple[str, ...], bool | None] = {}
         self._lock = threading.Lock()
 
     def ask(self, pairs: Sequence[Pair], how: str = "answer") -> list[bool | None]:
@@ -75,13 +75,11 @@ class Checker:
         TRL's `accuracy_reward`: None where the solution has no answer that can be read, False at the limit."""
         keys: list[tuple[str, ...]] = [(how, *pair) for pair in pairs]
         with self._lock:
+            if len(self._cache) > _NUM_CACHED:
+                self._cache.clear()
             fresh = [key for key in dict.fromkeys(keys) if key not in self._cache]
-            found = dict(zip(fresh, self._check(fresh), strict=True))
-            results = [found[key] if key in found else self._cache[key] for key in keys]
-            self._cache.update(found)
-            while len(self._cache) > _NUM_CACHED:
-                self._cache.popitem(last=False)
-            return results
+            self._cache.update(zip(fresh, self._check(fresh), strict=True))
+            return [self._cache[key] for key in keys]
 
     def close(self) -> None:
         """Ends the processes."""

@@ -201,7 +201,7 @@ class Learning(Diary):
         return groups
 
     def publish(self, version, params, keep_from=None) -> None:
-        super().publish(version, params, subset, keep_from)
+        super().publish(version, params, keep_from)
         first = version if keep_from is None else keep_from
         self.kept = {v for v in {*self.kept, version} if v >= first or v in self.waiting.values()}
 

@@ -548,7 +548,7 @@ def test_a_clock_set_back_changes_nothing(tmp_path):
 
 
 def process(workshop: Workshop, name: str, *words: str, limit: int = 0, before: str = "") -> subprocess.Popen[str]:
-    """The program itself; `limit`: no file may grow above so many bytes, as on a full disk; `before`: code run first."""
+    """The program itself; `limit`: no file may grow above so many bytes, as on a full disk; `before`: run first."""
     code = f"import resource, sys; from shoal.cli import main\n{before}\n"
     if limit:
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"

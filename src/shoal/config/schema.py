@@ -25,9 +25,9 @@ from shoal.types import ShoalError
 
 __all__ = [
     "AlgorithmSection", "BatchSection", "CheckpointSection", "Config", "ConvertConfig", "DiffConfig",
-    "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig", "MeshSection",
-    "ModelSection", "OptimizerSection", "PretrainConfig", "ReplayConfig", "ReportSection", "RescoreConfig",
-    "RewardSection", "SamplingSection", "ShoalError", "TaskSection", "TeacherSection", "TrainSection",
+    "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig",
+    "MeshSection", "ModelSection", "OptimizerSection", "PretrainConfig", "ReplayConfig", "ReportSection",
+    "RescoreConfig", "RewardSection", "SamplingSection", "ShoalError", "TaskSection", "TeacherSection", "TrainSection",
     "WandbSection", "require",
 ]
 

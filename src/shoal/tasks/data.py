@@ -86,7 +86,7 @@ def _hold_out(rows: Rows, file: Path, num_questions: int, task: str, notes: list
                 "too that a run on this data learned from")
         return [], rows, [*notes, note]
     if len(rows) < 2:
-        raise ShoalError(f"task {task}: {file} has 1 row and no split beside it to evaluate on; 2 or more are needed")
+        raise ShoalError(f"task {task}: {file} has 1 row and no other split to evaluate on; 2 or more rows are needed")
     count = max(1, len(rows) // 10)
     count = min(count, num_questions) if num_questions else count
     note = f"{task}: no split to evaluate on beside {file.name}; its last {count} of {len(rows)} rows are held out"

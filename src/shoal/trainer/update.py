@@ -25,8 +25,8 @@ from shoal.trainer.step_table import StepTable
 from shoal.types import Address, Group, Scorer, StopSignal
 
 PATIENCE_SECONDS = 5.0
-"""How long a requested stop waits for the updates of a step after its first. The first one consumes the moments that the
-step began with, so a step that is dropped then falls back to the newest checkpoint."""
+"""How long a requested stop waits for the updates of a step after its first. The first one consumes the moments that
+the step began with, so a step that is dropped then falls back to the newest checkpoint."""
 
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:

@@ -28,7 +28,7 @@ def test_the_bounds_of_every_loss_are_known():
     (["train.max_staleness=1", "algorithm.num_epochs=2"], "samples may be 1 version old"),
     (["algorithm=gspo", "algorithm.advantage=none", "teacher.path=x"], "set algorithm.loss=gspo-token"),
     (["algorithm=gmpo", "teacher.path=x"], "averaged over the completion"),
-    (["algorithm.dynamic_sampling=true", "reward=f.py:f"], "algorithm.dynamic_sampling_by=reward goes by these"),
+    (["algorithm.dynamic_sampling=true", "reward=f.py:f"], "algorithm.dynamic_sampling_by=reward uses these"),
     (["algorithm.clip_low=0.1", "algorithm.clip_high=0.3"], "clip_low=0.1, algorithm.clip_high=0.3 cannot act"),
     (["algorithm.clip_dual=3"], "algorithm.clip_dual=3 cannot act: with one update a step"),
     (["algorithm=sapo", "algorithm.num_minibatches=1", "algorithm.sapo_negative=2"], "sapo_negative=2 cannot act"),

@@ -308,7 +308,7 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
 
 def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     from shoal.commands.convert import find_source
-    from shoal.trainer import checkpoint
+    from shoal.trainer import array_tree
 
     folder = folder_of(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
     a, open_source = find_source(str(folder))
@@ -322,8 +322,8 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     arrays = maxtext.arrays_to_write(counted, a, True, True, np.dtype(np.float32))
     sizes: list[int] = []
     (tmp_path / "m").mkdir()
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 7000)  # a layer's largest tensor has 6144
-    checkpoint.write_tree(tmp_path / "m", tmp_path / "m", arrays, {}, sizes.append)
+    monkeypatch.setattr(array_tree, "CHUNK_BYTES", 7000)  # a layer's largest tensor has 6144
+    array_tree.write_tree(tmp_path / "m", tmp_path / "m", arrays, {}, sizes.append)
     assert [part for path, *part in asked if path == "blocks.down"] == [[n, n + 1] for n in range(3)]
     assert len([path for path, *_ in asked if path == "embed_tokens"]) > 4
     assert sum(sizes) == sum(array.nbytes for array in arrays.values())

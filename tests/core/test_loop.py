@@ -201,7 +201,7 @@ class Learning(Diary):
         return groups
 
     def publish(self, version, params, keep_from=None) -> None:
-        super().publish(version, params, subset, keep_from)
+        super().publish(version, params, keep_from)
         first = version if keep_from is None else keep_from
         self.kept = {v for v in {*self.kept, version} if v >= first or v in self.waiting.values()}
 
@@ -344,7 +344,7 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     request.addfinalizer(stack.close)
     run = assemble_run(resolve_run(config, Console()), (), Console(), stack)
     source = run.source
-    with pytest.raises(ValueError, match="nothing was asked for train at step 0"):
+    with pytest.raises(ValueError, match="train at step 0 has requested no groups"):
         source.take(Purpose.TRAIN, 0)
     source.publish(0, run.parameters)
     prompt = run.prompts.next(1)[0]
@@ -353,7 +353,7 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     state = source.state()
     assert state["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)] and list(state["published"]) == [0]
     source.restore({"pending": [["train", 0, 1, "train", prompt.example.row, 4]]})
-    with pytest.raises(RuntimeError, match="version 1 was asked for"):
+    with pytest.raises(RuntimeError, match="version 1 is requested"):
         source.take(Purpose.TRAIN, 0)
-    with pytest.raises(RuntimeError, match="asked for again are"):
+    with pytest.raises(RuntimeError, match="requested again are"):
         source.restore({"pending": []})

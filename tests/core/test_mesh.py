@@ -144,9 +144,8 @@ def test_the_compiled_update_holds_its_part_alone():
                            jax.eval_shape(one.optimizer.init, shapes), one.layout.optimizer)
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=role.replicated)
-    nothing = jax.tree.map(lambda _: None, shapes)
-    compiled = one.programs["apply"].lower(number, shapes, nothing, count, gradient=shapes, moments=moments).compile()
-    (_, trainable, _, _), named = compiled.input_shardings
+    compiled = one.programs["apply"].lower(number, shapes, count, gradient=shapes, moments=moments).compile()
+    (_, trainable, _), named = compiled.input_shardings
     for found in (trainable, named["gradient"], compiled.output_shardings[0].trainable):
         assert found.blocks.gate.spec == PartitionSpec(None, "fsdp", "tensor")
         assert found.blocks.o.spec == PartitionSpec(None, "tensor", "fsdp")

@@ -317,7 +317,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
         writer = GroupWriter(run.write_groups)
         monkeypatch.setattr("pyarrow.parquet.write_table", full)
         writer.put(1, [make_group()])
-        with pytest.raises(ShoalError, match="step_000001.parquet: No space left on device; make room"):
+        with pytest.raises(ShoalError, match=r"step_000001\.parquet: No space left on device; make room"):
             writer.flush()
         writer.close()
     assert list((tmp_path / "groups").iterdir()) == []

@@ -98,7 +98,8 @@ def test_any_logged_name_becomes_one_that_every_sink_takes(name, metric_name):
 
 # ---- MFU
 
-SMALL = Architecture(vocab_size=50, hidden_size=8, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6)
+SMALL = Architecture(vocab_size=50, hidden_size=8, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2,
+                     head_dim=6)
 
 
 def counted(a: Architecture, prompt: int, completions: list[int]) -> int:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pandas
 import polars
 import pyarrow
 import pytest
-from tiny_runs import PLAIN, Workshop, quick_compilation
+from tiny_runs import CACHE, PLAIN, Workshop, metrics, parameters_of, quick_compilation
 
 import shoal
 from shoal import cli
@@ -26,6 +27,7 @@ from shoal.config.loading import compose
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.report import notebook
 from shoal.report.console import Console
+from shoal.report.metrics import is_clock
 from shoal.report.notebook import NotebookProgress, in_notebook
 from shoal.report.result import Result, Table
 from shoal.run.cache import cache_by_configuration
@@ -183,7 +185,7 @@ def test_what_solves_an_example():
 
 def test_what_goes_with_rows_and_what_does_not():
     one = rows_task(rows(), correct=None)
-    with pytest.raises(shoal.ShoalError, match="reward is not given: own data needs a function"):
+    with pytest.raises(shoal.ShoalError, match="reward is not given: your data needs a function"):
         task_of_data(rows(), None, None, TaskSection(), RewardSection(), ())
     with pytest.raises(shoal.ShoalError, match=r"task.path='x' has no effect on data given from Python"):
         task_of_data(rows(), None, None, TaskSection(name="rows", path="x"), RewardSection(), (ones,))
@@ -332,6 +334,44 @@ def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):
     figures = shoal.evaluate(task=rows(40), reward=closure(0.5), **chosen, batch=3, pass_k=0, task__num_questions=3)
     assert figures["held_out"]["mean_reward"] == result.before["held_out"]["mean_reward"]
     assert figures["held_out"]["num_questions"] == 3 and "accuracy" not in figures["held_out"]
+
+
+def reproducible(run: Path) -> tuple[Any, ...]:
+    """What two equal runs have bit for bit: metrics, groups and weights."""
+    rows = [{name: value for name, value in row.items() if not is_clock(name)} for row in metrics(run)]
+    stored = {file.name: file.read_bytes() for file in (run / "groups").iterdir()}
+    return rows, stored, {name: value.tobytes() for name, value in parameters_of(run, 2).items()}
+
+
+def test_runs_of_one_process_know_nothing_of_each_other(result, workshop, tmp_path):
+    """Another model with other data, rewards and settings between two equal runs: it is the run of a process of its
+    own, and they are equal. Rewards are called in forked processes although JAX has threads by then."""
+    other = Workshop(tmp_path, "llama3", "llama3", num_hidden_layers=1)
+    calls = tmp_path / "calls"
+    other.rewards.write_text(f"""\
+import os
+
+def vowels(completions, **kwargs):
+    with open({str(calls)!r}, "a") as file:
+        print(os.getpid(), file=file)
+    return [sum(letter in "aeiou" for letter in completion[0]["content"]) / 10 for completion in completions]
+""")
+    keys = settings(other, task={"name": "gsm8k", "path": str(other.data)}, reward=f"{other.rewards}:vowels",
+                    batch={"prompts_per_step": 3, "group_size": 3}, seed=5, optimizer={"lr": 3e-2, "warmup_steps": 0},
+                    algorithm={"name": "gspo-token", "num_minibatches": 3, "kl_coef": 0.1})
+    assert len(os.listdir("/proc/self/task")) > threading.active_count()  # XLA's threads are not Python's
+    between = shoal.train(**keys, run_name="between")
+    assert {int(line) for line in calls.read_text().split()}.isdisjoint({os.getpid()})
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    code = f"import shoal; shoal.train(**{keys!r}, run_name='alone')"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=200, capture_output=True)
+    assert reproducible(between.folder) == reproducible(other.runs / "alone")
+    again = shoal.train(
+        task=rows(40), reward=closure(0.5), run_name="again", task__num_questions=3, **settings(workshop),
+        correct=lambda text, example: str(example.columns["answer"]) in text)
+    assert reproducible(again.folder) == reproducible(result.folder)
+    assert reproducible(again.folder)[0] != reproducible(between.folder)[0]
 
 
 def test_a_result_shows_itself(result):

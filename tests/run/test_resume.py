@@ -548,7 +548,7 @@ def test_a_clock_set_back_changes_nothing(tmp_path):
 
 
 def process(workshop: Workshop, name: str, *words: str, limit: int = 0, before: str = "") -> subprocess.Popen[str]:
-    """The program itself; `limit`: no file may grow above so many bytes, as on a full disk; `before`: code run first."""
+    """The program itself; `limit`: no file may grow above so many bytes, as on a full disk; `before`: run first."""
     code = f"import resource, sys; from shoal.cli import main\n{before}\n"
     if limit:
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
@@ -697,7 +697,7 @@ def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, mon
     """After the first update of a step the state that it began with is spent: the newest checkpoint stands."""
     words = (*WORDS, "algorithm.num_minibatches=2")
     unbroken = workshop.train("two_updates", *words)
-    original, calls = Updater._one, 0
+    original, calls = Updater._update_once, 0
 
     def stops(self, *args, **kwargs):
         nonlocal calls
@@ -707,7 +707,7 @@ def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, mon
         return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "_one", stops)
+        patch.setattr(Updater, "_update_once", stops)
         assert cli.main(workshop.words("two_updates_cut", *words)) == 130
     assert versions(workshop.runs / "two_updates_cut") == [2] and len(metrics(workshop.runs / "two_updates_cut")) == 3
     assert_equal_ends(unbroken, workshop.train("two_updates_cut", *words))

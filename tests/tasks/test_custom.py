@@ -104,7 +104,7 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
     ('{"prompt": "a"}\n' + "[" * 100000 + "\n", "data.jsonl, line 2 is no JSON object: it is nested too deeply"),
     ('{"prompt": "a", "b": 1}\n{"prompt": "c"}\n', "data.jsonl, line 2 has no column 'b'"),
     ('{"prompt": "a", "completions": 1}\n{"prompt": "c", "completions": 1}\n', "cannot be called 'completions'"),
-    ('{"prompt": "a"}\n', "has 1 row and no split beside it"),
+    ('{"prompt": "a"}\n', "has 1 row and no other split"),
     ("", "data.jsonl is empty; rows with columns are needed"),
     ('{"question": "a", "answer": 1}\n{"question": "b", "answer": 2}\n',
      "line 1 has no column `prompt`; its columns: question, answer. Take one as it is, "

@@ -227,7 +227,7 @@ def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
     ('{"question": "a", "answer": "#### 1"}\n{"question": "a", "answer": ' + "9" * 5000 + "}",
      "line 2 is no JSON object: a number in it has too many digits"),
     ('{"question": "a \\ud83d b", "answer": "#### 1"}\n', r"line 1 holds \\ud83d, half of a character that JSON"),
-    ('{"question": "a", "answer": "#### 1"}\n', "has 1 row and no split beside it"),
+    ('{"question": "a", "answer": "#### 1"}\n', "has 1 row and no other split"),
 ])
 def test_bad_rows_say_where(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "data.jsonl"

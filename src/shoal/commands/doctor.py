@@ -41,7 +41,7 @@ from shoal.run.preflight.memory import (
 from shoal.run.preflight.reporter import Reporter, key_in
 from shoal.run.preflight.reward import probe, reward_findings
 from shoal.run.preflight.settings import check_settings, check_size
-from shoal.run.preflight.trial import Trial, try_step
+from shoal.run.preflight.trial_step import TrialStep, try_step
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
@@ -247,7 +247,7 @@ def check_weights(job: Preflight, parameters: Params) -> bool:
     return True
 
 
-def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Params) -> Trial | None:
+def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Params) -> TrialStep | None:
     """A trial of the run's first step; None where its reward fails."""
     assert job.task is not None and job.loaded is not None and job.pool is not None
     config, tokenizer = job.config, job.loaded.tokenizer
@@ -265,7 +265,7 @@ def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Par
 # ---- reports of the trial
 
 
-def report_agreement(job: Preflight, trial: Trial, dtype: str) -> None:
+def report_agreement(job: Preflight, trial: TrialStep, dtype: str) -> None:
     """Whether sampler and trainer agree, and whether the samples teach anything."""
     limit = job.config.sampling.max_completion_tokens
     agreement, samples = Reporter(job.findings, "agreement"), Reporter(job.findings, "samples")
@@ -324,7 +324,7 @@ def report_memory(job: Preflight, budget: MemoryBudget, available: AvailableMemo
         job.findings.add("memory", "warning", f"tight: {text}. {cure}", key)
 
 
-def report_time(job: Preflight, trial: Trial, model: Model, engine: Engine, budget: MemoryBudget,
+def report_time(job: Preflight, trial: TrialStep, model: Model, engine: Engine, budget: MemoryBudget,
                 available: AvailableMemory) -> None:
     """What a step and the run will take, and the key that would help most."""
     assert job.task is not None and job.roles is not None

@@ -155,8 +155,8 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
         found = {} if others else {name: _read(path, name, tree, extra) for name, tree in wanted.items()}
     except Exception as error:  # for a bad file Orbax raises anything, bare Exception included
         if _is_machine_fault(error):
-            raise ShoalError(f"checkpoint {path} cannot be read now ({cause(error)}): nothing was changed; mend that "
-                             "and give the same command again") from error
+            raise ShoalError(f"checkpoint {path} cannot be read now ({cause(error)}): nothing was changed; solve "
+                             "that and repeat the command") from error
         raise DamagedCheckpoint(f"checkpoint {path} is damaged ({cause(error)})") from error
     if others:
         raise ShoalError(f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has other "

@@ -15,7 +15,7 @@ from shoal.report.findings import seconds_text
 from shoal.run.loading import activation_bytes
 from shoal.run.parts import num_updates
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
-from shoal.run.preflight.trial import Trial
+from shoal.run.preflight.trial_step import TrialStep
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.trainer.batch import Shape, choose_shape
 from shoal.trainer.update import needs_all_groups, num_scorings
@@ -67,7 +67,7 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     return 2 * (questions + main * config.pass_k) + between * questions
 
 
-def estimate_times(config: Config, trial: Trial, slot_groups: int, evaluated: int) -> Times:
+def estimate_times(config: Config, trial: TrialStep, slot_groups: int, evaluated: int) -> Times:
     """`slot_groups`: groups that the sampler holds at once; `evaluated`: completions of all evaluations."""
     b, a = config.batch, config.algorithm
     scale = b.prompts_per_step / len(trial.groups)
@@ -90,7 +90,7 @@ def estimate_times(config: Config, trial: Trial, slot_groups: int, evaluated: in
                  round(tokens * scale), round((tokens + prompts) * scale), trial.padding)
 
 
-def add_measured(budget: MemoryBudget, trial: Trial, config: Config, shards: int,
+def add_measured(budget: MemoryBudget, trial: TrialStep, config: Config, shards: int,
                  engines: Mapping[str, Engine]) -> None:
     """Adds what the compiled programs take beyond parameters and caches, scaled from the trial's shapes to the longest
     allowed, and to the engine that prefills most prompts at once."""
@@ -121,7 +121,7 @@ class Advice:
     gain: float = 0.0  # share of the run's time
 
 
-def advise(config: Config, model: Model, trial: Trial, times: Times, budget: MemoryBudget,
+def advise(config: Config, model: Model, trial: TrialStep, times: Times, budget: MemoryBudget,
            available: AvailableMemory, roles: Roles, num_devices: int) -> Advice:
     """The change that saves most of the run's time, where it saves LEAST_GAIN; else which phase dominates."""
 
@@ -157,7 +157,8 @@ def advise(config: Config, model: Model, trial: Trial, times: Times, budget: Mem
     return Advice(f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step")
 
 
-def _less_padding(config: Config, trial: Trial, shards: int, share: float, activations: int, fits: Any) -> list[Advice]:
+def _less_padding(config: Config, trial: TrialStep, shards: int, share: float, activations: int,
+                  fits: Any) -> list[Advice]:
     """Other values of batch.micro_tokens that compute less padding and fit."""
     b = config.batch
 

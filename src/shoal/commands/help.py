@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 shoal train                                        a tiny model, word problems, about two minutes on a CPU
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
-shoal train resume=last                            goes on with the run started last
-shoal doctor model=... task=... reward=f.py:g      looks at a job before it runs
+shoal train resume=last                            resumes the run started last
+shoal doctor model=... task=... reward=f.py:g      checks a job before it runs
 shoal train --multirun optimizer.lr=1e-5,1e-4      a run for each value
 shoal train --help                                 every key, with its default and meaning
-shoal train --help optimizer                       those of one topic"""
+shoal train --help optimizer                       the keys of one topic"""
 
 OPTIONS: Mapping[str, str] = {
-    "--config-name": "NAME: a preset, or a YAML file; a file may also come first",
+    "--config-name": "NAME: a preset or a YAML file; a file may also be the first word",
     "--preset": "NAME: a preset beneath that file",
     "--dry-run": "print the resolved configuration and touch nothing",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
-    "--help": "TOPIC: what you read here, or one topic or key of it",
+    "--help": "TOPIC: this text, or only one topic or key",
 }
-"""Options of a command, beside its keys."""
+"""Options of a command that are not keys."""
 
 TOPICS: Mapping[str, str] = {
-    "model": "what is trained, in which type",
-    "task": "questions to train and to evaluate on",
-    "reward": "what judges a completion",
-    "sampling": "how completions are drawn",
+    "model": "the model to train, and the type of its computation",
+    "task": "questions to train and evaluate on",
+    "reward": "functions that score completions",
+    "sampling": "how completions are sampled",
     "algorithm": "from rewards to a loss",
-    "teacher": "a second model whose log-probs teach, token by token",
+    "teacher": "a second model for on-policy distillation",
     "optimizer": "AdamW and its learning rate",
-    "batch": "sizes: of a step, of a group, of what a device computes at once",
-    "train": "evaluation, and which prompts are drawn",
+    "batch": "sizes of a step, a group and a micro-batch",
+    "train": "evaluation, staleness and curriculum",
     "mesh": "how devices share the work",
-    "checkpoint": "what is saved, and kept",
-    "report": "what a run writes",
+    "checkpoint": "when the run is saved, and which checkpoints are kept",
+    "report": "metrics and groups that a run writes",
     "report.wandb": "Weights & Biases",
 }
-"""Section -> what its keys are about."""
+"""Section -> its title in the help."""
 
 
 def overview() -> str:

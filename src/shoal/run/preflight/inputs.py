@@ -106,10 +106,8 @@ def check_data(config: Config, task: Task, tokenizer: Tokenizer, findings: Findi
             f"sampling.max_prompt_tokens={s.max_prompt_tokens} tokens (the longest {lengths.max()}): raise it")
     if too_long < len(lengths):
         stream = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts)
-        try:
+        with report.errors():
             first = stream.peek(config.batch.prompts_per_step)
-        except ShoalError as error:
-            report.wrong(error)
     _check_evaluations(config, task, tokenizer, report)
     if first is not None:
         _check_answers(config, task, tokenizer, report)
@@ -127,10 +125,8 @@ def set_sizes(task: Task) -> dict[str, int]:
 
 
 def _check_evaluations(config: Config, task: Task, tokenizer: Tokenizer, report: Reporter) -> None:
-    try:
+    with report.errors():
         prepare_sets(task, tokenizer, config.sampling, report.warning)
-    except ShoalError as error:
-        report.wrong(error)
     evaluated = evaluation_completions(config, set_sizes(task))
     trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
     if config.steps and evaluated > 2 * trained:

@@ -148,7 +148,7 @@ def right_answer(example: Example, form: str = "") -> str | None:
 # ---- their scores
 
 
-def probe(judge: RewardPool, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
+def probe(pool: RewardPool, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
           on_error: Policy | None = None) -> Probe:
     """Scores the known answers of the first examples; stops once a function has taken too long. ShoalError where a
     function breaks the convention, or fails under `on_error=error` (by default `reward.on_error`)."""
@@ -158,7 +158,7 @@ def probe(judge: RewardPool, examples: Sequence[Example], encode: Callable[[str]
     if not known:  # an empty answer and some text, where there is no gold one
         examples, made = examples[:1], [{("", "empty"): "", ("", "some text"): "The answer is 42."}]
     keys = list(made[0])
-    scores = score(judge, examples, [[texts[key] for key in keys] for texts in made],
+    scores = score(pool, examples, [[texts[key] for key in keys] for texts in made],
                    [[[int(id) for id in encode(texts[key])] for key in keys] for texts in made], on_error, trial=True)
     columns = {"total": scores.rewards, **scores.components}
     means = {key: {name: float(np.mean(values[:, place])) for name, values in columns.items()}
@@ -190,12 +190,12 @@ def _failures(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tu
     return tuple(texts), tuple(useless.values()), bool(stopped)
 
 
-def score(judge: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
+def score(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
           completion_ids: Sequence[Sequence[Sequence[int]]], on_error: Policy | None = None,
           trial: bool = False) -> Scores:
     """Scores of texts[P][G], waited for; nothing else may be under way in the pool."""
-    judge.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
-    (_, scores), = judge.collect(wait=True)
+    pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
+    (_, scores), = pool.collect(wait=True)
     return scores
 
 
@@ -246,7 +246,7 @@ def _compare_totals(probe: Probe, totals: Mapping[str, float]) -> Iterable[tuple
                               f"({right:.3g}): the model will find that out; count one answer only")
 
 
-def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, judge: RewardPool) -> list[Finding]:
+def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, pool: RewardPool) -> list[Finding]:
     """The short check before each run: the size of a step, the reward of known answers to the first prompt, warnings.
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or
@@ -254,7 +254,7 @@ def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, ju
     found = [Finding("step", "ok", step_line(config))]
     if config.algorithm.advantage == "none":  # rewards are ignored
         return found
-    tried = probe(judge, [first.example], tokenizer.encode_prompt, on_error="skip")
+    tried = probe(pool, [first.example], tokenizer.encode_prompt, on_error="skip")
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(f"{tried.useless[0]}; it failed at every known answer that was tried before the run: fix it")
     for text in tried.failures[:1]:

@@ -84,7 +84,7 @@ class Trial:
         return max(0.0, 1 - real / (self.num_batches * self.shape.tokens))
 
 
-def try_step(config: Config, task: Task, tokenizer: Tokenizer, judge: RewardPool, engine: Engine, learner: Learner,
+def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool, engine: Engine, learner: Learner,
              parameters: Params, prompts: Sequence[Prepared]) -> Trial:
     """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
     them. The weights that it gives are discarded."""
@@ -102,7 +102,7 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, judge: RewardPool
     texts = [[tokenizer.decode(completion.token_ids.tolist()) for completion in group] for group in siblings]
     ids = [[completion.token_ids.tolist() for completion in group] for group in siblings]
     started = time.perf_counter()
-    scores = score(judge, [request.example for request in requests], texts, ids)
+    scores = score(pool, [request.example for request in requests], texts, ids)
     reward_seconds = time.perf_counter() - started
     groups = [make_group(task, request, siblings[number], texts[number], scores, number)
               for number, request in enumerate(requests)]

@@ -196,6 +196,11 @@ def test_two_presets_are_refused():
 @pytest.mark.parametrize(("text", "parts"), [
     ("- a\n", ["cannot be read", "expected keys with values"]),
     ("steps: [\n", ["cannot be read", "line 2"]),
+    ("", ["is empty", "expected keys with values"]),
+    ("# only a comment\n", ["is empty"]),
+    ("optimizer:\n\tlr: 1\n", ["cannot be read", "line 2", "spaces"]),
+    ("steps: 3\nsteps: 4\n", ["lines 1 and 2 both set steps"]),
+    ("defaults: [mine]\n", ["lead back to itself"]),
     ("steps: ${nope}\n", ["nope"]),
     ("defaults: [nix]\n", ["its `defaults` name nix"]),
     ("run_name: 007\n", ["run_name=7", "quotes"]),

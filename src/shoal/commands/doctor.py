@@ -41,7 +41,7 @@ from shoal.run.preflight.memory import (
 from shoal.run.preflight.reporter import Reporter, key_in
 from shoal.run.preflight.reward import probe, reward_findings
 from shoal.run.preflight.settings import check_settings, check_size
-from shoal.run.preflight.trial import Trial, try_step
+from shoal.run.preflight.step_trial import StepTrial, try_step
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
@@ -241,7 +241,7 @@ def check_weights(job: Preflight, parameters: Params) -> bool:
     return True
 
 
-def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Params) -> Trial | None:
+def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Params) -> StepTrial | None:
     """A trial of the run's first step; None if its reward fails."""
     assert job.task is not None and job.loaded is not None and job.pool is not None
     config, tokenizer = job.config, job.loaded.tokenizer
@@ -257,7 +257,7 @@ def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Par
 # ---- reports of the trial
 
 
-def report_agreement(job: Preflight, trial: Trial, dtype: str) -> None:
+def report_agreement(job: Preflight, trial: StepTrial, dtype: str) -> None:
     """Reports whether sampler and trainer agree, and whether the samples can train the model."""
     limit = job.config.sampling.max_completion_tokens
     agreement, samples = Reporter(job.findings, "agreement"), Reporter(job.findings, "samples")
@@ -316,7 +316,7 @@ def report_memory(job: Preflight, budget: MemoryBudget, available: AvailableMemo
         job.findings.add("memory", "warning", f"tight: {text}. {cure}", key)
 
 
-def report_time(job: Preflight, trial: Trial, model: Model, engine: Engine, budget: MemoryBudget,
+def report_time(job: Preflight, trial: StepTrial, model: Model, engine: Engine, budget: MemoryBudget,
                 available: AvailableMemory) -> None:
     """Reports the time of a step and of the run, and the key that saves most."""
     assert job.task is not None and job.roles is not None

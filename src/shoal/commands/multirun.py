@@ -69,7 +69,7 @@ class SweptRun:
 
 
 def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool = False) -> dict[str, Any]:
-    """Runs every combination and returns the content of multirun.json; a dry run prints what would run.
+    """Runs every combination and returns the content of multirun.json; a dry run prints the runs.
 
     All combinations are validated before the first one starts. A failed run does not stop the others, Ctrl-C does."""
     config_type = dataclass_of(command)

@@ -1,4 +1,4 @@
-"""The words of a command line as entries: `key=value`, `--key=value`, `--key value`, `--flag`, short forms, files.
+"""Parses a command line into entries: `key=value`, `--key=value`, `--key value`, `--flag`, short forms, files.
 
     --run-name=a,b   model=X   --report.groups   gsm8k.yml   --config-name gsm8k
 
@@ -29,7 +29,7 @@ from shoal.types import ShoalError
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name of a key: the key, the commands that accept it (all that have the key, if none), a note."""
+    """A short form of a key: the key, the commands that accept it (empty: all that have it), a note for the help."""
 
     key: str
     commands: tuple[str, ...] = ()
@@ -64,15 +64,15 @@ PRESET = "--preset"
 WORDS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
 }
-"""Command -> the keys that words without `=` fill, in this order: `shoal diff A B` is `run=A other=B`."""
+"""Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`."""
 
 COMMA_LISTS = frozenset({"reward.functions", "reward.weights"})
-"""Lists whose items cannot hold a comma: `a,b` is two items there, but one stop string."""
+"""Lists whose items contain no commas: `a,b` is two items (of `sampling.stop` it is one)."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a user gave: a command line, or keywords in Python.
+    """The arguments of a command: a command line, or keywords in Python.
 
     >>> read_arguments("train", ["gsm8k.yml", "--steps=5"])
     Arguments(config_name='gsm8k.yml', entries=(Entry('steps', '5', 'command line'),))
@@ -80,7 +80,7 @@ class Arguments:
 
     config_name: str = ""  # a preset or a file; empty for none
     entries: tuple[Entry, ...] = field(default_factory=tuple)
-    preset: str = ""  # the preset that a file is laid over
+    preset: str = ""  # the preset beneath a file
 
 
 def aliases_of(config_type: type) -> dict[str, Alias]:
@@ -91,13 +91,13 @@ def aliases_of(config_type: type) -> dict[str, Alias]:
 
 
 def names_of(config_type: type) -> dict[str, str]:
-    """Every name of ours that a command accepts -> its dotted key; the schema's own names first."""
+    """Every name of ours that a command accepts -> its dotted key; full names first."""
     return {**{name: name for name in keys_of(config_type)},
             **{name: alias.key for name, alias in aliases_of(config_type).items()}}
 
 
 def find_key(config_type: type, name: str) -> Key:
-    """The key that a name stands for; ShoalError with the nearest name if none does."""
+    """The key of one of our names; raises ShoalError with the nearest name if there is none."""
     names = names_of(config_type)
     if name not in names:
         if name in sections_of(config_type):
@@ -113,14 +113,14 @@ def find_key(config_type: type, name: str) -> Key:
 
 
 def key_of(config_type: type, name: str) -> Key | None:
-    """The key that a name of ours, or another system's name for it, stands for."""
+    """The key of a name, ours or another system's; None if there is none."""
     flag = translator().find(config_type, name)
     renamed = flag.keys[0] if flag and flag.is_rename else ""
     return keys_of(config_type).get(names_of(config_type).get(name, renamed))
 
 
 def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
-    """Reads a command line without its command; raises ShoalError, for all unknown names at once."""
+    """Parses the words after a command; raises one ShoalError for all unknown names."""
     config_type = dataclass_of(command)
     config_name, preset, words = _take_options(joined(config_type, argv))
     entries: list[Entry] = []
@@ -210,13 +210,12 @@ def _name_words(config_type: type, words: Sequence[str]) -> Iterator[str]:
 
 
 def words_text(command: str) -> str:
-    """A command's WORDS as its usage shows them: `RUN OTHER`."""
+    """A command's positional arguments as its usage shows them: `RUN OTHER`."""
     return " ".join(key.upper() for key in WORDS.get(command, ()))
 
 
 def read_word(config_type: type, word: str) -> tuple[str, str]:
-    """One argument as a name that the command accepts, ours (dotted) or another system's, and the text of its
-    value."""
+    """The name (our dotted key, or another system's flag) and the text of the value of one argument."""
     name, equals, value = word.partition("=")
     if name.startswith("-"):
         name = name.lstrip("-").replace("-", "_")
@@ -236,7 +235,7 @@ def read_word(config_type: type, word: str) -> tuple[str, str]:
 
 
 def split_list(key: Key, text: str) -> list[str]:
-    """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item as it stands."""
+    """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item unchanged."""
     if not text:
         return []
     if not (text.startswith("[") and text.endswith("]") and len(text) > 1):

@@ -37,18 +37,18 @@ from shoal.types import ShoalError
 
 @dataclass(frozen=True)
 class Resolved:
-    """Where a configuration came from, and its text for the run folder."""
+    """The origins of a configuration, and its text for the run folder."""
 
     config_name: str  # the preset or file that was loaded; empty for none
-    notes: tuple[str, ...]  # lines for the start: what presets set, which keys were passed over
+    notes: tuple[str, ...]  # lines for the start: values set by presets, keys that were skipped
     text: str  # every key, as YAML that loads as the same configuration
     difference: str  # the keys that differ from the defaults, likewise
-    arguments: Arguments  # what the user gave
+    arguments: Arguments
     became: tuple[str, ...] = ()  # a line for each flag of another system that was given
     origins: Mapping[str, str] = field(default_factory=dict)  # key -> `command line`, `mine.yml:4`, `recipe trl`
 
     def explain(self, message: str) -> str:
-        """An error's text, with the flag or the file's line from which each key in it came."""
+        """An error's text with the origin of each key in it: a flag, or a file's line."""
         return with_origins(message, self.origins)
 
 
@@ -60,14 +60,14 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
 
     >>> config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5"])
 
-    If no preset is named, the one with the task's name lies under the user's own keys.
+    Without a named preset, the task's preset lies beneath the command line.
     """
     config_type = dataclass_of(command)
     return load(config_type, read_arguments(config_type, argv))
 
 
 def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any, Resolved]:
-    """A stored configuration with the user's own keys over it; the preset or file that they named is left out.
+    """A stored configuration with the user's keys over it; a preset or file among the arguments is ignored.
 
     >>> config, resolved = recompose(Config, run / "config.yaml", resolved.arguments)
     """
@@ -75,7 +75,7 @@ def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any,
 
 
 def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
-    """The same from Python: (configuration, where it came from, reward functions given as callables).
+    """A configuration from keywords in Python: (configuration, its origins, reward functions given as callables).
 
     >>> from_overrides(Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward)
 
@@ -112,7 +112,7 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
 
 
 def load(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[Any, Resolved]:
-    """The configuration of what a user gave; `stored`: a run's own configuration in place of presets and files."""
+    """The configuration of the arguments; `stored`: a run's configuration in place of presets and files."""
     chain = build_chain(config_type, arguments, stored)
     settings = chain.merged()
     values, late = values_of(config_type, settings, chain.errors)
@@ -222,10 +222,7 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
 
 
 def convert(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
-    """Plain nested values, with `own` by dotted key over them, as the frozen dataclass.
-
-    Raises ShoalError naming the key, what came and what is allowed.
-    """
+    """The dataclass of plain nested values, with `own` by dotted key over them; raises ShoalError for a bad value."""
     flat = {find_key(config_type, name).name: value for name, value in leaves_of(config_type, values)} | dict(own or {})
     keys = keys_of(config_type)
     return build(config_type, {name: convert_value(keys[name], value) for name, value in flat.items()})

@@ -38,7 +38,7 @@ PLACE = ("resume", "base_output_directory")
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """A run's configuration and, where the run is resumed, its folder."""
+    """A run's configuration, and the folder of a resumed run."""
 
     config: Config
     run: Path | None = None

@@ -161,7 +161,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 
 def unread_settings(config: Config) -> Iterator[str]:
-    """A line for each key that has no effect, or an unexpected one, beside the rest of the configuration."""
+    """A line for each key that has no effect, or an unexpected one, with the rest of the configuration."""
     from shoal.trainer.update import needs_all_groups
 
     a = config.algorithm

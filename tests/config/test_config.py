@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
-from shoal.config.keys import COMMANDS, describe, keys_of
+from shoal.config.keys import COMMANDS, Key, keys_of
 from shoal.config.loading import PACKAGED, compose, convert, from_overrides, recompose
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
 from shoal.config.text import difference_from_defaults, require_given, to_dict, to_yaml
@@ -196,6 +196,11 @@ def test_two_presets_are_refused():
 @pytest.mark.parametrize(("text", "parts"), [
     ("- a\n", ["cannot be read", "expected keys with values"]),
     ("steps: [\n", ["cannot be read", "line 2"]),
+    ("", ["is empty", "expected keys with values"]),
+    ("# only a comment\n", ["is empty"]),
+    ("optimizer:\n\tlr: 1\n", ["cannot be read", "line 2", "spaces"]),
+    ("steps: 3\nsteps: 4\n", ["lines 1 and 2 both set steps"]),
+    ("defaults: [mine]\n", ["lead back to itself"]),
     ("steps: ${nope}\n", ["nope"]),
     ("defaults: [nix]\n", ["its `defaults` name nix"]),
     ("run_name: 007\n", ["run_name=7", "quotes"]),
@@ -432,16 +437,15 @@ def test_resolved_text_is_the_run_folders(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_key_is_described(command):
-    rows = describe(COMMANDS[command])
-    assert [row.key for row in rows] == list(keys_of(COMMANDS[command]))
-    for row in rows:
-        assert row.help and row.type_text, row.key
-        assert get_value(COMMANDS[command](), row.key) == row.default
+    for name, key in keys_of(COMMANDS[command]).items():
+        assert key.name == name and key.help and key.type_text, name
+        assert get_value(COMMANDS[command](), name) == key.default
 
 
 def test_descriptions_are_the_lines_under_the_fields():
-    rows = {row.key: row for row in describe(Config)}
-    assert rows["optimizer.lr"] == ("optimizer.lr", "number", 5e-5, "Peak learning rate of AdamW.")
+    rows = keys_of(Config)
+    assert rows["optimizer.lr"] == Key("optimizer.lr", float, 5e-5, "Peak learning rate of AdamW.")
+    assert rows["optimizer.lr"].type_text == "number"
     assert rows["model.dtype"].type_text == "auto | float32 | bfloat16"
     assert (rows["sampling.stop"].type_text, rows["reward.weights"].type_text) == ("list of text", "list of numbers")
     assert rows["report.groups"].type_text == "true | false" and rows["steps"].type_text == "integer"

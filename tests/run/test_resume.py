@@ -29,8 +29,9 @@ from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
 from shoal.report.sink import JsonlSink
 from shoal.run.assembly import assemble_run
+from shoal.run.fingerprint import machine
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.resume import ResumePlan, compose_job, machine, resolve_run
+from shoal.run.resume import ResumePlan, compose_job, resolve_run
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.curriculum import PassRates

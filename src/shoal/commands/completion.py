@@ -1,4 +1,4 @@
-"""What a shell may put in place of an unfinished word, and the scripts that ask for it.
+"""Shell completion: the candidates for an unfinished word, and the scripts that ask for them.
 
     shoal completion bash    prints the script
     shoal __complete train optimizer.sch    prints a candidate a line: optimizer.schedule=
@@ -32,7 +32,7 @@ def script(shell: str) -> str:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """What the last of the words after `shoal` may become. One that ends in `=` or `.` is still unfinished.
+    """Candidates for the last of the words after `shoal`. One that ends in `=` or `.` can be completed further.
 
     >>> candidates(["train", "optimizer.schedule=c"])
     ['optimizer.schedule=constant', 'optimizer.schedule=cosine']

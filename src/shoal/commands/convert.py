@@ -1,4 +1,4 @@
-"""`shoal convert`: a checkpoint in MaxText's layout from one of Hugging Face's or of Shoal's, and back.
+"""`shoal convert`: converts a checkpoint of Hugging Face or Shoal to MaxText's layout, and back.
 
 Nothing is in memory but the part being written: one layer of a tensor on the way to MaxText's layout; on the way back
 one tensor of all layers, twice (of one layer, where they are not stacked). A run's own checkpoint is read whole.
@@ -36,7 +36,7 @@ PROGRESS_BYTES = 1 << 30
 
 
 def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the folder whole or not at all; ShoalError where it exists already."""
+    """Writes the folder completely or not at all; raises ShoalError if it exists already."""
     if not (config.source or config.model_name):
         raise ShoalError("from: nothing was given; expected a checkpoint, or model_name alone for the hub's model of "
                          "that name")
@@ -80,7 +80,7 @@ def _target_key(config: ConvertConfig) -> str:
 
 
 def _name(config: ConvertConfig) -> str:
-    """MaxText's name of the model; empty where a hub id was given."""
+    """MaxText's name of the model; empty for a hub id."""
     return "" if "/" in config.model_name else config.model_name
 
 

@@ -3,7 +3,7 @@
     settings -> task -> devices -> tokenizer, template -> data -> reward
     -> weights -> a trial of one step -> memory, time
 
-A part that is wrong does not hide what is wrong with those that do not need it.
+A check that fails does not stop the checks that do not need its result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shoal.run.preflight.memory import (
 from shoal.run.preflight.reporter import Reporter, key_in
 from shoal.run.preflight.reward import probe, reward_findings
 from shoal.run.preflight.settings import check_settings, check_size
-from shoal.run.preflight.trial_step import TrialStep, try_step
+from shoal.run.preflight.step_trial import StepTrial, try_step
 from shoal.run.task import load_task, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
@@ -56,7 +56,7 @@ FULL = 0.9
 
 @dataclass
 class Preflight:
-    """A job, as far as it could be put together, and what was found."""
+    """The parts of a job, None where a part could not be loaded, and the findings about them."""
 
     config: Config
     findings: Findings
@@ -74,8 +74,7 @@ class Preflight:
 
 
 def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()) -> dict[str, Any]:
-    """Prints its findings as they are made and returns them; `ok` is False where the run would stop or could not
-    learn."""
+    """Prints findings as checks make them and returns them; `ok` is False if the run would stop or could not train."""
     with console, ExitStack() as stack:
         job = Preflight(config, Findings(console), reward_functions, stack)
         findings = job.findings
@@ -98,29 +97,25 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
 
 
 def check_task(job: Preflight) -> None:
-    """Loads data and reward functions, each even where the other is wrong. The pool's processes start here, before JAX
+    """Loads data and reward functions, each even if the other is wrong. The pool's processes start here, before JAX
     has threads."""
-    config, judged = job.config, None
-    try:
+    config = job.config
+    with Reporter(job.findings, "data", "task.path").errors():
         job.task = load_task(config.task)
-    except ShoalError as error:
-        Reporter(job.findings, "data", "task.path").wrong(error)
     replaced = bool(config.reward.functions or job.reward_functions)
-    try:
-        if replaced or job.task is not None:
-            source = TaskSection(num_questions=1) if replaced else config.task
-            judged = load_task(source, config.reward, job.reward_functions, config.algorithm.advantage != "none")
-            judged = with_overlong(judged, config.reward, config.sampling.max_completion_tokens)
-    except ShoalError as error:
-        job.findings.add("reward", "wrong", str(error), _reward_key(error))
-    if judged is not None:
+    if not replaced and job.task is None:
+        return
+    with reward_reporter(job).errors():
+        source = TaskSection(num_questions=1) if replaced else config.task  # rewards of your own need no data
+        scored = load_task(source, config.reward, job.reward_functions, config.algorithm.advantage != "none")
+        scored = with_overlong(scored, config.reward, config.sampling.max_completion_tokens)
+        job.pool = job.stack.enter_context(closing(RewardPool(scored.rewards, config.reward, config.steps)))
         if job.task is not None:
-            job.task = replace(job.task, rewards=judged.rewards)
-        job.pool = job.stack.enter_context(closing(RewardPool(judged.rewards, config.reward, config.steps)))
+            job.task = replace(job.task, rewards=scored.rewards)
 
 
 def check_mesh(job: Preflight) -> bool:
-    """Makes the mesh; where that fails, returns False and one device serves for the checks that follow."""
+    """Makes the mesh; if that fails, returns False, and the checks that follow run on one device."""
     mesh, devices = job.config.mesh, available_devices()
     try:
         job.roles = make_roles(mesh)
@@ -147,10 +142,8 @@ def check_model(job: Preflight) -> None:
         return
     check_tokenizer(job.loaded.tokenizer, job.findings)
     if job.config.teacher.path:
-        try:
+        with Reporter(job.findings, "teacher", "teacher.path").errors():
             job.teacher = find_teacher(job.config, job.loaded, job.roles.reference, None)
-        except ShoalError as error:
-            job.findings.add("teacher", "wrong", str(error), "teacher.path")
 
 
 def check_prompts(job: Preflight, console: Console) -> None:
@@ -174,10 +167,10 @@ def check_reward(job: Preflight, console: Console) -> None:
     if job.first is not None:
         examples = [job.first.example, *examples]
     encode = job.loaded.tokenizer.encode_prompt if job.loaded else lambda text: np.frombuffer(text.encode(), np.uint8)
-    try:
+    tried = None
+    with reward_reporter(job).errors():
         tried = probe(job.pool, examples, encode)
-    except ShoalError as error:
-        job.findings.add("reward", "wrong", str(error), _reward_key(error))
+    if tried is None:
         job.pool = None
         return
     job.result["rewards"] = tried.records()
@@ -186,15 +179,16 @@ def check_reward(job: Preflight, console: Console) -> None:
     job.findings.extend(reward_findings(tried))
 
 
-def _reward_key(error: ShoalError) -> str:
-    return "reward.weights" if str(error).startswith("reward.weights") else "reward.functions"
+def reward_reporter(job: Preflight) -> Reporter:
+    """Reports errors of reward functions, which may name other keys (`reward.on_error`)."""
+    return Reporter(job.findings, "reward", "reward.functions", among=("reward.functions", "reward.weights"))
 
 
 # ---- with weights
 
 
 def check_step(job: Preflight, trial: bool) -> None:
-    """Reads the weights, unless they cannot fit; with `trial`, tries a step and reports what it needs and takes."""
+    """Loads the weights, unless they cannot fit; with `trial`, tries a step and reports its memory and time."""
     assert job.loaded is not None and job.roles is not None
     config, roles, findings = job.config, job.roles, job.findings
     model = make_model(config.model, job.loaded, roles.trainer, config.batch.micro_tokens)
@@ -247,26 +241,24 @@ def check_weights(job: Preflight, parameters: Params) -> bool:
     return True
 
 
-def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Params) -> TrialStep | None:
-    """A trial of the run's first step; None where its reward fails."""
+def try_first_step(job: Preflight, model: Model, engine: Engine, parameters: Params) -> StepTrial | None:
+    """A trial of the run's first step; None if its reward fails."""
     assert job.task is not None and job.loaded is not None and job.pool is not None
     config, tokenizer = job.config, job.loaded.tokenizer
     stream = PromptStream(job.task.train, tokenizer.encode_prompt, config.seed, config.sampling.max_prompt_tokens,
                           config.sampling.long_prompts)
     prompts = stream.next(config.batch.prompts_per_step)
-    try:
+    with reward_reporter(job).errors():
         return try_step(config, job.task, tokenizer, job.pool, engine, make_learner(config, model), parameters,
                         prompts)
-    except ShoalError as error:
-        job.findings.add("reward", "wrong", str(error), _reward_key(error))
-        return None
+    return None
 
 
 # ---- reports of the trial
 
 
-def report_agreement(job: Preflight, trial: TrialStep, dtype: str) -> None:
-    """Whether sampler and trainer agree, and whether the samples teach anything."""
+def report_agreement(job: Preflight, trial: StepTrial, dtype: str) -> None:
+    """Reports whether sampler and trainer agree, and whether the samples can train the model."""
     limit = job.config.sampling.max_completion_tokens
     agreement, samples = Reporter(job.findings, "agreement"), Reporter(job.findings, "samples")
     mean, largest = float(trial.differences.mean()), float(trial.differences.max())
@@ -299,7 +291,7 @@ def report_agreement(job: Preflight, trial: TrialStep, dtype: str) -> None:
 
 
 def report_memory(job: Preflight, budget: MemoryBudget, available: AvailableMemory) -> None:
-    """What each device needs against what is free, and the key that would save most where it is tight."""
+    """Reports the memory needed and free on each device, and if it is tight, the key that saves most."""
     assert job.roles is not None
     devices, total = job.roles.trainer.mesh.devices.flat, budget.total * available.sharing
     job.result["memory"] = {
@@ -324,9 +316,9 @@ def report_memory(job: Preflight, budget: MemoryBudget, available: AvailableMemo
         job.findings.add("memory", "warning", f"tight: {text}. {cure}", key)
 
 
-def report_time(job: Preflight, trial: TrialStep, model: Model, engine: Engine, budget: MemoryBudget,
+def report_time(job: Preflight, trial: StepTrial, model: Model, engine: Engine, budget: MemoryBudget,
                 available: AvailableMemory) -> None:
-    """What a step and the run will take, and the key that would help most."""
+    """Reports the time of a step and of the run, and the key that saves most."""
     assert job.task is not None and job.roles is not None
     times = estimate_times(job.config, trial, engine.num_groups,
                            evaluation_completions(job.config, set_sizes(job.task)))

@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 shoal train                                        a tiny model, word problems, about two minutes on a CPU
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
-shoal train resume=last                            goes on with the run started last
-shoal doctor model=... task=... reward=f.py:g      looks at a job before it runs
+shoal train resume=last                            resumes the run started last
+shoal doctor model=... task=... reward=f.py:g      checks a job before it runs
 shoal train --multirun optimizer.lr=1e-5,1e-4      a run for each value
 shoal train --help                                 every key, with its default and meaning
-shoal train --help optimizer                       those of one topic"""
+shoal train --help optimizer                       the keys of one topic"""
 
 OPTIONS: Mapping[str, str] = {
-    "--config-name": "NAME: a preset, or a YAML file; a file may also come first",
+    "--config-name": "NAME: a preset or a YAML file; a file may also be the first word",
     "--preset": "NAME: a preset beneath that file",
     "--dry-run": "print the resolved configuration and touch nothing",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
-    "--help": "TOPIC: what you read here, or one topic or key of it",
+    "--help": "TOPIC: this text, or only one topic or key",
 }
-"""Options of a command, beside its keys."""
+"""Options of a command that are not keys."""
 
 TOPICS: Mapping[str, str] = {
-    "model": "what is trained, in which type",
-    "task": "questions to train and to evaluate on",
-    "reward": "what judges a completion",
-    "sampling": "how completions are drawn",
+    "model": "the model to train, and the type of its computation",
+    "task": "questions to train and evaluate on",
+    "reward": "functions that score completions",
+    "sampling": "how completions are sampled",
     "algorithm": "from rewards to a loss",
-    "teacher": "a second model whose log-probs teach, token by token",
+    "teacher": "a second model for on-policy distillation",
     "optimizer": "AdamW and its learning rate",
-    "batch": "sizes: of a step, of a group, of what a device computes at once",
-    "train": "evaluation, and which prompts are drawn",
+    "batch": "sizes of a step, a group and a micro-batch",
+    "train": "evaluation, staleness and curriculum",
     "mesh": "how devices share the work",
-    "checkpoint": "what is saved, and kept",
-    "report": "what a run writes",
+    "checkpoint": "when the run is saved, and which checkpoints are kept",
+    "report": "metrics and groups that a run writes",
     "report.wandb": "Weights & Biases",
 }
-"""Section -> what its keys are about."""
+"""Section -> its title in the help."""
 
 
 def overview() -> str:
@@ -68,15 +68,15 @@ def overview() -> str:
 
 
 def purpose(config_type: type) -> str:
-    """What a command does: the first line of its dataclass's docstring, without the command's name."""
+    """The purpose of a command: the first line of its dataclass's docstring, without the command's name."""
     text = (config_type.__doc__ or "").strip().splitlines()[0]
     text = (text.partition(": ")[2] or text).partition(". ")[0]
     return text[:1].lower() + text[1:].rstrip(".")
 
 
 def command_help(command: str, topics: Sequence[str] = ()) -> str:
-    """The text of `shoal COMMAND --help`: every key by topic with type, default and meaning, and the short forms; or
-    only what `topics` name, sections or keys."""
+    """The text of `shoal COMMAND --help`: every key by topic with type, default and meaning, and the short forms; with
+    `topics` only these sections or keys."""
     config_type = COMMANDS[command]
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
@@ -98,7 +98,7 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 
 
 def options_of(command: str) -> dict[str, str]:
-    """The options that a command takes."""
+    """The options that a command accepts."""
     return {name: text for name, text in OPTIONS.items() if command == "train" or name != "--multirun"}
 
 
@@ -108,7 +108,7 @@ def topics_of(config_type: type) -> list[str]:
 
 
 def _topic_help(config_type: type, topic: str) -> str:
-    """A section with those inside it, or one key."""
+    """The help of one section, key or flag."""
     if topic in sections_of(config_type):
         lines = _listing(key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}."))
         return "\n".join([*lines, *_packaged_lines(config_type, topic)])
@@ -122,7 +122,7 @@ def _topic_help(config_type: type, topic: str) -> str:
 
 
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
-    """The packaged settings that a topic's key names, each with the first line of its file."""
+    """The presets that a topic's key names, each with the first line of its file."""
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
     names = presets_of(topic) if key in keys_of(config_type) else []
     files = [file for name in names if (file := packaged(topic, name))]
@@ -133,7 +133,7 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
 
 
 def _flag_lines(config_type: type, flag: ForeignFlag) -> list[str]:
-    """What a flag of another system becomes, and the keys that it sets."""
+    """The help of another system's flag, with the keys that it sets."""
     keys = [keys_of(config_type)[key] for key in flag.keys if key in keys_of(config_type)]
     text = flag.meaning or "another name of this key"
     lines = textwrap.wrap(text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
@@ -165,8 +165,8 @@ def _width() -> int:
 
 
 def dry_run(config: Any, resolved: Resolved) -> str:
-    """The resolved configuration as YAML; as its comments, what differs from the defaults and where each value came
-    from, what other systems' flags became, and a step's size."""
+    """The resolved configuration as YAML, with comments: values that differ from the defaults and their origins, the
+    keys that other systems' flags became, and a step's size."""
     from shoal.config.text import difference_from_defaults
 
     keys = keys_of(type(config))
@@ -182,7 +182,7 @@ def dry_run(config: Any, resolved: Resolved) -> str:
     if isinstance(config, Config):
         lines.append(step_text(config))
         if config.resume:
-            lines.append("a resumed run has its own configuration, and only the keys that you give beside it")
+            lines.append("a resumed run has its own configuration, changed by the keys that you give")
     return resolved.text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in lines)
 
 
@@ -202,7 +202,7 @@ def step_text(config: Config) -> str:
 
 
 def step_sizes(config: Config) -> tuple[int, int]:
-    """Completions (of one device where P is given for one) and updates of a step."""
+    """Completions (of one device with batch.prompts_per_device) and updates of a step."""
     return ((config.batch.prompts_per_device or config.batch.prompts_per_step) * config.batch.group_size,
             config.algorithm.num_epochs * config.algorithm.num_minibatches)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.help import count, step_sizes
-from shoal.config.arguments import CONFIG_NAMES, PRESET, joined, read_word
+from shoal.config.arguments import is_file_option, is_file_word, joined, read_word
 from shoal.config.keys import dataclass_of
 from shoal.config.loading import compose
 from shoal.config.schema import Config
@@ -69,7 +69,7 @@ class SweptRun:
 
 
 def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool = False) -> dict[str, Any]:
-    """Runs every combination and returns the content of multirun.json; a dry run prints what would run.
+    """Runs every combination and returns the content of multirun.json; a dry run prints the runs.
 
     All combinations are validated before the first one starts. A failed run does not stop the others, Ctrl-C does."""
     config_type = dataclass_of(command)
@@ -125,9 +125,8 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
     line: list[str | None] = []
     for place, word in enumerate(joined(config_type, words)):
         line.append(word)
-        name, equals, value = word.partition("=")
-        if not equals or name in (*CONFIG_NAMES, PRESET, "config_file") or (
-                place == 0 and value.endswith((".yml", ".yaml")) and Path(word).is_file()):
+        name, equals, _ = word.partition("=")
+        if not equals or is_file_option(word) or (place == 0 and is_file_word(word)):
             continue
         key, text = read_word(config_type, word)
         flag = translator().find(config_type, key, text)

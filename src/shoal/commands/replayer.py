@@ -24,9 +24,9 @@ from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, group_files, ranges, read_file, read_segments, read_stored
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
+from shoal.run.fingerprint import machine
 from shoal.run.loading import LoadedModel, make_model, open_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, training_engines
-from shoal.run.resume import machine
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
 from shoal.trainer.loop import sampling_params

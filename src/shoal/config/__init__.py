@@ -1,2 +1,2 @@
-"""The settings: what keys there are (schema), and how they are loaded (one chain of defaults, preset, file, command
-line). It knows no other system; `translator.py` says how one that does is asked."""
+"""Settings: their schema, and how they are loaded (one chain of defaults, preset, file, command line). No other system
+is known here; `translator.py` is the interface to a package that knows them."""

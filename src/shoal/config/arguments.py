@@ -1,4 +1,4 @@
-"""The words of a command line as entries: `key=value`, `--key=value`, `--key value`, `--flag`, short forms, files.
+"""Parses a command line into entries: `key=value`, `--key=value`, `--key value`, `--flag`, short forms, files.
 
     --run-name=a,b   model=X   --report.groups   gsm8k.yml   --config-name gsm8k
 
@@ -29,7 +29,7 @@ from shoal.types import ShoalError
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name of a key: the key, the commands that accept it (all that have the key, if none), a note."""
+    """A short form of a key: the key, the commands that accept it (empty: all that have it), a note for the help."""
 
     key: str
     commands: tuple[str, ...] = ()
@@ -64,15 +64,15 @@ PRESET = "--preset"
 WORDS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
 }
-"""Command -> the keys that words without `=` fill, in this order: `shoal diff A B` is `run=A other=B`."""
+"""Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`."""
 
 COMMA_LISTS = frozenset({"reward.functions", "reward.weights"})
-"""Lists whose items cannot hold a comma: `a,b` is two items there, but one stop string."""
+"""Lists whose items contain no commas: `a,b` is two items (of `sampling.stop` it is one)."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a user gave: a command line, or keywords in Python.
+    """The arguments of a command: a command line, or keywords in Python.
 
     >>> read_arguments("train", ["gsm8k.yml", "--steps=5"])
     Arguments(config_name='gsm8k.yml', entries=(Entry('steps', '5', 'command line'),))
@@ -80,7 +80,7 @@ class Arguments:
 
     config_name: str = ""  # a preset or a file; empty for none
     entries: tuple[Entry, ...] = field(default_factory=tuple)
-    preset: str = ""  # the preset that a file is laid over
+    preset: str = ""  # the preset beneath a file
 
 
 def aliases_of(config_type: type) -> dict[str, Alias]:
@@ -91,13 +91,13 @@ def aliases_of(config_type: type) -> dict[str, Alias]:
 
 
 def names_of(config_type: type) -> dict[str, str]:
-    """Every name of ours that a command accepts -> its dotted key; the schema's own names first."""
+    """Every name of ours that a command accepts -> its dotted key; full names first."""
     return {**{name: name for name in keys_of(config_type)},
             **{name: alias.key for name, alias in aliases_of(config_type).items()}}
 
 
 def find_key(config_type: type, name: str) -> Key:
-    """The key that a name stands for; ShoalError with the nearest name if none does."""
+    """The key of one of our names; raises ShoalError with the nearest name if there is none."""
     names = names_of(config_type)
     if name not in names:
         if name in sections_of(config_type):
@@ -113,19 +113,19 @@ def find_key(config_type: type, name: str) -> Key:
 
 
 def key_of(config_type: type, name: str) -> Key | None:
-    """The key that a name of ours, or another system's name for it, stands for."""
+    """The key of a name, ours or another system's; None if there is none."""
     flag = translator().find(config_type, name)
     renamed = flag.keys[0] if flag and flag.is_rename else ""
     return keys_of(config_type).get(names_of(config_type).get(name, renamed))
 
 
 def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
-    """Reads a command line without its command; raises ShoalError, for all unknown names at once."""
+    """Parses the words after a command; raises one ShoalError for all unknown names."""
     config_type = dataclass_of(command)
-    config_name, preset, words = _take_options(argv)
+    config_name, preset, words = _take_options(joined(config_type, argv))
     entries: list[Entry] = []
     unknown: list[UnknownKey] = []
-    for word in _named(config_type, joined(config_type, words)):
+    for word in _name_words(config_type, words):
         try:
             name, text = read_word(config_type, word)
         except UnknownKey as error:
@@ -144,79 +144,78 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
 
 
 def joined(config_type: type, words: Sequence[str]) -> list[str]:
-    """The words, with `--name VALUE` as `--name=VALUE`; where words of WORDS may follow, a switch is followed by true
-    or false only."""
+    """The words, with `--name VALUE` as `--name=VALUE`. For a command of WORDS only `true` or `false` is the value of
+    a switch: another word after it is an argument."""
     rest, whole, has_words = list(words), [], command_of(config_type) in WORDS
     while rest:
         word = rest.pop(0)
-        name = word.lstrip("-").replace("-", "_")
-        behind = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("--") else None
-        if word.startswith("--") and "=" not in word and behind is not None:
+        is_option = is_file_option(word)
+        if rest and "=" not in word and (is_option or (word.startswith("--") and "=" not in rest[0])) \
+                and not rest[0].startswith("--"):
+            name = word.lstrip("-").replace("-", "_")
             key, flag = key_of(config_type, name), translator().find(config_type, name)
             is_switch = flag.is_switch if flag else key is not None and key.type is bool
-            if not (is_switch and has_words) or behind.lower() in ("true", "false"):
+            if is_option or not (is_switch and has_words) or rest[0].lower() in ("true", "false"):
                 word = f"{word}={rest.pop(0)}"
         whole.append(word)
     return whole
 
 
-def _take_options(argv: Sequence[str]) -> tuple[str, str, list[str]]:
-    """The name of the preset or file, the preset beneath it, and what is left."""
-    words, found, preset = list(argv), [], ""
-    if words and words[0].endswith((".yml", ".yaml")) and ("=" not in words[0] or Path(words[0]).is_file()):
-        found.append(words.pop(0))
-    rest = []
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in (*CONFIG_NAMES, PRESET) and not (equals and name == "config_file"):
+def is_file_option(word: str) -> bool:
+    """True for `--config-name X`, `config_file=X`, `--preset=X`: a word that names a preset or a file."""
+    name, equals, _ = word.partition("=")
+    return name in (*CONFIG_NAMES, PRESET) or bool(equals and name == "config_file")
+
+
+def is_file_word(word: str) -> bool:
+    """True for a first word that is a YAML file; a path may contain a `=`."""
+    return word.endswith((".yml", ".yaml")) and ("=" not in word or Path(word).is_file())
+
+
+def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
+    """The name of the preset or file, the preset beneath it, and the other words."""
+    files, preset, rest = [], "", []
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if place == 0 and is_file_word(word):
+            files.append(word)
+        elif not is_file_option(word):
             rest.append(word)
-            continue
-        if not equals:
-            value = words.pop(0) if words else ""
-        if not value:
+        elif not value:
             raise ShoalError(f"{name}: expected the name of a preset or a YAML file after it, nothing came")
-        if name == PRESET:
+        elif name == PRESET:
             preset = value
         else:
-            found.append(value)
-    if len(found) > 1:
-        raise ShoalError(f"two presets were named, {found[0]} and {found[1]}: name one, a file may build on others "
+            files.append(value)
+    if len(files) > 1:
+        raise ShoalError(f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on others "
                          "by its `defaults` list")
-    return (found[0] if found else ""), preset, rest
+    return (files[0] if files else ""), preset, rest
 
 
-def _named(config_type: type, words: Sequence[str]) -> Iterator[str]:
-    """The words, each that stands alone with the key of its place."""
-    command = command_of(config_type)
-    keys, number = WORDS.get(command, ()), 0
+def _name_words(config_type: type, words: Sequence[str]) -> Iterator[str]:
+    """The words, those without a key as `key=word` by the command's WORDS."""
+    command, names = command_of(config_type), names_of(config_type)
+    keys = iter(WORDS.get(command, ()))
     for word in words:
-        if not keys or not _stands_alone(config_type, word):
+        name, equals, _ = word.partition("=")
+        has_key = word.startswith("-") or name.lstrip("+") in names or (equals and not Path(word).exists())
+        if has_key or command not in WORDS:
             yield word
-            continue
-        if number == len(keys):
+        elif key := next(keys, ""):
+            yield f"{key}={word}"
+        else:
             raise ShoalError(f"{word}: one word too many, expected `shoal {command} {words_text(command)}` and keys as "
                              "key=value")
-        yield f"{keys[number]}={word}"
-        number += 1
-
-
-def _stands_alone(config_type: type, word: str) -> bool:
-    """True if a word is neither a flag nor key=value; a path may hold a `=`."""
-    name, equals, _ = word.partition("=")
-    if word.startswith("-") or name.lstrip("+") in names_of(config_type):
-        return False
-    return not equals or Path(word).exists()
 
 
 def words_text(command: str) -> str:
-    """A command's WORDS as its usage shows them: `RUN OTHER`."""
+    """A command's positional arguments as its usage shows them: `RUN OTHER`."""
     return " ".join(key.upper() for key in WORDS.get(command, ()))
 
 
 def read_word(config_type: type, word: str) -> tuple[str, str]:
-    """One argument as a name that the command accepts, ours (dotted) or another system's, and the text of its
-    value."""
+    """The name (our dotted key, or another system's flag) and the text of the value of one argument."""
     name, equals, value = word.partition("=")
     if name.startswith("-"):
         name = name.lstrip("-").replace("-", "_")
@@ -236,7 +235,7 @@ def read_word(config_type: type, word: str) -> tuple[str, str]:
 
 
 def split_list(key: Key, text: str) -> list[str]:
-    """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item as it stands."""
+    """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item unchanged."""
     if not text:
         return []
     if not (text.startswith("[") and text.endswith("]") and len(text) > 1):

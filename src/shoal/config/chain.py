@@ -1,14 +1,14 @@
-"""What a user gave, as layers of settings by key, lowest first; and what stands of them.
+"""The chain of layers: presets, files and the command line, lowest first, as settings by key; and their merge.
 
     presets and files (files.py), the command line (arguments.py)  ->  layers of entries
-    -> every name a key, other systems' by the translator  ->  merged  ->  late values computed
+    ->  every name as a key, other systems' names by the translator  ->  merged  ->  late values computed
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +22,44 @@ from shoal.text import nearest
 from shoal.types import ShoalError
 
 PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"}
-"""Key that names a packaged set of settings -> the folder of presets that holds them, a file each."""
+"""Key that names a packaged preset -> the folder of these presets."""
 
 EITHER = ("batch.prompts_per_step", "batch.prompts_per_device")
-"""Two keys for one thing: setting one takes the other back."""
+"""Two keys for one number: setting one unsets the other."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One file's entries, or the command line's. `label`: what its settings come from, empty where each has a line
-    or a flag of its own."""
+    """The entries of one file, or of the command line."""
 
     entries: Sequence[Entry]
-    label: str = ""
-    file: Path | None = None
-
-    @property
-    def is_ordered(self) -> bool:
-        """True for a command line: the later of two names stands."""
-        return self.file is None
+    label: str = ""  # `preset gsm8k`, `recipe trl`, or the user's file
+    file: Path | None = None  # None for the command line, where the later of two names wins
+    skipped: Sequence[str] = ()  # keys in the file that only training reads
 
     @property
     def is_users(self) -> bool:
+        """True for the command line and for the user's own files."""
         return self.file is None or not is_packaged(self.file)
 
 
 @dataclass
 class Chain:
-    """Layers as settings by key, lowest first, and what there is to say about them."""
+    """Layers as settings by key, lowest first, with their reports and errors."""
 
     layers: list[Layer]
     settings: list[dict[str, Setting]]
     reports: list[tuple[int, Report]]
     errors: list[str]
     notes: list[str]
-    lowest: dict[str, Setting]
-    conflicts: list[tuple[Setting, str]]  # two names of one key in a file: an error unless a higher layer decides
+    lowest: dict[str, Setting]  # settings that yield to those of every layer
+    conflicts: list[tuple[Setting, str]]  # two names of one key in a file: an error unless a higher layer sets it
+    file: Path | None = None  # the preset or file that was loaded
 
-    def merged(self, start: int = 0) -> dict[str, Setting]:
-        """Key -> the setting that stands; of the layers from `start` on."""
-        found = dict(self.lowest) if start == 0 else {}
-        for settings in self.settings[start:]:
+    def merged(self) -> dict[str, Setting]:
+        """Key -> the setting in effect."""
+        found = dict(self.lowest)
+        for settings in self.settings:
             if EITHER[0] in settings and EITHER[1] not in settings:
                 found.pop(EITHER[1], None)
             found |= settings
@@ -72,112 +69,103 @@ class Chain:
 # ---- layers
 
 
-def build_chain(config_type: type, arguments: Arguments, stored: Path | None) -> tuple[Chain, Path | None, list[str]]:
-    """Every layer: the user's own, and beneath each the presets that it names."""
-    layers, file, passed = users_layers(config_type, arguments, stored)
+def build_chain(config_type: type, arguments: Arguments, stored: Path | None) -> Chain:
+    """The user's layers, and beneath each the presets that it names."""
+    layers, file = users_layers(config_type, arguments, stored)
     command, chain = command_of(config_type), settle(config_type, layers)
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
     task = chain.settings[line].get("task.name") or chain.lowest.get("task.name")
     if file is None and task and (preset := packaged(command, text_of(task.value))):
         file = preset
-        beneath[line] = file_layers(config_type, preset, f"task {preset.stem}", [])
+        beneath[line] = file_layers(config_type, preset, f"task {preset.stem}")
     for key in [key for key in PACKAGED if key in keys_of(config_type)]:
         places = [number for number, found in enumerate(chain.settings) if key in found]
         if places and (name := text_of(chain.settings[places[-1]][key].value)):
-            start = places[-1] if layers[places[-1]].is_ordered else _first_of_unit(layers, places[-1])
-            beneath.setdefault(start, []).extend(named_layers(config_type, key, name))
+            place = places[-1]
+            while place > 0 and layers[place - 1].label == layers[place].label:  # beneath a file's `defaults`, too
+                place -= 1
+            beneath.setdefault(place, []).extend(named_layers(config_type, key, name))
     whole = [one for number, layer in enumerate(layers) for one in (*beneath.get(number, ()), layer)]
-    return settle(config_type, whole), file, passed
+    return replace(settle(config_type, whole), file=file)
 
 
-def _first_of_unit(layers: Sequence[Layer], number: int) -> int:
-    """The lowest layer of those that a file and its `defaults` make."""
-    while number > 0 and layers[number - 1].label == layers[number].label:
-        number -= 1
-    return number
-
-
-def users_layers(config_type: type, arguments: Arguments, stored: Path | None) -> tuple[
-        list[Layer], Path | None, list[str]]:
-    """The layers of the preset beneath, of the file, and of the command line; the file; keys that were passed over."""
-    command, passed, layers = command_of(config_type), [], []
-    name = arguments.config_name
+def users_layers(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[
+        list[Layer], Path | None]:
+    """The layers of `--preset`, of the file and of the command line; and the file."""
+    command, name, layers = command_of(config_type), arguments.config_name, []
     file = stored or (find_file(command, name) if name else None)
     if arguments.preset and not stored and (file is None or not is_packaged(file)):
         below = find_file(command, arguments.preset)
-        layers += file_layers(config_type, below, f"preset {below.stem}", passed)
+        layers += file_layers(config_type, below, f"preset {below.stem}")
         file = file or below
     if file and (not layers or file != layers[-1].file):
-        layers += file_layers(config_type, file, f"preset {file.stem}" if is_packaged(file) else "", passed)
-    return [*layers, Layer(arguments.entries)], file, passed
+        layers += file_layers(config_type, file, f"preset {file.stem}" if is_packaged(file) else "")
+    return [*layers, Layer(arguments.entries)], file
 
 
 def named_layers(config_type: type, key: str, name: str) -> list[Layer]:
     """The layers of a packaged recipe or algorithm."""
     folder = PACKAGED[key]
-    if not name:
-        return []
     file, known = packaged(folder, name), presets_of(folder)
     if file is None:
         near = f", did you mean {nearest(name, known)}?" if known else ";"
         raise ShoalError(f"{folder}={name}: there is no such {folder}{near} There are: {', '.join(known) or 'none'}")
-    return file_layers(config_type, file, f"{folder} {name}", [])
+    return file_layers(config_type, file, f"{folder} {name}")
 
 
-def file_layers(config_type: type, file: Path, label: str, passed: list[str]) -> list[Layer]:
-    """A file's layers, without the keys that only training reads if another command reads it."""
+def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
+    """The layers of a file and of its `defaults`, without empty sections and, for a command other than training,
+    without the keys that only training reads. Without `label` each setting's origin is its line."""
     found = []
     keys = keys_of(config_type)
     for place, entries in read_files(command_of(config_type), file, lambda name: name in keys):
         raw = {entry.name: entry.value for entry in entries}
-        own = [_resolve_foreign(config_type, entry, raw) for entry in entries
-               if not _is_passed_over(config_type, entry, passed)]
-        if label:
-            own = [Entry(entry.name, entry.value, label) for entry in own]
-        found.append(Layer(own, label or str(file), place))
+        kept, skipped = [], []
+        for entry in entries:
+            names = _names_for_training(config_type, entry)
+            skipped += names
+            if not names and not (entry.value is None and entry.name in _sections(config_type)):
+                value = _foreign_value(config_type, entry, raw)
+                kept.append(Entry(entry.name, value, label or entry.origin))
+        found.append(Layer(kept, label or str(file), place, skipped))
     return found
 
 
-def _is_passed_over(config_type: type, entry: Entry, passed: list[str]) -> bool:
-    """True for an empty section and, for a command that is not training, for a key that only training reads."""
+def _sections(config_type: type) -> frozenset[str]:
+    return sections_of(config_type) | sections_of(Config)
+
+
+def _names_for_training(config_type: type, entry: Entry) -> list[str]:
+    """The keys of an entry that training reads and this command does not."""
     name, value = entry.name, entry.value
-    if value is None and (name in sections_of(config_type) or name in sections_of(Config)):
-        return True
-    if issubclass(config_type, Config):
-        return False
-    if isinstance(value, Mapping) and name in sections_of(Config):  # `batch` is a key there, a section in training
+    if issubclass(config_type, Config) or (value is None and name in _sections(config_type)):
+        return []
+    if isinstance(value, Mapping) and name in sections_of(Config):  # `batch` is a key here, a section in training
         inside = [f"{name}.{part}" for part in value]
-        if inside and all(_is_known(Config, one, None) for one in inside):
-            passed += inside
-            return True
-        return False
-    if not _is_known(config_type, name, value) and _is_known(Config, name, value):
-        passed.append(name)
-        return True
-    return False
+        return inside if all(_is_known(Config, one, None) for one in inside) else []
+    return [name] if _is_known(Config, name, value) and not _is_known(config_type, name, value) else []
 
 
 def _is_known(config_type: type, name: str, value: Any) -> bool:
     return name in names_of(config_type) or translator().find(config_type, name, value) is not None
 
 
-def _resolve_foreign(config_type: type, entry: Entry, raw: Mapping[str, Any]) -> Entry:
-    """An entry under another system's name, with its `${...}` from the same file; one of ours is resolved late."""
+def _foreign_value(config_type: type, entry: Entry, raw: Mapping[str, Any]) -> Any:
+    """An entry's value; under another system's name with `${...}` replaced by the file's own values."""
     if not is_interpolated(entry.value) or entry.name in names_of(config_type):
-        return entry
+        return entry.value  # `${...}` under our names is computed late
     try:
-        value = interpolate(entry.name, entry.value, lambda name: raw[name])
+        return interpolate(entry.name, entry.value, lambda name: raw[name])
     except ShoalError:
-        value = entry.value  # a flag that acts refuses it
-    return Entry(entry.name, value, entry.origin)
+        return entry.value  # refused later, if the flag has an effect
 
 
 # ---- settings
 
 
 def settle(config_type: type, layers: Sequence[Layer]) -> Chain:
-    """The layers with every name as a key: ours as they are, other systems' translated."""
+    """The chain of layers with every name as a key, other systems' names translated."""
     translation = translator().translate(config_type, [layer.entries for layer in layers])
     chain = Chain(list(layers), [], list(translation.reports), list(translation.errors), [], {}, [])
     for number, layer in enumerate(layers):
@@ -189,7 +177,7 @@ def settle(config_type: type, layers: Sequence[Layer]) -> Chain:
                 settings = _own_setting(config_type, layer, entry, chain.errors)
             for setting in settings:
                 if setting.rank == "own":
-                    _put(config_type, layer, found, setting, chain)
+                    _add(config_type, layer, found, setting, chain)
                 else:
                     (weak if setting.rank == "weak" else chain.lowest)[setting.key] = setting
         chain.settings.append({**{key: one for key, one in weak.items() if key not in found}, **found})
@@ -197,7 +185,7 @@ def settle(config_type: type, layers: Sequence[Layer]) -> Chain:
 
 
 def _own_setting(config_type: type, layer: Layer, entry: Entry, errors: list[str]) -> list[Setting]:
-    """The setting of a name of ours."""
+    """The setting of an entry under one of our names; none if there is no such key."""
     try:
         key = find_key(config_type, entry.name)
     except ShoalError as error:
@@ -222,35 +210,36 @@ def _late_reference(config_type: type, layer: Layer, entry: Entry) -> Late:
     return Late(compute)
 
 
-def _put(config_type: type, layer: Layer, found: dict[str, Setting], setting: Setting, chain: Chain) -> None:
-    """Adds one setting to its layer's. Of two names for one key the later stands on a command line, with a note; in a
-    file they have no order and are an error."""
+def _add(config_type: type, layer: Layer, found: dict[str, Setting], setting: Setting, chain: Chain) -> None:
+    """Adds a setting to its layer's. Of two names for one key the later wins on a command line, with a note; a file
+    has no order, so there they are an error."""
     ours = names_of(config_type)
 
-    def is_noted(before: Setting) -> bool:
-        return (before.name != setting.name and not (before.group and before.group == setting.group)
-                and not {before.name, setting.name} <= ours.keys())
+    def conflicts(before: Setting) -> bool:
+        return before.name != setting.name and not (before.group and before.group == setting.group)
 
-    if setting.key in EITHER and layer.is_ordered and text_of(setting.value) != "0":
-        other = found.pop(EITHER[1 - EITHER.index(setting.key)], None)
-        if other and is_noted(other):
-            chain.notes.append(f"{other.name} and {setting.name} both set how many prompts a step has: the later one "
-                               f"stands, {setting.name}")
+    def note(before: Setting, what: str) -> None:
+        if conflicts(before) and not {before.name, setting.name} <= ours.keys():
+            chain.notes.append(f"{before.name} and {setting.name} both set {what}: the later one stands, "
+                               f"{setting.name}")
+
+    if setting.key in EITHER and layer.file is None and text_of(setting.value) != "0" and (
+            other := found.pop(EITHER[1 - EITHER.index(setting.key)], None)):
+        note(other, "how many prompts a step has")
     before = found.pop(setting.key, None)
     found[setting.key] = setting
     if before is None or text_of(before.value) == text_of(setting.value):
         return
-    if layer.file and before.name != setting.name and not (before.group and before.group == setting.group):
+    if layer.file and conflicts(before):
         chain.conflicts.append((setting, f"{layer.file}: {before.name} and {setting.name} both set {setting.key}; "
                                 "write one of them"))
-    elif is_noted(before):
-        chain.notes.append(f"{before.name} and {setting.name} both set {setting.key}: the later one stands, "
-                           f"{setting.name}")
+    else:
+        note(before, setting.key)
 
 
 def values_of(config_type: type, settings: Mapping[str, Setting], errors: list[str]) -> tuple[
         dict[str, Any], dict[Late, tuple[Mapping[str, Any], str]]]:
-    """Key -> the value of its type, late ones computed; and what each late value gave."""
+    """Key -> its value, converted; and the results of late values. Errors are appended to `errors`."""
     keys = keys_of(config_type)
     values: dict[str, Any] = {}
     late: dict[Late, tuple[Mapping[str, Any], str]] = {}

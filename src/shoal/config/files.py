@@ -1,4 +1,4 @@
-"""YAML files as entries with their lines: what is nested gets dotted names, `${...}` refers to other names.
+"""Reads YAML files as entries with their lines: nested keys get dotted names, `${...}` refers to other names.
 
     optimizer:          Entry("optimizer.lr", "1e-4", "mine.yml:2")
       lr: 1e-4
@@ -18,14 +18,14 @@ from shoal.text import nearest
 from shoal.types import ShoalError
 
 PRESETS = Path(__file__).parent / "presets"
-"""A folder a command and one of algorithms, a YAML file a preset."""
+"""Presets as YAML files: a folder for each command, and one for algorithms."""
 
 COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train"}
-"""Commands that take the presets of another."""
+"""Command -> the command whose presets it shares."""
 
 
 def preset_folders(folder: str) -> tuple[Path, Path]:
-    """Where the presets of a command lie, or those named by a key: ours, and the translator's."""
+    """The folders of a command's presets, or of those that a key names: ours, and the translator's."""
     folder = COMMAND_OF_PRESETS.get(folder, folder)
     return PRESETS / folder, translator().presets / folder
 
@@ -46,7 +46,7 @@ def is_packaged(file: Path) -> bool:
 
 
 def find_file(command: str, name: str) -> Path:
-    """The file that `--config-name` or a leading `X.yml` means: one that exists, else a preset by its base name."""
+    """The file of `--config-name X` or of a first word `X.yml`: an existing file, else the preset of that base name."""
     path = Path(name)
     is_yaml = path.suffix in (".yml", ".yaml")
     if is_yaml and path.is_file():
@@ -62,9 +62,10 @@ def find_file(command: str, name: str) -> Path:
 
 def read_files(command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()) -> list[
         tuple[Path, list[Entry]]]:
-    """A file's entries and, before or after them, those of the files that its `defaults` name; lowest first."""
+    """A file's entries, and those of the files in its `defaults`, lowest first."""
     if file in above:
-        raise ShoalError(f"{file}: its `defaults` lead back to itself through {above[-1]}")
+        through = f" through {above[-1]}" if above[-1] != file else ""
+        raise ShoalError(f"{file}: its `defaults` lead back to itself{through}; remove that name")
     own, order = (file, []), ["_self_"]
     for name, value, line in _leaves(file, is_key):
         origin = f"{file.name}:{line}"
@@ -95,14 +96,16 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
     try:
         loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        if node is None:
-            return []
         if not isinstance(node, yaml.MappingNode):
-            raise ShoalError(f"{file} cannot be read: expected keys with values, as in `steps: 3`")
+            reason = "expected keys with values, as in `steps: 3`"
+            raise ShoalError(f"{file} is empty: {reason}" if node is None else f"{file} cannot be read: {reason}")
         return list(_walk(loader, node, "", is_key, {}))
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        cure = "; indent with spaces, YAML has no tabs" if "'\\t'" in str(error.problem) else ""
+        raise ShoalError(f"{file} cannot be read: {line}{error.problem}{cure}") from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError) as error:
-        reason = re.sub(r'in "[^"]*", ', "", " ".join(str(error).split()))
-        raise ShoalError(f"{file} cannot be read: {reason}") from error
+        raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _walk(loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]) -> Any:
@@ -130,8 +133,8 @@ def is_interpolated(value: Any) -> bool:
 
 
 def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
-    """A value with what its `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and `${oc.select:name,default}`
-    stand for; `\\${` is a plain `${`. `get` raises KeyError for a name that does not exist."""
+    """A value with `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and `${oc.select:name,default}` replaced;
+    `\\${` is a plain `${`. `get` raises KeyError for a name that does not exist."""
     if isinstance(value, list):
         return [interpolate(name, item, get) for item in value]
     if not isinstance(value, str):

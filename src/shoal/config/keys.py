@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.config.schema import (
     Config,
@@ -66,15 +66,6 @@ class Key:
         return get_origin(self.type) is tuple
 
 
-class Description(NamedTuple):
-    """A row of `describe`."""
-
-    key: str
-    type_text: str
-    default: Any
-    help: str
-
-
 _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"}
 
 
@@ -89,18 +80,18 @@ def type_text(wanted: Any) -> str:
 
 
 def dataclass_of(command: str | type) -> type:
-    """The settings of a command; a dataclass is returned as it came."""
+    """The dataclass of a command's settings; a dataclass is returned unchanged."""
     return COMMANDS[command] if isinstance(command, str) else command
 
 
 def command_of(config_type: type) -> str:
-    """The command whose settings these are; empty for a dataclass of no command."""
+    """The command of a dataclass of settings; empty if it has none."""
     return next((command for command, known in COMMANDS.items() if known is config_type), "")
 
 
 @functools.cache
 def keys_of(config_type: type) -> Mapping[str, Key]:
-    """Every key by its dotted name, in the order of the schema; sections are entered, not listed."""
+    """Every key by its dotted name, in the order of the schema."""
     types, helps, found = get_type_hints(config_type), _help_texts(config_type), {}
     for field in dataclasses.fields(config_type):
         wanted = types[field.name]
@@ -124,18 +115,13 @@ def sections_of(config_type: type) -> frozenset[str]:
     return frozenset(key.section for key in keys_of(config_type).values() if key.section)
 
 
-def describe(config_type: type) -> list[Description]:
-    """Rows (dotted key, type in words, default, help), in the order of the schema."""
-    return [Description(key.name, key.type_text, key.default, key.help) for key in keys_of(config_type).values()]
-
-
 @functools.cache
 def _module_tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def _help_texts(config_type: type) -> dict[str, str]:
-    """Field -> the string that stands under it in the source, in one line; of classes that it builds on, too."""
+    """Field -> the string under it in the source, in one line; base classes included."""
     texts = {}
     for kind in reversed(config_type.__mro__[:-1]):
         body = next(node.body for node in ast.walk(_module_tree(kind.__module__))
@@ -148,7 +134,7 @@ def _help_texts(config_type: type) -> dict[str, str]:
 
 
 class UnknownKey(ShoalError):
-    """There is no such key; `name` is what was given."""
+    """Raised for a key that does not exist; `name` is what was given."""
 
     name: str
 
@@ -165,7 +151,7 @@ def unknown_key(key: str, config_type: type, names: Mapping[str, str]) -> Unknow
 
 
 def _nearest_by_help(key: str, config_type: type) -> str:
-    """The first key whose help holds the words of `key` in a row (`learning_rate`); empty where names should decide."""
+    """The first key whose help contains the words of `key` (`learning_rate`); empty for a misspelt key."""
     last = key.rpartition(".")[2].lower()
     words = last.replace("_", " ")
     found = [known.name for known in keys_of(config_type).values() if words in known.help.lower()]
@@ -173,6 +159,6 @@ def _nearest_by_help(key: str, config_type: type) -> str:
 
 
 def is_misspelt(key: str, names: Iterable[str]) -> bool:
-    """Whether the last of a key's dotted parts is like that of one of `names`."""
+    """True if the last dotted part of a key resembles that of one of `names`."""
     last = key.rpartition(".")[2]
     return any(likeness(last, name.rpartition(".")[2]) > CLOSE for name in names)

@@ -1,10 +1,10 @@
-"""From what a user gave to the frozen dataclass: one chain, later layers over earlier ones.
+"""Loads the configuration of a command: one chain of layers, the later over the earlier.
 
     defaults < preset < file < command line
 
-A task, a recipe or an algorithm that a layer names is a preset that lies directly beneath that layer. A file lies over
-the files that its `defaults` name. Names of other systems become keys before the layers are merged (translator.py);
-what needs other keys' values (`Late`, `${...}`) is computed after it.
+The preset of a task, recipe or algorithm lies directly beneath the layer that names it, the files of `defaults`
+beneath their file. Names of other systems become keys before the layers are merged (translator.py); values that need
+other keys (`Late`, `${...}`) are computed after it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from shoal.types import ShoalError
 
 @dataclass(frozen=True)
 class Resolved:
-    """Where a configuration came from, and its text for the run folder."""
+    """The origins of a configuration, and its text for the run folder."""
 
     config_name: str  # the preset or file that was loaded; empty for none
-    notes: tuple[str, ...]  # lines for the start: what presets set, which keys were passed over
+    notes: tuple[str, ...]  # lines for the start: values set by presets, keys that were skipped
     text: str  # every key, as YAML that loads as the same configuration
     difference: str  # the keys that differ from the defaults, likewise
-    arguments: Arguments  # what the user gave
+    arguments: Arguments
     became: tuple[str, ...] = ()  # a line for each flag of another system that was given
     origins: Mapping[str, str] = field(default_factory=dict)  # key -> `command line`, `mine.yml:4`, `recipe trl`
 
     def explain(self, message: str) -> str:
-        """An error's text, with the flag or the file's line from which each key in it came."""
+        """An error's text with the origin of each key in it: a flag, or a file's line."""
         return with_origins(message, self.origins)
 
 
@@ -60,14 +60,14 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
 
     >>> config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5"])
 
-    If no preset is named, the one with the task's name lies under the user's own keys.
+    Without a named preset, the task's preset lies beneath the command line.
     """
     config_type = dataclass_of(command)
     return load(config_type, read_arguments(config_type, argv))
 
 
 def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any, Resolved]:
-    """A stored configuration with the user's own keys over it; the preset or file that they named is left out.
+    """A stored configuration with the user's keys over it; a preset or file among the arguments is ignored.
 
     >>> config, resolved = recompose(Config, run / "config.yaml", resolved.arguments)
     """
@@ -75,7 +75,7 @@ def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any,
 
 
 def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
-    """The same from Python: (configuration, where it came from, reward functions given as callables).
+    """A configuration from keywords in Python: (configuration, its origins, reward functions given as callables).
 
     >>> from_overrides(Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward)
 
@@ -112,8 +112,8 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
 
 
 def load(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[Any, Resolved]:
-    """The configuration of what a user gave; `stored`: a run's own configuration in place of presets and files."""
-    chain, file, passed = build_chain(config_type, arguments, stored)
+    """The configuration of the arguments; `stored`: a run's configuration in place of presets and files."""
+    chain = build_chain(config_type, arguments, stored)
     settings = chain.merged()
     values, late = values_of(config_type, settings, chain.errors)
     origins = {key: origin_of(config_type, setting) for key, setting in settings.items()}
@@ -125,24 +125,25 @@ def load(config_type: type, arguments: Arguments, stored: Path | None = None) ->
     except ShoalError as error:
         raise ShoalError(with_origins(str(error), origins)) from None
     became = list(_report_lines(config_type, chain, settings, values, late))
-    notes = _notes(config, chain, settings, file, passed, bool(arguments.preset))
+    notes = _notes(config, chain, settings, bool(arguments.preset))
     text, difference = texts_of(config)
-    name = file.stem if file else ""
+    name = chain.file.stem if chain.file else ""
     return config, Resolved(name, (*notes, *chain.notes, *(line for line, has_line in became if has_line)), text,
                             difference, arguments, tuple(line for line, _ in became), origins)
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
-    """The values of some keys as the user's own file and command line give them, before presets are looked at."""
-    layers, _, _ = users_layers(config_type, arguments, None)
+    """The values of some keys in the user's own file and command line, without presets."""
+    layers, _ = users_layers(config_type, arguments)
     settings = settle(config_type, [layer for layer in layers if layer.is_users]).merged()
     keys = keys_of(config_type)
     return {name: convert_value(keys[name], settings[name].value) for name in names if name in settings}
 
 
 def packaged_values(config: Any) -> dict[str, Any]:
-    """What the recipe and the algorithm that a configuration names set, by dotted key."""
-    layers = [layer for key in PACKAGED for layer in named_layers(type(config), key, get_value(config, key))]
+    """The values that a configuration's recipe and algorithm set, by dotted key."""
+    layers = [layer for key in PACKAGED if (name := get_value(config, key))
+              for layer in named_layers(type(config), key, name)]
     settings = settle(type(config), layers).merged()
     return values_of(type(config), settings, [])[0]
 
@@ -152,91 +153,76 @@ def packaged_values(config: Any) -> dict[str, Any]:
 
 def _report_lines(config_type: type, chain: Chain, settings: Mapping[str, Setting], values: Mapping[str, Any],
                   late: Mapping[Late, tuple[Mapping[str, Any], str]]) -> Iterator[tuple[str, bool]]:
-    """A line for each flag of another system among the user's own that is in effect, and whether it stands by itself;
-    those of a file that change nothing share one line."""
+    """A line for each flag of another system among the user's own that is in effect, and whether it is a note of its
+    own; the flags of a file that change nothing share one line."""
     idle: dict[int, list[str]] = {}
+    keys = keys_of(config_type)
     for number, report in chain.reports:
         layer = chain.layers[number]
-        standing = [one for one in report.settings if settings.get(one.key) is one and one.key in values]
-        if not layer.is_users or (report.settings and not standing):
+        in_effect = [one for one in report.settings if settings.get(one.key) is one and one.key in values]
+        if not layer.is_users or (report.settings and not in_effect):
             continue
         if not report.settings and layer.file and not report.has_line:
             idle.setdefault(number, []).extend(report.flags)
             continue
+        reason = report.meaning
+        if len(in_effect) >= sum(one.rank == "own" for one in report.settings):  # else it names keys without effect
+            reason = next((late[one.value][1] for one in in_effect if isinstance(one.value, Late)), reason)
+        became = []
+        for one in in_effect:
+            before = next((found[one.key].value for found in reversed(chain.settings[:number]) if one.key in found),
+                          keys[one.key].default)
+            if one.rank == "own" or before != values[one.key]:
+                became.append(f"{one.key}={shown(values[one.key]) or 'empty'}")
         flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())
-        said = next((late[one.value][1] for one in standing if isinstance(one.value, Late)), report.meaning)
-        if len(standing) < len([one for one in report.settings if one.rank == "own"]):
-            said = report.meaning  # the sentence would tell of keys that do not stand
-        tail = f": {said}" if said else ""
-        default = {key: keys_of(config_type)[key].default for key in values}
-        became = [f"{one.key}={shown(values[one.key]) or 'empty'}" for one in standing
-                  if one.rank == "own" or _beneath(chain, number, one.key, default[one.key]) != values[one.key]]
-        yield f"{flags} became {', '.join(became)}{tail}" if became else f"{flags} changes nothing here{tail}", (
-            report.has_line or (bool(said) and not report.meaning))
+        effect = f"became {', '.join(became)}" if became else "changes nothing here"
+        yield f"{flags} {effect}" + (f": {reason}" if reason else ""), (
+            report.has_line or (bool(reason) and not report.meaning))
     for number, names in idle.items():
-        layer = chain.layers[number]
-        assert layer.file is not None
-        yield f"{layer.file.name}: {_count(names)} that change nothing here: {', '.join(names)}", True
-
-
-def _beneath(chain: Chain, number: int, key: str, default: Any) -> Any:
-    """The value of a key in the layers beneath one, as text where it is given."""
-    given = [settings[key].value for settings in chain.settings[:number] if key in settings]
-    return given[-1] if given and not isinstance(given[-1], str) else default if not given else given[-1]
+        file = chain.layers[number].file
+        assert file is not None
+        yield f"{file.name}: {_count(names)} that change nothing here: {', '.join(names)}", True
 
 
 def _count(names: Sequence[str]) -> str:
     return "1 key" if len(names) == 1 else f"{len(names)} keys"
 
 
-def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], file: Path | None,
-           passed: Sequence[str], has_preset: bool) -> Iterator[str]:
-    """What the presets set that stands and is not Shoal's own, and what was left out."""
-    config_type = type(config)
-    if passed and file:
-        yield (f"{file} holds {_count(passed)} that only training reads, passed over: {', '.join(passed[:3])}"
-               + (", ..." if len(passed) > 3 else ""))
-    if file and not is_packaged(file) and not has_preset:
-        yield from _left_out_notes(config, chain, settings, file)
+def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_preset: bool) -> Iterator[str]:
+    """Lines for the start: keys of a file that were skipped, a task's preset that was not loaded, and the values of
+    presets in effect that differ from Shoal's defaults."""
+    config_type, file = type(config), chain.file
+    if file and (skipped := [name for layer in chain.layers for name in layer.skipped]):
+        yield (f"{file} holds {_count(skipped)} that only training reads, passed over: {', '.join(skipped[:3])}"
+               + (", ..." if len(skipped) > 3 else ""))
+    if file and not is_packaged(file) and not has_preset and "task.name" in settings:
+        preset = packaged(command_of(config_type), config.task.name)
+        beneath = settle(config_type, file_layers(config_type, preset, "")).merged() if preset else {}
+        if left := [key for key in beneath if key not in settings]:
+            yield (f"{file.name} is not laid over the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
+                   f"more stay as they are): `defaults: [{config.task.name}, _self_]` in the file loads it")
     keys = keys_of(config_type)
     changed: dict[str, list[str]] = {}
     for layer, found in zip(chain.layers, chain.settings, strict=True):
         folder = layer.label.partition(" ")[0]
         if layer.is_users or folder not in ("task", *PACKAGED.values()):
             continue
-        standing = [key for key, setting in found.items() if settings.get(key) is setting
-                    and get_value(config, key) != keys[key].default]
-        shown_ = [f"{key}={shown(get_value(config, key))}" + (
-            "" if folder == "task" else f" (ours: {shown(keys[key].default) or 'empty'})") for key in standing]
-        changed.setdefault(layer.label, []).extend(shown_)
+        for key, setting in found.items():
+            value, default = get_value(config, key), keys[key].default
+            if settings.get(key) is setting and value != default:
+                ours = "" if folder == "task" else f" (ours: {shown(default) or 'empty'})"
+                changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
     for label, texts in changed.items():
         folder, _, name = label.partition(" ")
-        said = "brings its preset" if folder == "task" else "differs from Shoal's defaults in"
-        if texts:
-            yield f"{folder}={name} {said}: {', '.join(texts)}"
-
-
-def _left_out_notes(config: Any, chain: Chain, settings: Mapping[str, Setting], file: Path) -> Iterator[str]:
-    """That the preset of a task is not loaded beneath a user's file, if it would change something."""
-    if "task.name" not in settings:
-        return
-    config_type = type(config)
-    preset = packaged(command_of(config_type), config.task.name)
-    below = settle(config_type, file_layers(config_type, preset, "", [])).merged() if preset else {}
-    left = [key for key in below if key not in settings]
-    if left:
-        yield (f"{file.name} is not laid over the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
-               f"more stay as they are): `defaults: [{config.task.name}, _self_]` in the file loads it")
+        verb = "brings its preset" if folder == "task" else "differs from Shoal's defaults in"
+        yield f"{folder}={name} {verb}: {', '.join(texts)}"
 
 
 # ---- back to text
 
 
 def convert(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
-    """Plain nested values, with `own` by dotted key over them, as the frozen dataclass.
-
-    Raises ShoalError naming the key, what came and what is allowed.
-    """
+    """The dataclass of plain nested values, with `own` by dotted key over them; raises ShoalError for a bad value."""
     flat = {find_key(config_type, name).name: value for name, value in leaves_of(config_type, values)} | dict(own or {})
     keys = keys_of(config_type)
     return build(config_type, {name: convert_value(keys[name], value) for name, value in flat.items()})

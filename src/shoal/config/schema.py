@@ -27,28 +27,29 @@ __all__ = [
     "AlgorithmSection", "BatchSection", "CheckpointSection", "Config", "ConvertConfig", "DiffConfig",
     "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig",
     "MeshSection", "ModelSection", "OptimizerSection", "PretrainConfig", "ReplayConfig", "ReportSection",
-    "RescoreConfig", "RewardSection", "SamplingSection", "ShoalError", "TaskSection", "TeacherSection", "TrainSection",
-    "WandbSection", "require",
+    "RescoreConfig", "RewardSection", "SamplingSection", "ShoalError", "TaskSection", "TeacherSection",
+    "TrainSection", "WandbSection", "require",
 ]
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole training run."""
+    """`shoal train`: trains a model by reinforcement learning, or resumes a run."""
 
     seed: int = 0
-    """Of data order and sampling."""
+    """Seed of the data order and of sampling."""
     steps: int = 80
-    """Training steps: each samples P x G completions and learns from them."""
+    """Training steps: each samples P x G completions and trains on them."""
     run_name: str = ""
-    """Name of the run's folder under base_output_directory; empty for date and time under outputs/."""
+    """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The same command with the
+    same name resumes the run."""
     base_output_directory: str = "outputs"
-    """Where run folders are made."""
+    """Folder in which run folders are created."""
     resume: str = ""
-    """A run folder to go on with, or `last`: the one started last under base_output_directory. Its own configuration
-    is taken; keys given beside it change it. The same command with the same run_name goes on by itself."""
+    """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own configuration is loaded,
+    with your keys over it."""
     recipe: str = ""
-    """Another system's defaults, all of them, under your own keys: trl, verl, maxtext, tunix, torchrl, scalerl."""
+    """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix, torchrl, scalerl."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
@@ -81,21 +82,21 @@ class Config:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """`shoal eval`: the figures of one model on one task, or of answers made elsewhere."""
+    """`shoal eval`: evaluates a model on a task, or scores responses made elsewhere."""
 
     seed: int = 0
-    """Of sampling."""
+    """Seed of sampling."""
     output: str = ""
-    """A JSON file for the figures and every answer with its verdict; empty for the terminal only."""
+    """JSON file for the figures and every answer with its score; empty for the terminal only."""
     responses: str = ""
-    """A jsonl file of answers made elsewhere, to be judged without any model: rows with the question as the task's
-    data has it (`question`; ifeval: `prompt`) and `response`."""
+    """jsonl file of responses made elsewhere, scored without a model: rows with `response` and the question as the
+    task's data has it (`question`; ifeval: `prompt`)."""
     json: bool = False
     """Print the figures as JSON."""
     batch: int = 128
-    """Completions drawn at once on each device."""
+    """Completions sampled at once on each device."""
     pass_k: int = 8
-    """Completions a question for pass@k; 0 leaves it out."""
+    """Completions of each question for pass@k; 0 for off."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
@@ -110,18 +111,18 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """`shoal generate`: completions of the prompts in a jsonl file."""
+    """`shoal generate`: samples completions of the prompts in a jsonl file."""
 
     prompts: str = ""
-    """A jsonl file with a `prompt` (text or messages) a line."""
+    """jsonl file with a `prompt` (text or messages) in each row."""
     output: str = ""
-    """The jsonl file to write: a row a completion."""
+    """The jsonl file to write: a row for each completion."""
     seed: int = 0
-    """Of sampling."""
+    """Seed of sampling."""
     num_generations: int = 1
-    """Completions a prompt."""
+    """Completions of each prompt."""
     batch: int = 32
-    """Completions drawn at once on each device."""
+    """Completions sampled at once on each device."""
     model: ModelSection = field(default_factory=ModelSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -134,53 +135,53 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """`shoal export`: a run's weights as a folder that transformers loads. (`from` is spelled `source` in Python.)"""
+    """`shoal export`: writes a run's weights as a folder that transformers loads. (`from` is `source` in Python.)"""
 
     source: str = ""
-    """A run folder, one of its checkpoints, or a model folder."""
+    """Run folder, one of its checkpoints, or a model folder."""
     to: str = ""
-    """The folder to write."""
+    """Folder to write."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights written."""
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """`shoal convert`: a checkpoint in MaxText's layout from one of Hugging Face's or ours, and back."""
+    """`shoal convert`: converts a checkpoint to MaxText's layout, or from it to Hugging Face's."""
 
     source: str = ""
-    """A model folder or hub id, a run folder or one of its checkpoints, or a MaxText checkpoint (`.../0/items`)."""
+    """Model folder or hub id, run folder or one of its checkpoints, or a MaxText checkpoint (`.../0/items`)."""
     to: str = ""
-    """The folder to write; empty for base_output_directory/run_name/0/items."""
+    """Folder to write; empty for base_output_directory/run_name/0/items."""
     format: Literal["maxtext", "huggingface"] = "maxtext"
-    """What to write."""
+    """Format to write."""
     base_output_directory: str = ""
-    """Where the folder run_name/0/items is made."""
+    """Folder in which run_name/0/items is created."""
     run_name: str = ""
-    """Name of that folder; empty for none: base_output_directory/0/items."""
+    """Name of that folder; empty for base_output_directory/0/items."""
     model_name: str = ""
-    """Name of the architecture (llama3.1-8b, ...) where the checkpoint does not tell it; alone, the model of that name
-    on the hub."""
+    """MaxText's name of the architecture (llama3.1-8b, ...), for a checkpoint without config.json. Without `from`, the
+    hub's model of that name is converted."""
     tokenizer: str = ""
-    """A folder or hub id with the tokenizer (and config.json), to go with a Hugging Face folder."""
+    """Folder or hub id of the tokenizer (and config.json) to copy into a Hugging Face folder."""
     scan_layers: bool = True
-    """Whether layers are stacked in one array each in MaxText's layout."""
+    """True if MaxText's layout stacks the layers in one array."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights written."""
 
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """`shoal pretrain`: supervised training of a tiny model from nothing on the solutions of `words`."""
+    """`shoal pretrain`: trains a tiny model from scratch, supervised, on the solutions of `words`."""
 
     output: str = ""
-    """The folder to write, in Hugging Face format."""
+    """Folder to write, in Hugging Face format."""
     seed: int = 0
-    """Of initial weights and data."""
+    """Seed of initial weights and data."""
     steps: int = 3000
-    """Updates that the learning rate's schedule is laid out for; training stops earlier where stop_at_accuracy says."""
+    """Updates of the learning rate's schedule; training may stop earlier (stop_at_accuracy)."""
     batch: int = 64
-    """Problems an update."""
+    """Problems in each update."""
     lr: float = 2e-3
     """Peak learning rate; it warms up over 100 updates and falls to a tenth."""
     hidden_size: int = 128
@@ -188,9 +189,9 @@ class PretrainConfig:
     layers: int = 4
     """L: layers."""
     vocabulary: int = 1024
-    """Size of the tokenizer that is trained first."""
+    """Size of the tokenizer, which is trained first."""
     stop_at_accuracy: float = 0.35
-    """Stop when this share of held-out problems is solved greedily (looked at every 100 updates); 0 for never."""
+    """Stop when this share of held-out problems is solved greedily (measured every 100 updates); 0 for never."""
     task: TaskSection = field(default_factory=TaskSection)
 
     def __post_init__(self) -> None:
@@ -206,7 +207,7 @@ class PretrainConfig:
 
 @dataclass(frozen=True)
 class DoctorConfig(Config):
-    """`shoal doctor`: looks at a training job before it runs: every part of it, what it will cost, what is wrong."""
+    """`shoal doctor`: checks a training job before it runs, and estimates its time and memory."""
 
     json: bool = False
     """Print the report as JSON."""
@@ -217,11 +218,11 @@ class ReplayConfig:
     """`shoal replay`: samples a stored group again and compares it bit for bit."""
 
     run: str = ""
-    """The run folder, or `last`."""
+    """Run folder, or `last`."""
     step: int = 1
-    """The step, from 1."""
+    """Step, from 1."""
     group: int = 0
-    """The group's place in the step's file, from 0."""
+    """Index of the group in the step's file, from 0."""
     json: bool = False
     """Print the result as JSON."""
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -233,12 +234,12 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """`shoal rescore`: scores a run's stored groups with other rewards and shows which advantages flip."""
+    """`shoal rescore`: scores a run's stored groups with other rewards and reports which advantages change sign."""
 
     run: str = ""
-    """The run folder, or `last`."""
+    """Run folder, or `last`."""
     step: int = 0
-    """The step, from 1; 0 for all."""
+    """Step, from 1; 0 for all."""
     json: bool = False
     """Print the result as JSON."""
     reward: RewardSection = field(default_factory=RewardSection)
@@ -249,10 +250,10 @@ class RescoreConfig:
 
 @dataclass(frozen=True)
 class DiffConfig:
-    """`shoal diff`: the first step and token where two runs differ, and the likeliest cause."""
+    """`shoal diff`: finds the first step and token where two runs differ, and the likeliest cause."""
 
     run: str = ""
-    """A run folder, or `last`."""
+    """Run folder, or `last`."""
     other: str = ""
     """Another run folder."""
     json: bool = False
@@ -264,13 +265,13 @@ class GroupsConfig:
     """`shoal groups`: prints the groups that a step trained on, with rewards and advantages."""
 
     run: str = ""
-    """The run folder, or `last`."""
+    """Run folder, or `last`."""
     step: int = 1
-    """The step, from 1."""
+    """Step, from 1."""
     group: int = -1
-    """The group's place in the step's file, from 0; -1 for all."""
+    """Index of the group in the step's file, from 0; -1 for all."""
     json: bool = False
-    """Print them as JSON, token ids and log-probs included."""
+    """Print them as JSON, with token ids and log-probs."""
 
     def __post_init__(self) -> None:
         require(self.step >= 1, "step", self.step, "1 or more")
@@ -279,11 +280,11 @@ class GroupsConfig:
 
 @dataclass(frozen=True)
 class ExportRolloutsConfig:
-    """`shoal export-rollouts`: a run's training groups in another system's format."""
+    """`shoal export-rollouts`: writes a run's training groups in another system's format."""
 
     run: str = ""
-    """The run folder, or `last`."""
+    """Run folder, or `last`."""
     format: Literal["trl", "verl"] = "trl"
-    """trl: completions_00001.parquet, a file a step; verl: 1.jsonl, a file a step."""
+    """trl: completions_00001.parquet, a file for each step; verl: 1.jsonl, a file for each step."""
     to: str = ""
-    """The folder to write."""
+    """Folder to write."""

@@ -1,7 +1,7 @@
-"""The sections of keys that a user can set, with defaults and meanings: frozen dataclasses.
+"""The sections of keys that a user can set, with defaults and help texts: frozen dataclasses.
 
-The comment line under a field is its help text. A key stands here only when something reads it (a test looks).
-Building a section checks it; a bad value raises `ShoalError` naming the key, what came and what is allowed.
+The string under a field is its text in `shoal help`. Every key is read by some code (a test checks it).
+A section validates itself: a bad value raises `ShoalError` with the key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -21,49 +21,51 @@ def require(condition: bool, key: str, value: object, wanted: str) -> None:
 @dataclass(frozen=True)
 class ModelSection:
     path: str = "tiny"
-    """A folder or hub id in Hugging Face format, or `tiny`: the packaged model that learns word problems."""
+    """The model to train: a folder or hub id in Hugging Face format, a run folder, or `tiny`, the packaged model for
+    word problems."""
     name: str = ""
-    """Name of the architecture (llama3.1-8b, ...) where the checkpoint does not tell it: one of MaxText's. Alone, it
-    is the model of that name on the hub."""
+    """MaxText's name of the architecture (llama3.1-8b, ...), for a checkpoint without config.json. Without model.path,
+    the hub's model of that name is loaded."""
     tokenizer: str = ""
-    """A folder or hub id of the tokenizer, in place of the model's own."""
+    """Folder or hub id of a tokenizer that replaces the model's own."""
     scan_layers: bool = True
-    """MaxText checkpoints only: whether their layers are stacked in one array each."""
+    """MaxText checkpoints only: true if the layers are stacked in one array."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the computation; auto is float32 on CPU, bfloat16 elsewhere. Masters and optimizer stay float32."""
+    """Type of the computation; auto is float32 on CPU, bfloat16 elsewhere. Master weights and optimizer state stay
+    float32."""
     template: str = ""
-    """A Jinja chat template, or a file that holds one, in place of the tokenizer's own."""
+    """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    """What the backward pass computes again: nothing, all but products with weights, or whole blocks. auto is dots,
-    and full where a micro-batch's activations would take over 2 GiB."""
+    """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), or
+    whole blocks (full). auto is dots, or full where a micro-batch's activations would exceed 2 GiB."""
 
 
 @dataclass(frozen=True)
 class TaskSection:
     name: str = "words"
-    """words | gsm8k | math | ifeval | countdown, or custom: one's own data at task.path."""
+    """words | gsm8k | math | ifeval | countdown, or custom for your own data at task.path."""
     path: str = ""
-    """A local jsonl or parquet file, a folder of them, or a hub id, in place of the task's own data."""
+    """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub id."""
     subset: str = ""
     """Subset (configuration) of a data set on the hub; empty for its only or default one."""
     files: tuple[str, ...] = ()
-    """Files of a folder or a data set on the hub to train on (patterns allowed), in place of those of task.split."""
+    """Files of a folder or hub data set to train on (patterns allowed), in place of task.split's files."""
     columns: tuple[str, ...] = ()
-    """Columns under other names, as `wanted=theirs`: [prompt=question,answer=final]."""
+    """Columns to rename, as `wanted=yours`: [prompt=question,answer=final]."""
     template: str = ""
-    """Text (or a file that holds it) that makes the prompt from a row's columns: `Solve: {question}`."""
+    """Text (or a file with it) that makes the prompt from a row's columns: `Solve: {question}`."""
     split: str = "train"
-    """The split to train on."""
+    """Split to train on."""
     eval_split: str = "test"
-    """The split to evaluate on."""
+    """Split to evaluate on."""
     num_questions: int = 500
     """Held-out questions in an evaluation; 0 for all."""
     num_steps: int = 3
-    """words: operations a problem needs."""
+    """words: operations in a problem."""
     max_value: int = 99
-    """words, countdown: the largest number that occurs."""
+    """words, countdown: the largest number in a problem."""
     num_numbers: int = 4
-    """countdown: numbers to reach the target with."""
+    """countdown: how many numbers may be combined to reach the target."""
 
     def __post_init__(self) -> None:
         require(self.num_questions >= 0, "task.num_questions", self.num_questions, "0 (all) or more")
@@ -80,28 +82,30 @@ class RewardSection:
     functions: tuple[str, ...] = ()
     """Reward functions as `file.py:function`; empty for the task's own."""
     weights: tuple[float, ...] = ()
-    """One weight a function; empty for 1.0 each (or the task's own)."""
+    """Weight of each function; empty for 1.0 each, or the task's own."""
     preset: Literal["shoal", "maxtext", "tunix", "torchrl", "verl"] = "shoal"
-    """gsm8k: whose prompt and rewards are used."""
+    """gsm8k: the system whose prompt and rewards are used."""
     overlong_buffer_tokens: int = 0
-    """DAPO's overlong penalty: over this many last tokens before sampling.max_completion_tokens the reward falls
-    linearly; -1 for a fifth of them, as in the paper, 0 for none."""
+    """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over this many last
+    tokens before sampling.max_completion_tokens; -1 for a fifth of that limit, as in the paper, 0 for no penalty."""
     overlong_penalty: float = 1.0
-    """What a completion at the limit loses of its reward by it."""
+    """Largest overlong penalty: subtracted from the reward of a completion at the limit."""
     timeout_seconds: float = 60.0
-    """Time limit of one call of a reward function; its process is killed at the end of it."""
+    """Time limit of one call of a reward function; its process is killed after it."""
     memory_gib: float = 4.0
-    """Memory that a reward process may take beyond what it starts with; 0 for no limit."""
+    """Memory that a reward process may allocate on top of its own start-up; 0 for no limit."""
     on_error: Literal["error", "zero", "skip"] = "error"
-    """When a function raises, hangs, dies or returns NaN for a completion: end the run, score it 0, or take that
-    completion out of its group (mean, deviation and loss). Each is counted and shown with its example."""
+    """If a reward function raises, hangs, crashes or returns NaN for a completion: error stops the run, zero scores it
+    0, skip excludes the completion from its group (mean, deviation and loss). Each failure is counted and reported with
+    its example."""
     max_failed_share: float = 0.5
-    """With on_error=zero or skip: the run ends with an error where a function failed for more than this share of 64
-    completions, the last that it was called for; 1 for no limit."""
+    """With on_error=zero or skip: the run stops with an error if a function failed for more than this share of its last
+    64 completions; 1 for no limit."""
     workers: int = 2
-    """Processes that call reward functions; 0 calls them in this one, without limits of time and memory."""
+    """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
     call: Literal["group", "step"] = "group"
-    """Call functions as soon as a group is drawn, while sampling goes on, or once for all groups of a step."""
+    """When reward functions are called: for each group as soon as it is sampled, while sampling continues, or once for
+    all groups of a step."""
 
     def __post_init__(self) -> None:
         require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
@@ -119,26 +123,28 @@ class RewardSection:
 @dataclass(frozen=True)
 class SamplingSection:
     temperature: float = 1.0
-    """Temperature of training samples; the trainer's log-probs use the same."""
+    """Sampling temperature in training; the trainer's log-probs use the same."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 for all. What training samples were kept from is replayed by the trainer."""
+    """Sample from the k likeliest tokens; 0 for all. The trainer computes its log-probs over the same tokens
+    (algorithm.match_sampling_support)."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens with this mass; 1 for all."""
+    """Sample from the smallest set of tokens with this probability mass; 1 for all."""
     min_p: float = 0.0
-    """Keep tokens at least this likely, relative to the likeliest; 0 for all."""
+    """Sample from tokens at least this likely, relative to the likeliest; 0 for all."""
     max_support: int = 128
-    """In training with top_k, top_p or min_p, at most so many of the likeliest tokens are kept at each place: the
-    kept ones are stored, so that the trainer's log-probs are over the same set."""
+    """In training with top_k, top_p or min_p: most tokens kept at a position (the likeliest). Their ids are stored, so
+    that the trainer computes log-probs over the same set."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     max_prompt_tokens: int = 256
-    """Longest prompt."""
+    """Longest prompt (see sampling.long_prompts)."""
     max_completion_tokens: int = 64
-    """Longest completion; one that reaches it is cut, and counted."""
+    """Longest completion; one that reaches the limit is truncated, and counted. (TRL's max_completion_length, verl's
+    max_response_length.)"""
     long_prompts: Literal["drop", "error"] = "drop"
-    """A prompt over the limit leaves the data, counted, or is an error. It is never cut."""
+    """Prompts over the limit: dropped from the data and counted, or an error. They are never truncated."""
     slots_per_device: int = 0
-    """Completions drawn at once on each device; 0 for a whole step's."""
+    """Completions sampled at once on each device; 0 for all of a step."""
 
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "sampling.temperature", self.temperature, "0 (greedy) or more")
@@ -155,79 +161,91 @@ class SamplingSection:
 @dataclass(frozen=True)
 class AlgorithmSection:
     name: str = ""
-    """A paper's settings, under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help train algorithm`)."""
+    """A paper's settings, loaded under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help train
+    algorithm`)."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo",
                        "none"] = "grpo"
-    """How rewards of a group become advantages; none: rewards have no part (a teacher alone)."""
+    """Advantage estimator: how the rewards of a group become advantages. none ignores rewards (distillation from a
+    teacher alone)."""
     std_ddof: int = 1
-    """Degrees of freedom taken off in the standard deviation (TRL, Tunix 1; MaxText 0)."""
+    """Delta degrees of freedom of the standard deviation, as in numpy: 1 divides by n - 1 (TRL, Tunix), 0 by n
+    (MaxText)."""
     std_eps: float = 1e-4
-    """Added to the standard deviation."""
+    """Keeps the division of advantages by the standard deviation finite; std_eps_mode says how."""
     std_eps_mode: Literal["add", "max"] = "add"
-    """Whether std_eps is added to the standard deviation or is the least that it is taken for (TorchRL)."""
+    """add: divide by the standard deviation + std_eps. max: divide by the larger of the two (TorchRL)."""
     whiten_over: Literal["completions", "tokens"] = "completions"
-    """reinforce++, reinforce++-baseline, gdpo: whether each completion counts once in the step's mean and deviation, or
-    once a token (verl)."""
+    """reinforce++, reinforce++-baseline, gdpo: whether the mean and deviation of a step's advantages count each
+    completion once, or once for each of its tokens (verl)."""
     loss: Literal["grpo", "gspo", "gspo-token", "cispo", "gmpo", "sapo"] = "grpo"
-    """The policy loss."""
+    """Policy loss."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low (gmpo: exp(-clip_low))."""
+    """Lower clipping epsilon: the ratio is clipped below 1 - clip_low (gmpo: exp(-clip_low))."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high (gmpo: exp(clip_high); cispo: by cispo_bound)."""
+    """Upper clipping epsilon: the ratio is clipped above 1 + clip_high (gmpo: exp(clip_high); cispo: see
+    cispo_bound)."""
     clip_dual: float = 0.0
-    """Dual clip: where the advantage is negative the loss is at most this times its size; 0 for off."""
+    """Dual clip (verl's clip_ratio_c): for a negative advantage the loss is at most clip_dual x |advantage|; 0 for
+    off."""
     cispo_bound: Literal["paper", "absolute", "both"] = "paper"
-    """cispo: weights at most 1 + clip_high (the paper), at most clip_high itself (TRL), or also at least 1 - clip_low
-    (verl)."""
+    """cispo: bounds of the importance weight. paper: at most 1 + clip_high; absolute: at most clip_high (TRL); both:
+    from 1 - clip_low to 1 + clip_high (verl)."""
     sapo_positive: float = 1.0
-    """sapo: temperature of the gate where the advantage is positive."""
+    """sapo: temperature of the gate for positive advantages."""
     sapo_negative: float = 1.05
-    """sapo: temperature of the gate where it is negative."""
+    """sapo: temperature of the gate for negative advantages."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the divergence from the reference."""
+    """KL estimator, by Schulman's names: k1 is the log-ratio, k2 half its square, k3 unbiased and never negative."""
     kl_coef: float = 0.0
-    """Weight of that divergence; at 0 no reference is kept."""
+    """Weight of the KL divergence from the reference (beta of TRL and MaxText); 0 loads no reference."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """Whether the divergence is a term of the loss or taken off the reward, summed over a completion."""
+    """loss: the KL divergence is a term of the loss. reward: its sum over a completion is subtracted from the
+    reward."""
     kl_clamp_input: float = 0.0
-    """Largest size of the difference of log-probs that the estimator sees (verl 20); 0 for no limit."""
+    """Bound on the size of the log-ratio inside the KL estimator (verl 20); 0 for no bound."""
     kl_clamp_value: float = 0.0
-    """Largest size of a token's estimate (verl 10); 0 for no limit."""
+    """Bound on the size of a token's KL estimate (verl 10); 0 for no bound."""
     kl_weighted: bool = False
-    """Multiply the estimate in the loss by the ratio exp(lp - old), gradient included (TRL)."""
+    """Multiply the KL term of the loss by the differentiable ratio exp(logprob - old_logprob) (TRL's
+    use_bias_correction_kl)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy that is taken off the loss."""
+    """Weight of the entropy bonus, which is subtracted from the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
                          "prompt-mean"] = "token-mean"
-    """How token losses become one number, over the whole update's batch."""
+    """How token losses are averaged (verl's loss_agg_mode, TRL's loss_type), over the whole batch of an update."""
     aggregation_tokens: int = 0
-    """seq-mean-token-sum-norm: the constant length to divide by; 0 for sampling.max_completion_tokens."""
+    """seq-mean-token-sum-norm: the constant length to divide by (verl's loss_scale_factor); 0 for
+    sampling.max_completion_tokens."""
     correction: Literal["none", "tis", "mis", "icepop"] = "none"
-    """Weights w = exp(old - sampler) for the difference of sampler and trainer. tis: w clipped to [correction_floor,
-    correction_cap]; mis, icepop: 0 outside these bounds, else w."""
+    """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
+    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """Whether that weight is a token's, a completion's product, or its geometric mean."""
+    """What a correction weight is computed of: a single token, the product over its completion, or the geometric mean
+    of that product."""
     correction_cap: float = 2.0
-    """Upper bound of the weight; inf for none."""
+    """Upper bound of the correction weight; inf for none."""
     correction_floor: float = 0.0
-    """Lower bound of the weight; 0 for none, with icepop for its paper's 0.5."""
+    """Lower bound of the correction weight; 0 for none, except icepop: 0.5, as in its paper."""
     match_sampling_support: bool = True
-    """Compute log-probs over the tokens that top_k, top_p and min_p had kept; without, the ratio is biased."""
+    """Compute the trainer's log-probs over the tokens that top_k, top_p and min_p kept in sampling; false biases the
+    ratio."""
     mask_truncated: bool = False
-    """Leave completions that were cut at the limit out of the loss; they stay in mean and deviation."""
+    """Exclude truncated completions from the loss (TRL's mask_truncated_completions); they still count in the group's
+    mean and deviation."""
     dynamic_sampling: bool = False
-    """DAPO: ask for further groups in place of those without variance, until the step is full."""
+    """DAPO's dynamic sampling: replace groups without variance by further groups until the step is full."""
     dynamic_sampling_by: Literal["correct", "reward"] = "correct"
-    """What has to vary in a group there. correct: what the task's check says of its completions (the paper: some are
-    right, some wrong), or without a check the reward less the overlong penalty; reward: the whole reward."""
+    """What must vary in a group to be kept. correct: the task's own check of its completions (the paper: some right,
+    some wrong), or without such a check the reward minus the overlong penalty; reward: the whole reward."""
     max_sampling_rounds: int = 10
-    """Most times that a step asks for further groups; what is missing then stays without variance."""
+    """Most rounds of further groups in a step; groups without variance fill what is still missing."""
     num_epochs: int = 1
-    """Passes over each step's groups."""
+    """Passes over each step's groups (TRL's num_iterations, PPO epochs)."""
     num_minibatches: int = 1
-    """Updates in each pass."""
+    """Optimizer updates in each pass."""
     zero_std_groups: Literal["include", "exclude"] = "include"
-    """Whether completions of groups without variance count in the denominator (the papers) or not (DAPO)."""
+    """Whether completions of groups without variance count in the loss's denominator: include (the papers) or exclude
+    (DAPO)."""
 
     def __post_init__(self) -> None:
         require(self.std_ddof in (0, 1), "algorithm.std_ddof", self.std_ddof, "0 or 1")
@@ -248,10 +266,11 @@ class AlgorithmSection:
 @dataclass(frozen=True)
 class TeacherSection:
     path: str = ""
-    """A teacher checkpoint with the model's vocabulary: its log-prob minus the policy's is added to each token's
-    advantage (on-policy distillation); empty for none. With algorithm.advantage=none it is the only one."""
+    """Teacher checkpoint with the model's vocabulary, for on-policy distillation: the teacher's log-prob minus the
+    policy's is added to each token's advantage; empty for none. With algorithm.advantage=none it is the whole
+    advantage."""
     coef: float = 1.0
-    """Weight of that term."""
+    """Weight of the teacher's term."""
 
     def __post_init__(self) -> None:
         require(self.coef >= 0, "teacher.coef", self.coef, "0 or more")
@@ -264,11 +283,11 @@ class OptimizerSection:
     warmup_steps: int = 5
     """Updates over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up, down to 0 at the last update."""
+    """Learning rate after warm-up: constant, or falling to 0 at the last update."""
     weight_decay: float = 0.0
     """Decoupled weight decay; norms and biases are exempt."""
     clip_grad_norm: float = 1.0
-    """Largest global norm of a gradient; 0 for no limit."""
+    """Largest global gradient norm; 0 for no limit."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
@@ -289,14 +308,14 @@ class OptimizerSection:
 @dataclass(frozen=True)
 class BatchSection:
     prompts_per_step: int = 32
-    """P: prompts a step."""
+    """P: prompts in a step (verl's train_batch_size)."""
     prompts_per_device: int = 0
-    """P for each of the trainer's devices, in place of prompts_per_step; 0 for off."""
+    """Prompts in a step for each device of the trainer, in place of prompts_per_step; 0 for off."""
     group_size: int = 8
-    """G: completions a prompt."""
+    """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
     micro_tokens: int = 2048
-    """Tokens a device computes at once in the update, padding included (one completion with its prompt at least); it
-    decides memory, never the result."""
+    """Tokens that a device computes at once in an update, padding included, and at least one completion with its
+    prompt. It replaces micro-batch size and gradient accumulation: it changes memory, never the result."""
 
     def __post_init__(self) -> None:
         require(self.prompts_per_device >= 0, "batch.prompts_per_device", self.prompts_per_device, "0 (off) or more")
@@ -309,18 +328,18 @@ class BatchSection:
 @dataclass(frozen=True)
 class TrainSection:
     evaluate_every: int = 0
-    """Steps between evaluations; 0 for only before and after."""
+    """Steps between evaluations; 0 for the first and the last only."""
     pass_k: int = -1
-    """Completions a question for pass@k in the first and the last evaluation; 0 for off; -1 for 8 with task=words, else
-    off."""
+    """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1 for 8 with task=words
+    and off otherwise."""
     weight_sync_interval: int = 1
-    """Steps between two publications of weights to the sampler; n above 1 means samples up to n-1 versions old."""
+    """Steps between two weight updates of the sampler; with n above 1, samples are up to n-1 versions old."""
     max_staleness: int = -1
-    """Most versions that samples may be older than the trainer's weights, at least weight_sync_interval - 1; -1 for
-    just that."""
+    """Most versions by which samples may be older than the trainer's weights, weight_sync_interval - 1 or more; -1 for
+    exactly that."""
     retire_above: float = 1.0
-    """Prompts of a higher pass rate are not drawn again, and the harder the others are the more often they are; 1 for
-    off. Rates act from the next epoch on."""
+    """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
+    prompts are sampled more often; 1 for off."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
@@ -334,20 +353,21 @@ class TrainSection:
 @dataclass(frozen=True)
 class MeshSection:
     data: int = 1
-    """Copies of the model that share the rows of a batch."""
+    """Data-parallel copies of the model, each with a part of a batch's rows."""
     fsdp: int = 1
-    """Devices over which parameters, optimizer and rows are split; -1 for all that remain."""
+    """Devices that share parameters, optimizer state and rows (FSDP); -1 for all that remain."""
     tensor: int = 1
-    """Devices over which heads and feed-forward are split."""
+    """Devices that share heads and feed-forward layers (tensor parallelism)."""
     trainer: str = ""
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers ([0,1]); empty for
-    all. The first ones are its."""
+    all. A fraction or count takes the first devices."""
     sampler: str = ""
-    """Devices of the sampler, likewise; the last ones are its. The same devices as the trainer's, or none of them."""
+    """Devices of the sampler, in the same forms; a fraction or count takes the last devices. Either the trainer's
+    devices or none of them."""
     reference: str = ""
-    """Devices of the reference, likewise; empty for the trainer's."""
+    """Devices of the reference, in the same forms; empty for the trainer's."""
     sampler_tensor: int = 0
-    """Where the sampler has devices of its own: devices over which it splits heads; 0 for mesh.tensor."""
+    """Tensor parallelism of a sampler that has its own devices; 0 for mesh.tensor."""
 
     def __post_init__(self) -> None:
         for name in ("data", "fsdp", "tensor"):
@@ -358,12 +378,11 @@ class MeshSection:
 @dataclass(frozen=True)
 class CheckpointSection:
     every: int = 10
-    """Steps between checkpoints; the last step is always saved. 0 for only the last."""
+    """Steps between checkpoints; 0 for the last step only, which is always saved."""
     keep_last: int = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints to keep."""
     keep_best: int = 0
-    """Beside them, this many of the best evaluated ones (train.evaluate_every); each evaluated version is then
-    saved."""
+    """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated version is then saved."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "checkpoint.every", self.every,
@@ -375,7 +394,7 @@ class CheckpointSection:
 @dataclass(frozen=True)
 class WandbSection:
     mode: Literal["off", "online", "offline"] = "off"
-    """Send metrics to Weights & Biases, or write them for `wandb sync`."""
+    """online sends metrics to Weights & Biases; offline writes them for `wandb sync`."""
     project: str = "shoal"
     """Project of the run."""
     entity: str = ""
@@ -385,14 +404,12 @@ class WandbSection:
 @dataclass(frozen=True)
 class ReportSection:
     groups: bool = True
-    """Write every sampled group to `groups/`, a parquet file a step."""
+    """Write every training group to `groups/`, a parquet file for each step."""
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)
     profile: tuple[int, ...] = ()
-    """Steps (from 1) of which a profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
+    """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
         require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")
-
-

@@ -1,4 +1,4 @@
-"""The values that one word of a sweep stands for: `a,b`, `choice(a,b)`, `range(1,4)`; `[a,b]` and quoted text are one.
+"""Parses the values of a swept key: `a,b`, `choice(a,b)`, `range(1,4)`; `[a,b]` and quoted text are one value.
 
     optimizer.lr=1e-4,1e-5     ["0.0001", "1e-05"]
     sampling.stop=[a,b],[c]    ['["a","b"]', '["c"]']
@@ -16,7 +16,7 @@ _CALL = re.compile(r"(\w+)\((.*)\)\s*", re.DOTALL)
 
 
 def sweep_texts(shown: str, text: str) -> list[str] | str:
-    """The texts of a sweep, or the one text of a value that is none. `shown`: the word, for an error."""
+    """The texts of a sweep, or one text for a value that is not swept. `shown`: the argument, for an error."""
     call = _CALL.fullmatch(text.strip())
     if call and call[1] == "interval":
         raise ShoalError(f"{shown}: an interval has no end of values; write a,b or range(from,to,step)")
@@ -39,7 +39,7 @@ def sweep_texts(shown: str, text: str) -> list[str] | str:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that stand in no quotes and no brackets; ValueError if one of these is left open."""
+    """The parts between commas outside quotes and brackets; ValueError if a quote or bracket is left open."""
     open_brackets: list[str] = []
     quote, start, place = "", 0, 0
     while place < len(text):
@@ -63,7 +63,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _item_text(item: str) -> str:
-    """One value as it is typed alone: quotes off, numbers in one form, the items of a list in quotes."""
+    """A value in normal form: without quotes, numbers as Python prints them, items of a list in quotes."""
     if item[:1] in ("'", '"'):
         return _unquoted(item)
     if item.startswith("[") and item.endswith("]"):
@@ -82,7 +82,7 @@ def _unquoted(text: str) -> str:
 
 
 def _range(numbers: list[float]) -> list[str]:
-    """`range(stop)`, `range(start,stop)`, `range(start,stop,step)`; the stop is not among them."""
+    """The numbers of `range(stop)`, `range(start,stop)` or `range(start,stop,step)`, the stop excluded."""
     start, stop, step = {1: (0.0, *numbers, 1.0), 2: (*numbers, 1.0)}.get(len(numbers), tuple(numbers))
     if step == 0:
         raise ValueError(step)

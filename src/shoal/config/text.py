@@ -1,4 +1,4 @@
-"""A configuration back as text: nested plain values, YAML that loads as the same configuration, what is not given."""
+"""Writes a configuration as nested plain values, or as YAML that loads as the same configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.types import ShoalError
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain values: what JSON and YAML hold. `convert` makes the same configuration of them."""
+    """A configuration as nested plain values, for JSON and YAML; `convert` is the inverse."""
     return nest({name: get_value(config, name) for name in keys_of(type(config))})
 
 
@@ -41,7 +41,7 @@ def texts_of(config: Any) -> tuple[str, str]:
 
 
 def require_given(config: Any, *keys: str) -> None:
-    """Raises ShoalError for the first of these keys that is empty, with its meaning."""
+    """Raises ShoalError for the first of these keys that is empty, with its help text."""
     short = {alias.key: name for name, alias in aliases_of(type(config)).items()}
     for key in keys:
         if not get_value(config, key):

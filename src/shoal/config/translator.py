@@ -1,7 +1,7 @@
-"""What config/ knows of other systems: that some names are not ours, and whom to ask about them.
+"""The interface to a translator of other systems' flags into keys, and its records.
 
-    shoal/__init__.py  ->  register(...)         the outside says who translates
-    loading.py         ->  translator()          asked for keys before the chain is merged
+    shoal/__init__.py  ->  register(...)         registers the translator
+    chain.py           ->  translator()          translates names before the chain is merged
 
 Without a translator every name must be a key of the schema.
 """
@@ -22,7 +22,7 @@ Get = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """A name and its value as they were given.
+    """A name and its value, not parsed yet.
 
     >>> Entry("learning_rate", "3e-6", "--learning_rate")
     """
@@ -34,28 +34,26 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Late:
-    """A value that is computed from other keys when all of them are known: the keys that `compute` sets, and why."""
+    """A value computed from the final values of other keys: `compute` returns the keys it sets, and the reason."""
 
     compute: Callable[[Get], tuple[Mapping[str, Any], str]]
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """One key's value and where it came from."""
+    """The value of a key, with its origin."""
 
     key: str
     value: Any  # as in Entry, or Late
     origin: str
-    name: str  # what was given: the key, a short form, or another system's flag
+    name: str  # as typed: the key, a short form, or another system's flag
     rank: Literal["own", "weak", "lowest"] = "own"  # weak yields to its layer's others, lowest to every layer
     group: str = ""  # settings of one group were made from several flags together
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a flag of another system became, for a line at the start.
-
-    `has_line`: worth a line by itself; all of them are shown by --dry-run."""
+    """The keys that a flag of another system set, for --dry-run; with `has_line` also for a line at the start."""
 
     flags: Mapping[str, str]  # name -> text
     settings: tuple[Setting, ...] = ()
@@ -66,7 +64,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Translation:
-    """Other systems' names of some layers, translated."""
+    """The settings that other systems' names in some layers become."""
 
     settings: Mapping[tuple[int, int], Sequence[Setting]]  # by layer and place in it, of each name that is not ours
     reports: Sequence[tuple[int, Report]]  # with the layer
@@ -75,7 +73,7 @@ class Translation:
 
 @dataclass(frozen=True)
 class ForeignFlag:
-    """A flag of another system, as help and the command line need it."""
+    """A flag of another system, for the help and the command line."""
 
     name: str
     systems: tuple[str, ...]
@@ -87,30 +85,30 @@ class ForeignFlag:
 
 
 class Translator(Protocol):
-    """Turns other systems' names into keys, from what was given alone."""
+    """Translates other systems' names into keys, before layers are merged."""
 
     presets: Path
-    """A folder of presets beside ours: a folder a command, and `recipe`."""
+    """More presets: a folder for each command, and `recipe`."""
 
     def flags(self, config_type: type) -> Mapping[str, ForeignFlag]:
-        """The flags that a command takes, by name."""
+        """The flags that a command accepts, by name."""
         ...
 
     def find(self, config_type: type, name: str, value: Any = None) -> ForeignFlag | None:
-        """The flag of that name that a command takes; some names are ours for other values."""
+        """The flag of a name that a command accepts; for some names the value decides whether it is ours."""
         ...
 
     def blank(self, name: str, value: Any) -> Any:
-        """The value to keep of a name's value: nothing of a secret's."""
+        """The value to store of a name's value: empty for a secret."""
         ...
 
     def translate(self, config_type: type, layers: Sequence[Sequence[Entry]]) -> Translation:
-        """The settings that the flags among the entries become; layers in the order of the chain."""
+        """The settings of all flags in the layers, lowest layer first."""
         ...
 
 
 class NoTranslator:
-    """Knows no other system."""
+    """Translates nothing: every name must be ours."""
 
     presets = Path("/nonexistent")
 
@@ -128,7 +126,7 @@ class NoTranslator:
 
 
 def make_entry(name: str, value: Any, origin: str) -> Entry:
-    """An entry that holds no secret."""
+    """An entry whose value is stored without secrets."""
     return Entry(name, translator().blank(name, value), origin)
 
 
@@ -136,7 +134,7 @@ _load: Callable[[], Translator] = NoTranslator
 
 
 def register(load: Callable[[], Translator]) -> None:
-    """Names who translates; it is loaded when first asked."""
+    """Registers the translator, which is loaded at its first use."""
     global _load
     _load = load
     translator.cache_clear()
@@ -144,5 +142,5 @@ def register(load: Callable[[], Translator]) -> None:
 
 @functools.cache
 def translator() -> Translator:
-    """The translator that is registered."""
+    """The registered translator."""
     return _load()

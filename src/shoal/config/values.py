@@ -1,4 +1,4 @@
-"""Plain values as the types that the schema has: text from a command line, numbers and lists from YAML or Python."""
+"""Converts text from a command line, and numbers and lists from YAML or Python, to the types of the schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNBOUNDED = ("algorithm.correction_cap",)
 
 
 def text_of(value: Any) -> str:
-    """A value of Python, YAML or the command line as a user types it."""
+    """A plain value as a user types it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -26,7 +26,7 @@ def text_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a configuration as a user types it, numbers in short."""
+    """A configuration's value as a user types it, numbers in short."""
     if isinstance(value, tuple):
         return f"[{','.join(map(shown, value))}]"
     return f"{value:g}" if isinstance(value, float) else text_of(value)
@@ -50,7 +50,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves_of(config_type: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted name; sections are entered."""
+    """Every value with its dotted name."""
     keys, sections = keys_of(config_type), sections_of(config_type)
     for part, value in values.items():
         name = f"{prefix}{part}"
@@ -61,7 +61,7 @@ def leaves_of(config_type: type, values: Mapping[str, Any], prefix: str = "") ->
 
 
 def build(config_type: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass from values by dotted key; what is not given takes its default."""
+    """The dataclass of values by dotted key; other keys have their defaults."""
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(config_type):
         if field.name in values:
@@ -74,7 +74,7 @@ def build(config_type: type, values: Mapping[str, Any]) -> Any:
 
 
 def convert_value(key: Key, value: Any) -> Any:
-    """A value as the type of its key."""
+    """A value converted to the type of its key."""
     if not key.is_list:
         return _convert_scalar(key, key.type, value)
     items = value if isinstance(value, list | tuple) else [value]
@@ -97,8 +97,8 @@ def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
 
 
 def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return ShoalError(f"{key.name}={shown}: expected {wanted}")
+    typed = text_of(value) if value is None or isinstance(value, bool) else repr(value)
+    return ShoalError(f"{key.name}={typed}: expected {wanted}")
 
 
 def _to_text(value: Any) -> str:

@@ -34,6 +34,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
+from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import LoadedModel, copy_model_files, make_model, open_run_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, prepare_sets, schedule_of, training_engines
@@ -41,7 +42,7 @@ from shoal.run.preflight.inputs import unused_devices
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import algorithm_warnings, check_before_weights
 from shoal.run.profile import Profiler
-from shoal.run.resume import ResumePlan, fingerprint, restore_latest
+from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints

@@ -1,4 +1,4 @@
-"""Checkpoint formats of other systems: what each can do, and where it is registered.
+"""Checkpoint formats of other systems: their protocols and their registry.
 
 The core imports none of them. `shoal/__init__.py` fills FORMATS; a format is imported when a path is first checked.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.types import Params, ShoalError
 
 FORMATS: dict[str, str] = {}
-"""Name of a format -> `module:object`, the place of its CheckpointFormat."""
+"""Name of a format -> `module:object` of its CheckpointFormat."""
 
 ReadPart = Callable[[str, "tuple[slice, ...]"], "np.ndarray"]
 """Dotted path of a parameter, part of it -> its values, float32: layers first, kernels as [in, out]."""
@@ -36,13 +36,13 @@ class ForeignCheckpoint(Protocol):
     def describe(self) -> str: ...
     def load(self, role: Role, dtype: Any) -> Params: ...
     def load_lazily(self, role: Role, dtype: Any) -> Any:
-        """Parameters as `hf.Later`, each read when its turn comes."""
+        """Parameters as `hf.LazyParameter`s, each read when it is used."""
         ...
 
 
 @dataclass(frozen=True)
 class ForeignArrays:
-    """A model in another system's layout, each array read when it is written."""
+    """A model's arrays in another system's layout, each read when it is written."""
 
     arrays: Mapping[str, LazyArray]
     metadata: Mapping[str, Any]
@@ -54,7 +54,7 @@ class CheckpointFormat(Protocol):
     """Reads and writes one system's checkpoints."""
 
     def find(self, path: Path) -> Path | None:
-        """The checkpoint at a path; None where there is none of this format."""
+        """The checkpoint at a path; None if there is none of this format."""
         ...
 
     def resolve(self, section: ModelSection, found: Path) -> ModelSpec:
@@ -69,7 +69,7 @@ class CheckpointFormat(Protocol):
                dtype: np.dtype) -> ForeignArrays: ...
 
     def unnamed(self, found: Path, name_key: str, tokenizer_key: str) -> ShoalError:
-        """The error where neither key names the model that a checkpoint holds."""
+        """The error if neither key names the checkpoint's model."""
         ...
 
 
@@ -80,7 +80,7 @@ def load_format(name: str) -> CheckpointFormat:
 
 
 def find_foreign(path: Path) -> tuple[CheckpointFormat, Path] | None:
-    """The format and the place of another system's checkpoint at a path; None where there is none."""
+    """The format and the path of another system's checkpoint; None if there is none."""
     for name in FORMATS:
         if found := load_format(name).find(path):
             return load_format(name), found

@@ -33,7 +33,7 @@ REMAT_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Where a model lies and what it is; no weights are read yet."""
+    """A model's folder and architecture, and how to read its weights."""
 
     folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
@@ -54,7 +54,7 @@ class LoadedModel:
 
 
 def resolve_model(section: ModelSection) -> ModelSpec:
-    """Finds the model that the settings name; downloads it where they name one on the hub."""
+    """Finds the model that the settings name; a model on the hub is downloaded."""
     path = model_path(section)
     local = check_local(path, "model.path")
     if section.tokenizer:
@@ -73,14 +73,14 @@ def resolve_model(section: ModelSection) -> ModelSpec:
 
 
 def model_path(section: ModelSection) -> str:
-    """`model.path`; where it is the default, the hub's model that `model.name` names."""
+    """`model.path`; if it is the default, the hub's model of `model.name`."""
     if not section.name or section.path != ModelSection().path:
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id
 
 
 def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
-    """A note where `model.name` contradicts a checkpoint that has its own config.json."""
+    """A note if `model.name` contradicts the checkpoint's own config.json."""
     if not section.name or "/" in section.name:
         return ()
     try:
@@ -105,8 +105,8 @@ def open_model(section: ModelSection, role: Role, console: Console | None, dtype
 
 
 def open_run_model(section: ModelSection, run: Path | None, role: Role, console: Console) -> LoadedModel:
-    """The model of a training run; of a resumed one as its folder stores it, so that `model.path` is read for the
-    first weights alone."""
+    """The model of a training run. A resumed run loads the files in its folder, and `model.path` only for the first
+    weights."""
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, role, console)
     stored = replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template="")
@@ -115,7 +115,7 @@ def open_run_model(section: ModelSection, run: Path | None, role: Role, console:
 
 
 def find_teacher(config: Config, student: LoadedModel, role: Role, console: Console | None) -> LoadedModel:
-    """The teacher, its weights not read yet; ShoalError where its vocabulary is not the student's."""
+    """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
     section = replace(config.model, path=config.teacher.path, name="", tokenizer="", template="")
     teacher = open_model(section, role, console, compute_dtype(section.dtype))
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
@@ -140,7 +140,7 @@ def compute_dtype(name: str) -> Any:
 
 
 def make_model(section: ModelSection, loaded: LoadedModel, role: Role, micro_tokens: int) -> Model:
-    """The `Model` on a role's devices; `micro_tokens` (0 where nothing is trained) decides `model.remat=auto`."""
+    """The `Model` on a role's devices; `micro_tokens` (0 without training) decides `model.remat=auto`."""
     dtype, remat = compute_dtype(section.dtype), section.remat
     if remat == "auto":
         remat = "full" if activation_bytes(loaded.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
@@ -150,7 +150,7 @@ def make_model(section: ModelSection, loaded: LoadedModel, role: Role, micro_tok
 
 
 def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:
-    """Bytes that the backward pass keeps of `tokens` tokens with `model.remat=dots`."""
+    """Bytes of activations stored for the backward pass of `tokens` tokens with `model.remat=dots`."""
     a_token = 3 * a.hidden_size + (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 2 * a.intermediate_size
     return a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize
 

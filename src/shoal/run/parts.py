@@ -22,7 +22,7 @@ def num_updates(config: Config) -> int:
 
 
 def max_support(config: Config) -> int:
-    """Token ids that are stored at each position for `match_sampling_support`; 0 where none are."""
+    """Token ids stored at each position for `match_sampling_support`; 0 for none."""
     s = config.sampling
     if not (sampling_params(s).truncated and config.algorithm.match_sampling_support):
         return 0

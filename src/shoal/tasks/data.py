@@ -83,7 +83,7 @@ def place_splits(task: TaskSection, published: Published) -> tuple[Rows, Rows, l
                      "on, those too that a run on this data learned from")
         return [], rows, notes
     if len(rows) < 2:
-        raise ShoalError(f"task {name}: {train[0]} has 1 row and no other split to evaluate on; 2 or more rows "
+        raise ShoalError(f"task {name}: {train[0]} has 1 row and no other split to evaluate on; 2 or more rows are "
                          "needed")
     count = min(max(1, len(rows) // 10), task.num_questions or len(rows))
     notes.append(f"{name}: no split to evaluate on beside {train[0].name}; its last {count} of {len(rows)} rows are "

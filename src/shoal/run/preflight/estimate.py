@@ -1,4 +1,4 @@
-"""Estimates what a step and a run will take from a trial of one step, and finds the one key that would help most."""
+"""Estimates the time and memory of a run from a trial of one step, and the key whose change would save most."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.report.findings import seconds_text
 from shoal.run.loading import activation_bytes
 from shoal.run.parts import num_updates
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
-from shoal.run.preflight.trial_step import TrialStep
+from shoal.run.preflight.step_trial import StepTrial
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.trainer.batch import Shape, choose_shape
 from shoal.trainer.update import needs_all_groups, num_scorings
@@ -67,12 +67,12 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     return 2 * (questions + main * config.pass_k) + between * questions
 
 
-def estimate_times(config: Config, trial: TrialStep, slot_groups: int, evaluated: int) -> Times:
+def estimate_times(config: Config, trial: StepTrial, slot_groups: int, evaluated: int) -> Times:
     """`slot_groups`: groups that the sampler holds at once; `evaluated`: completions of all evaluations."""
     b, a = config.batch, config.algorithm
     scale = b.prompts_per_step / len(trial.groups)
     longer = 1.0
-    if trial.cancelled:  # what was cancelled is assumed to run to its limit
+    if trial.cancelled:  # cancelled completions are assumed to reach the limit
         longer = config.sampling.max_completion_tokens / max(1, int(trial.lengths.max()))
     waves = math.ceil(b.prompts_per_step / slot_groups) / math.ceil(len(trial.groups) / slot_groups)
     sample = trial.sample_seconds * longer * waves
@@ -90,10 +90,10 @@ def estimate_times(config: Config, trial: TrialStep, slot_groups: int, evaluated
                  round(tokens * scale), round((tokens + prompts) * scale), trial.padding)
 
 
-def add_measured(budget: MemoryBudget, trial: TrialStep, config: Config, shards: int,
+def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards: int,
                  engines: Mapping[str, Engine]) -> None:
-    """Adds what the compiled programs take beyond parameters and caches, scaled from the trial's shapes to the longest
-    allowed, and to the engine that prefills most prompts at once."""
+    """Adds the compiled programs' temporary memory, scaled from the trial's shapes to the longest allowed, and to the
+    engine that prefills most prompts at once."""
     s, programs = config.sampling, trial.programs
     longest: Any = SimpleNamespace(prompt_ids=range(s.max_prompt_tokens),
                                    completions=(range(s.max_completion_tokens),))
@@ -114,16 +114,16 @@ def add_measured(budget: MemoryBudget, trial: TrialStep, config: Config, shards:
 
 @dataclass(frozen=True)
 class Advice:
-    """The one key that would help most."""
+    """The key whose change would save most."""
 
     text: str
     key: str = ""
     gain: float = 0.0  # share of the run's time
 
 
-def advise(config: Config, model: Model, trial: TrialStep, times: Times, budget: MemoryBudget,
+def advise(config: Config, model: Model, trial: StepTrial, times: Times, budget: MemoryBudget,
            available: AvailableMemory, roles: Roles, num_devices: int) -> Advice:
-    """The change that saves most of the run's time, where it saves LEAST_GAIN; else which phase dominates."""
+    """The change that saves most of the run's time, if it saves LEAST_GAIN; else the dominant phase."""
 
     def fits(more: float) -> bool:
         return (budget.phases["update"] + more) * available.sharing < MOST_MEMORY * available.free
@@ -157,7 +157,7 @@ def advise(config: Config, model: Model, trial: TrialStep, times: Times, budget:
     return Advice(f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step")
 
 
-def _less_padding(config: Config, trial: TrialStep, shards: int, share: float, activations: int,
+def _less_padding(config: Config, trial: StepTrial, shards: int, share: float, activations: int,
                   fits: Any) -> list[Advice]:
     """Other values of batch.micro_tokens that compute less padding and fit."""
     b = config.batch

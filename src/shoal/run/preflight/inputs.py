@@ -1,4 +1,4 @@
-"""Checks of what a run reads, before its weights: devices, tokenizer, chat template, data."""
+"""Checks of a run's devices, tokenizer, chat template and data, before weights are read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_tokenizer(tokenizer: Tokenizer, findings: Findings) -> None:
 
 
 def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: Findings) -> bool:
-    """Reports whether prompts reach the model as they should; False where the template refuses them."""
+    """Reports faults of the chat template in prompts; False if the template raises an error."""
     report, before = Reporter(findings, "template", "model.template"), len(findings.found)
     try:
         ids = [tokenizer.encode_prompt(example.prompt).tolist() for example in examples]
@@ -94,7 +94,7 @@ def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: 
 
 
 def check_data(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings) -> Prepared | None:
-    """Reports prompts and answers that do not fit their limits; the run's first prompt, None where it has none."""
+    """Reports prompts and answers that exceed their limits; returns the run's first prompt, None without one."""
     report, s, first = Reporter(findings, "data", "task.path"), config.sampling, None
     for note in task.notes:
         report.warning(note, "task.path")
@@ -106,10 +106,8 @@ def check_data(config: Config, task: Task, tokenizer: Tokenizer, findings: Findi
             f"sampling.max_prompt_tokens={s.max_prompt_tokens} tokens (the longest {lengths.max()}): raise it")
     if too_long < len(lengths):
         stream = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts)
-        try:
+        with report.errors():
             first = stream.peek(config.batch.prompts_per_step)
-        except ShoalError as error:
-            report.wrong(error)
     _check_evaluations(config, task, tokenizer, report)
     if first is not None:
         _check_answers(config, task, tokenizer, report)
@@ -127,10 +125,8 @@ def set_sizes(task: Task) -> dict[str, int]:
 
 
 def _check_evaluations(config: Config, task: Task, tokenizer: Tokenizer, report: Reporter) -> None:
-    try:
+    with report.errors():
         prepare_sets(task, tokenizer, config.sampling, report.warning)
-    except ShoalError as error:
-        report.wrong(error)
     evaluated = evaluation_completions(config, set_sizes(task))
     trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
     if config.steps and evaluated > 2 * trained:
@@ -140,7 +136,7 @@ def _check_evaluations(config: Config, task: Task, tokenizer: Tokenizer, report:
 
 
 def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, report: Reporter) -> None:
-    """Reports right answers of the data that the model could not give: too long, or cut by a stop string."""
+    """Reports right answers in the data that the model cannot give: too long, or truncated by a stop string."""
     s, grave = config.sampling, report.warning if config.reward.functions else report.wrong
     known = [text for example in (task.train[row] for row in range(min(NUM_ANSWERS, len(task.train))))
              if (text := right_answer(example, "<reasoning> and <answer>")) is not None]

@@ -1,4 +1,4 @@
-"""Memory: what a device has, what a job needs of it, and which keys to change when it ran out."""
+"""Memory: available on a device, needed by a job, and the keys that reduce it when it is exhausted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AvailableMemory:
 
 
 def available_memory(devices: Iterable[Any]) -> AvailableMemory:
-    """The least memory of a local device; on CPU the machine's, or what its control group leaves of it."""
+    """The smallest memory of a local device; on CPU the machine's, or its control group's limit."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
         total, free = machine_memory()
@@ -98,8 +98,8 @@ class Program:
 
     @property
     def extra_bytes(self) -> int:
-        """The most that a call takes on a device beyond its arguments: temporaries, and results that overwrite none.
-        0 where the compiler does not report it."""
+        """The most memory that a call needs on a device besides its arguments: temporaries, and results that overwrite
+        none. 0 if the compiler does not report it."""
         found = [analysis for program in self.compiled.values() if (analysis := program.memory_analysis())]
         return max((one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
                     for one in found), default=0)
@@ -156,7 +156,7 @@ def parameter_count(a: Architecture) -> int:
 
 def static_budget(model: Model, roles: Roles, reference: bool, teacher: Architecture | None,
                   engines: Mapping[str, Engine]) -> MemoryBudget:
-    """What is known before anything is compiled: parameters, moments, gradient, KV caches (the largest engine's)."""
+    """The memory known before compilation: parameters, moments, gradient, KV caches (of the largest engine)."""
     a = model.architecture
     masters = weight_bytes(a, roles.trainer, jnp.float32)
     budget = MemoryBudget(always={"parameters": masters, "Adam's moments": 2 * masters})
@@ -218,8 +218,7 @@ _LESS = {"model.remat": "model.remat=full", "mesh.fsdp": "raise mesh.fsdp (more 
 
 
 def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
-    """Running out of memory, of a device or of the machine, as one line with the keys to change; None for other
-    errors."""
+    """An error in one line with the keys to change, if a device or the machine ran out of memory; else None."""
     seen: BaseException | None = error
     while seen is not None and not _is_out_of_memory(seen):
         seen = seen.__cause__ or seen.__context__
@@ -243,7 +242,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_exhausted(key: str, config: Any) -> bool:
-    """True if the key cannot reduce memory any further."""
+    """True if the key cannot reduce memory further."""
     used = get_value(config, key)
     if key == "mesh.fsdp":
         return used == -1 or jax.device_count() <= config.mesh.data * used * config.mesh.tensor

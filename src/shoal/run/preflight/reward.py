@@ -1,4 +1,4 @@
-"""Checks a reward on answers whose worth is known: a right, a wrong, an empty, a repeated and a tag-stuffed one.
+"""Checks a reward on known answers: a right, a wrong, an empty, a repeated and a tag-stuffed one.
 
 They are made from the data's gold answers. As the form that a reward expects is unknown, each answer is written in
 several (tags, `####`, a box, bare), and the form in which the right answer scores best counts.
@@ -81,7 +81,7 @@ def gold_of(example: Example) -> str | None:
 
 
 def reasoning_of(example: Example) -> str:
-    """The worked solution without its answer; a short stand-in where the data has none."""
+    """The worked solution without its answer; a short text if the data has none."""
     solution, answer = (str(example.columns.get(name) or "") for name in ("solution", "answer"))
     text = solution or answer
     inner = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)
@@ -124,7 +124,7 @@ def wrong_answers(gold: str) -> list[str]:
 
 
 def answers(example: Example) -> dict[tuple[str, str], str]:
-    """The known answers of an example, (form, kind) -> text; empty where it has no gold answer."""
+    """The known answers of an example, (form, kind) -> text; empty without a gold answer."""
     if (gold := gold_of(example)) is None:
         return {}
     wrong, found = wrong_answers(gold), {}
@@ -150,8 +150,8 @@ def right_answer(example: Example, form: str = "") -> str | None:
 
 def probe(pool: RewardPool, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
           on_error: Policy | None = None) -> Probe:
-    """Scores the known answers of the first examples; stops once a function has taken too long. ShoalError where a
-    function breaks the convention, or fails under `on_error=error` (by default `reward.on_error`)."""
+    """Scores the known answers of the first examples; stops when a function exceeds its time limit. Raises ShoalError
+    if a function breaks the convention, or fails with `on_error=error` (by default `reward.on_error`)."""
     examples = list(examples[:NUM_EXAMPLES])
     made = [answers(example) for example in examples]
     known = bool(made) and all(made)
@@ -203,7 +203,7 @@ def score(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequenc
 
 
 def reward_findings(probe: Probe) -> list[Finding]:
-    """What the scores say about the reward, the gravest first; one `ok` line where nothing is wrong."""
+    """Faults of the reward that the scores show, the gravest first; one `ok` line without faults."""
     found = [Finding("reward", "warning", f"{text} (reward.on_error lets the run continue)", _KEY)
              for text in probe.failures[:1]]
     totals = {kind: probe.total(kind) for kind in probe.rows}

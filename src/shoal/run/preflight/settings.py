@@ -1,6 +1,6 @@
-"""Checks of settings alone: what a run refuses before it reads weights, and what is allowed but is probably a mistake.
+"""Checks of settings alone: errors before any weights are read, and warnings for probable mistakes.
 
-check_before_weights is shared by the run, `shoal doctor` and `--dry-run`; it neither starts JAX nor downloads.
+check_before_weights is shared by the run and `--dry-run`; it neither starts JAX nor downloads.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ BOUNDS: Mapping[str, tuple[str, ...]] = {
 """Policy loss -> the keys that bound its ratio."""
 
 CHECKED = tuple(name for name in TASKS if name != "custom")
-"""Tasks that check answers themselves, whatever the reward functions are."""
+"""Tasks with a check of answers of their own, whatever the reward functions are."""
 
 
 # ---- errors
 
 
 def check_before_weights(config: Any, functions_given: bool = False) -> None:
-    """Raises ShoalError for settings, of any command, that a run refuses before it reads weights.
+    """Raises ShoalError for the settings of any command that cannot work, before weights are read.
 
-    `functions_given`: reward functions come from Python. What lies on the hub or on no disk of this machine is not
-    checked."""
+    `functions_given`: reward functions come from Python. Models and data on the hub are not checked."""
     known = keys_of(type(config))
     for key in ("base_output_directory", "output", "to"):
         if key in known:
             check_local(getattr(config, key), key)
     if isinstance(config, Config):
         check_trainable(config)
-        check_rewarded(config, functions_given)
+        needs_reward = config.task.name == "custom" and config.algorithm.advantage != "none"
+        if needs_reward and not (config.reward.functions or functions_given):
+            raise no_reward(config.task.name)
         if config.run_name:
             named_folder(config.base_output_directory, config.run_name)
     if "model.path" in known:
@@ -61,8 +62,8 @@ def check_before_weights(config: Any, functions_given: bool = False) -> None:
 
 
 def check_dry_run(config: Any) -> None:
-    """`check_before_weights`, and what costs more: data that lies here is read, and JAX is started where the settings
-    of the mesh are not the defaults."""
+    """`check_before_weights`, and slower checks: local data is read, and JAX is started if the mesh is not the
+    default."""
     check_before_weights(config)
     known = keys_of(type(config))
     if "task.name" in known and config.task.name == "custom" and Path(config.task.path).expanduser().exists():
@@ -76,7 +77,7 @@ def check_dry_run(config: Any) -> None:
 
 
 def check_trainable(config: Config) -> None:
-    """Raises ShoalError for settings from which nothing can be learned."""
+    """Raises ShoalError for settings that cannot train."""
     a = config.algorithm
     if config.sampling.temperature == 0:
         raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
@@ -94,15 +95,8 @@ def check_trainable(config: Config) -> None:
                          "rewards, which are ignored; change one of the two")
 
 
-def check_rewarded(config: Config, functions_given: bool = False) -> None:
-    """ShoalError for `task=custom` without a reward function."""
-    needed = config.task.name == "custom" and config.algorithm.advantage != "none"
-    if needed and not (config.reward.functions or functions_given):
-        raise no_reward(config.task.name)
-
-
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """ShoalError for a model in cloud storage, of an unknown name or, where it lies here, of an unknown family."""
+    """Raises ShoalError for a model in cloud storage, of an unknown name, or in a local folder of an unknown family."""
     local = check_local(section.path, key)
     check_local(section.tokenizer, "model.tokenizer")
     if section.name and "/" not in section.name:
@@ -116,7 +110,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
 
 
 def check_task(section: TaskSection) -> None:
-    """ShoalError for data in cloud storage, an unknown task, or `task=custom` without data."""
+    """Raises ShoalError for data in cloud storage, an unknown task, or `task=custom` without data."""
     check_local(section.path, "task.path")
     if section.name not in TASKS and section.name != ROWS:
         from shoal.config.schema import RewardSection
@@ -131,7 +125,7 @@ def check_task(section: TaskSection) -> None:
 
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
-    """Combinations that are allowed and are probably mistakes, a line each."""
+    """A line for each combination of settings that is allowed but probably a mistake."""
     from shoal.run.parts import max_support
     from shoal.trainer.loop import sampling_params
 
@@ -167,7 +161,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 
 def unread_settings(config: Config) -> Iterator[str]:
-    """Keys that were set but have no effect, or another one, with the rest of the configuration, a line each."""
+    """A line for each key that has no effect, or an unexpected one, with the rest of the configuration."""
     from shoal.trainer.update import needs_all_groups
 
     a = config.algorithm
@@ -193,8 +187,8 @@ def unread_settings(config: Config) -> Iterator[str]:
 
 
 def unread_bounds(config: Config) -> Iterator[str]:
-    """Bounds of the ratio that the loss does not read, or that cannot act since every ratio is 1; those that a recipe
-    or an algorithm chosen by name sets are left out."""
+    """Lines for bounds that the loss does not read, or that have no effect because every ratio is 1, except those set
+    by a recipe or an algorithm's preset."""
     a, defaults = config.algorithm, AlgorithmSection()
     if a.clip_dual and "clip_dual" not in BOUNDS[a.loss]:
         users = ", ".join(loss for loss, bounds in BOUNDS.items() if "clip_dual" in bounds)
@@ -219,10 +213,8 @@ def check_settings(config: Config, findings: Findings) -> None:
 
     report, before = Reporter(findings, "configuration"), len(findings.found)
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
-    try:
+    with report.errors():
         check_trainable(config)
-    except ShoalError as error:
-        report.wrong(error)
     for text in algorithm_warnings(config):
         report.warning(text)
     usual = "1e-6 for a large model, 5e-5 for a tiny one"
@@ -249,18 +241,15 @@ def check_settings(config: Config, findings: Findings) -> None:
 
 
 def _check_run_folder(config: Config, report: Reporter) -> None:
-    key = "base_output_directory"
-    try:
+    with report.errors():
+        key = "base_output_directory"
         place = check_local(config.base_output_directory, key)
         place = named_folder(place, config.run_name) if config.run_name else place
         check_place(place / "any", key)
-    except ShoalError as error:
-        report.wrong(error)
-        return
-    if config.run_name and is_run(place):
-        report.ok(f"{place} is a run already, which `shoal train` would resume")
-    elif config.run_name and place.is_dir() and any(place.iterdir()):
-        report.wrong(f"{place} holds something that is no run: choose another run_name", "run_name")
+        if config.run_name and is_run(place):
+            report.ok(f"{place} is a run already, which `shoal train` would resume")
+        elif config.run_name and place.is_dir() and any(place.iterdir()):
+            report.wrong(f"{place} holds something that is no run: choose another run_name", "run_name")
 
 
 def check_size(config: Config, parameters: int, findings: Findings) -> None:

@@ -1,0 +1,108 @@
+"""The fingerprint of a run: what its numbers depend on besides its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.report.console import Console
+from shoal.report.lines import json_line
+from shoal.types import Address, Params, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.tasks.task import Task
+
+MOST_ROWS = 50_000
+"""Rows of data above which the digest covers a sample of SAMPLE_ROWS."""
+SAMPLE_ROWS = 1000
+
+
+def fingerprint(task: Task, seed: int, reference: Params | None = None,
+                teacher: Params | None = None) -> dict[str, Any]:
+    """The inputs of a run besides its configuration, in JSON's types: machine, data, reward functions, and the weights
+    of reference and teacher."""
+    from shoal.model.transformer import checksum
+
+    found = {"machine": machine(), "data": data_digest(task, seed),
+             "rewards": {one.name: _source_digest(one.function) for one in task.rewards}}
+    weights = {"reference": reference, "teacher": teacher}
+    return found | {name: f"{int(checksum(params)):#010x}" for name, params in weights.items() if params is not None}
+
+
+def machine() -> dict[str, str]:
+    """Devices, threads and versions: with equal ones, a run's numbers on CPU are equal bit for bit."""
+    import jax
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers")
+    return {"platform": platform.machine(), "processor": _processor(), "python": platform.python_version(),
+            "device": jax.devices()[0].device_kind, "devices": str(jax.device_count()), "threads": str(threads),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+            **{name: _version(name) for name in packages}}
+
+
+def _processor() -> str:
+    """The processor's model name, from /proc/cpuinfo if it exists."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def data_digest(task: Task, seed: int) -> str:
+    """The number of training rows, and a hash of them and of the evaluation sets; of more than MOST_ROWS rows a sample
+    is hashed, chosen by the seed."""
+    count, rows = len(task.train), range(len(task.train))
+    if count > MOST_ROWS:
+        rows = sorted({int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
+                       for number in range(SAMPLE_ROWS)})
+    hashed = hashlib.blake2b(digest_size=8)
+    for example in itertools.chain((task.train[row] for row in rows), *task.evaluations.values()):
+        hashed.update(json_line([example.row, example.prompt, example.columns]).encode("utf-8", "backslashreplace"))
+    return f"{count} rows, {hashed.hexdigest()}"
+
+
+def _source_digest(function: Any) -> str:
+    """A hash of the source of a function's module; empty if it is not available."""
+    try:
+        text = inspect.getsource(inspect.getmodule(function) or function)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+
+
+def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
+    """Warns of differences between two fingerprints; raises ShoalError if the data or the weights of reference or
+    teacher differ."""
+    if saved["data"] != now["data"]:
+        raise ShoalError(f"the training data is not what this run was started with (it had {saved['data']}, now "
+                         f"{now['data']}): restore the old data, or start a new run from its weights")
+    cures = {"reference": ("the reference weights (model.path)", "restore them, name the very checkpoint "
+                           "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0"),
+             "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run")}
+    for name, (what, cure) in cures.items():
+        if now.get(name) != saved.get(name, now.get(name)):
+            raise ShoalError(f"{what} are not those that this run was started with (checksum {saved[name]}, now "
+                             f"{now[name]}): {cure}")
+    for name, value in now["machine"].items():
+        if (before := saved["machine"].get(name, "unknown")) != value:
+            console.warning(f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "
+                            "saved: numbers may differ in their last bits")
+    for name, digest in now["rewards"].items():
+        if digest != saved["rewards"].get(name):
+            console.warning(f"the source of reward function {name} is not what it was when the checkpoint was saved")

@@ -209,8 +209,8 @@ class MaxTextCheckpoint:
             param_specs(self.architecture), is_leaf=is_param_spec)
 
     def load_lazily(self, role: Role, dtype: Any = np.float32) -> Any:
-        """The parameters as `hf.LazyParameter`: one parameter of all layers (of one layer, where they are not stacked) is in
-        memory at a time."""
+        """The parameters as `hf.LazyParameter`: one parameter of all layers (of one layer, where they are not stacked)
+        is in memory at a time."""
         found, cached = places(self.architecture), dict[str, np.ndarray]()
 
         def read(place: Place, layer: int | None) -> np.ndarray:

@@ -176,11 +176,12 @@ def answer_points(text: str, gold: str) -> float:
 
 
 def number_points(text: str, gold: str) -> float:
-    """1.5 where the first digits after the first `<answer>` are the gold number; signs and commas are not read."""
+    """1.5 where the first digits after the first `<answer>` are the gold number; signs and commas of the answer are not
+    read."""
     opened = text.find("<answer>")
     found = _DIGITS.search(text, opened) if opened >= 0 else None
     value = _float(found[0]) if found else None
-    return 1.5 if value is not None and value == _float(gold) else 0.0
+    return 1.5 if value is not None and value == _float(gold.strip().replace(",", "")) else 0.0
 
 
 def _float(text: str) -> float | None:

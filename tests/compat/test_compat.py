@@ -26,6 +26,7 @@ from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
 from shoal.config.translator import translator
+from shoal.run.task import find_functions
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "lines"
@@ -221,6 +222,38 @@ def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkey
     monkeypatch.delenv("HF_TOKEN")
     compose("train", ["hf_access_token="])
     assert "HF_TOKEN" not in os.environ
+
+
+# ---- rewards as TRL's users name them
+
+
+@pytest.mark.parametrize(("words", "names", "weights"), [
+    (["--reward_funcs", "accuracy_reward"], ["accuracy_reward"], ()),
+    (["--reward_funcs", "accuracy_reward", "think_format_reward", "--reward_weights", "1.0", "0.5", "--bf16"],
+     ["accuracy_reward", "think_format_reward"], (1.0, 0.5)),
+    (["--reward_funcs", "reasoning_accuracy_reward", "get_soft_overlong_punishment", "--learning_rate", "1e-5"],
+     ["reasoning_accuracy_reward", "soft_overlong_punishment_reward"], ()),
+    (["reward_funcs=accuracy_reward,think_format_reward"], ["accuracy_reward", "think_format_reward"], ()),
+    (["reward_funcs=[accuracy_reward, think_format_reward]"], ["accuracy_reward", "think_format_reward"], ()),
+    (["reward=think_format_reward,get_cosine_scaled_reward(max_len=512, min_value_wrong=-2),accuracy_reward"],
+     ["think_format_reward", "cosine_scaled_reward", "accuracy_reward"], ()),
+    (["--reward_funcs", "get_cosine_scaled_reward(max_len=512,min_value_wrong=-2)", "accuracy_reward"],
+     ["cosine_scaled_reward", "accuracy_reward"], ()),
+    (["reward=[get_repetition_penalty_reward(2, -0.5),accuracy_reward]"],
+     ["repetition_penalty_reward", "accuracy_reward"], ()),
+])
+def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
+    config, _ = compose("train", words)
+    assert [one.name for one in find_functions(config.reward.functions)] == names  # type: ignore[union-attr]
+    assert config.reward.weights == weights
+    (tmp_path / "mine.yml").write_text("reward_funcs: [accuracy_reward, get_cosine_scaled_reward(max_len=5)]\n")
+    config, _ = compose("train", [str(tmp_path / "mine.yml")])
+    assert len(find_functions(config.reward.functions)) == 2
+
+
+def test_a_correction_without_a_bound_is_typed_as_inf():
+    config, _ = compose("train", ["algorithm.correction=mis", "--algorithm.correction_cap", "inf"])
+    assert config.algorithm.correction_cap == float("inf")
 
 
 # ---- the table

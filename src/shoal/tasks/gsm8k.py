@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a folder of them, or the hub.
 
 A row holds `question` and `answer`, the latter ending in `#### <number>` or `A: <number>`, or just a number. How
-questions are put and rewarded is chosen by `reward.preset` (`gsm8k_rewards.py`).
+questions are put and rewarded is chosen by `reward.preset` (`gsm8k_presets.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.tasks.data import Published, read_splits, without_held_out
 from shoal.tasks.graders.answer import parse_number
 from shoal.tasks.graders.final_answer import final_number, shown
-from shoal.tasks.gsm8k_rewards import PRESETS, Preset, answer_key
+from shoal.tasks.gsm8k_presets import Preset, load_preset
+from shoal.tasks.gsm8k_rewards import answer_key
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
@@ -29,7 +30,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
     Raises `ShoalError` for data that is missing, empty, unreadable or without the two columns.
     """
-    preset = PRESETS[(reward or RewardSection()).preset]
+    preset = load_preset((reward or RewardSection()).preset)
     train, held_out, notes = read_splits(task, PUBLISHED)
     train = _gold(train, notes, "training") if train else []
     held_out = _gold(held_out, notes, "held-out")
@@ -39,7 +40,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """The task without data, to judge rows that hold their answer."""
-    return _task(PRESETS[(reward or RewardSection()).preset], (), {}, ())
+    return _task(load_preset((reward or RewardSection()).preset), (), {}, ())
 
 
 def _task(preset: Preset, train: Sequence[Example], evaluations: Mapping[str, Sequence[Example]],

@@ -81,7 +81,7 @@ def _typed(system: str, case: dict[str, Any]) -> Iterator[str]:
         name, _, text = flag.lstrip("+").partition("=")
         if name == "epsilon_high" and case.get("config") == "DAPOConfig":
             yield f"algorithm.clip_high={text}"
-        elif not name.startswith(("use_vllm", "algorithm.gdpo_reward")) and "enable\": False" not in text:
+        elif not name.startswith("use_vllm") and "enable\": False" not in text:
             yield f"{section}{name}={text}"
     for name, value in case.get("arguments", {}).items():
         yield from ARGUMENTS.get(name, lambda value: [])(value)

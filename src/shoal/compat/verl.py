@@ -147,6 +147,13 @@ def reward_file(given: Given) -> Values:
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
 
+def betas(name: str, text: str) -> Values:
+    numbers = items_of(text)
+    if len(numbers) != 2:
+        raise ShoalError(f"{name}={text}: expected two numbers")
+    return dict(zip(("optimizer.beta1", "optimizer.beta2"), numbers, strict=True))
+
+
 def train_files(name: str, text: str) -> Values:
     """Parquet files; one is the data set itself, several are files of their folder."""
     files = items_of(text)
@@ -177,27 +184,48 @@ def rounds(name: str, text: str) -> Values:
     return {"algorithm.max_sampling_rounds": str(max(1, number - 1) if number else 1000)}
 
 
+def same(key: str, *names: str) -> list[Flag]:
+    """Rows of flags that stand for one key and occur together in verl's file; the one given last counts."""
+
+    def read(given: Given) -> Values:
+        return {key: list(given.values())[-1]}
+
+    read.__name__ = key
+    return [Flag(name, (key,), group=read) for name in names]
+
+
+def _under(head: str, names: str) -> list[str]:
+    return [head + name for name in names.split()]
+
+
 def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
     return [Flag(name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=group, **more)
             for name in names]
 
 
+_DTYPES: dict[str, Values] = {one: {"model.dtype": full} for one, full in (
+    ("bfloat16", "bfloat16"), ("bf16", "bfloat16"), ("float32", "float32"), ("fp32", "float32"))}
 _FILTERS: dict[str, Values] = {"acc": {"algorithm.dynamic_sampling_by": "correct"}, **{
     name: {"algorithm.dynamic_sampling_by": "reward"} for name in ("score", "seq_reward", "seq_final_reward")}}
 _KL = "kl kl_clamp_input kl_clamp_value"
 
 FLAGS: list[Flag] = [
-    *renames(data__train_batch_size="batch.prompts_per_step", data__max_prompt_length="sampling.max_prompt_tokens",
-             data__max_response_length="sampling.max_completion_tokens", actor_rollout_ref__model__path="model.path",
-             trainer__total_training_steps="steps", trainer__project_name="report.wandb.project",
-             trainer__experiment_name="run_name", trainer__default_local_dir="base_output_directory",
-             trainer__max_actor_ckpt_to_keep="checkpoint.keep_last", data__seed="seed"),
+    *renames(data__train_batch_size="batch.prompts_per_step", actor_rollout_ref__model__path="model.path",
+             actor_rollout_ref__model__tokenizer_path="model.tokenizer",
+             actor_rollout_ref__model__custom_chat_template="model.template",
+             algorithm__gdpo_reward_weights="reward.weights", trainer__total_training_steps="steps",
+             trainer__project_name="report.wandb.project", trainer__experiment_name="run_name",
+             trainer__default_local_dir="base_output_directory", trainer__max_actor_ckpt_to_keep="checkpoint.keep_last",
+             data__seed="seed"),
     *[Flag(_A + name, (key,)) for name, key in (
         ("ppo_epochs", "algorithm.num_epochs"), ("entropy_coeff", "algorithm.entropy_coef"),
         ("optim.lr", "optimizer.lr"), ("optim.weight_decay", "optimizer.weight_decay"),
-        ("grad_clip", "optimizer.clip_grad_norm"), ("ppo_max_token_len_per_gpu", "batch.micro_tokens"),
+        ("ppo_max_token_len_per_gpu", "batch.micro_tokens"),
         ("loss_scale_factor", "algorithm.aggregation_tokens"), ("tau_pos", "algorithm.sapo_positive"),
         ("tau_neg", "algorithm.sapo_negative"))],
+    *same("sampling.max_prompt_tokens", "data.max_prompt_length", _R + "prompt_length"),
+    *same("sampling.max_completion_tokens", "data.max_response_length", _R + "response_length"),
+    *same("optimizer.clip_grad_norm", _A + "grad_clip", _A + "optim.clip_grad"),
     *[Flag(_R + name, (key,)) for name, key in (
         ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
     reads(_R + "top_k", "sampling.top_k", least_zero("sampling.top_k"), "-1 is 0: all"),
@@ -231,9 +259,12 @@ FLAGS: list[Flag] = [
     *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", _A + "optim.lr_warmup_steps_ratio"),
     reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
           lambda name, text: {} if text == "-1" else {"optimizer.warmup_steps": text}, "-1: by lr_warmup_steps_ratio"),
+    reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", betas, "both betas of AdamW"),
     *[reads(_A + f"optim.{name}", "optimizer.schedule", choice({
         one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
       for name in ("warmup_style", "lr_scheduler_type")],
+    reads(_A + "fsdp_config.dtype", "model.dtype", choice(_DTYPES), "of the computation; masters stay float32"),
+    reads("data.val_max_samples", "task.num_questions", least_zero("task.num_questions"), "-1 is 0: all"),
     reads("data.train_files", "task.path", train_files, "a parquet file, or some of one folder",
           keeps_nothing=True),
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp", group=gpus)
@@ -262,10 +293,42 @@ FLAGS: list[Flag] = [
     *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode"),
     *refused("rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
-    *refused("LoRA; all weights are trained", _MODEL + "lora_rank"),
+    *refused("LoRA; all weights are trained", _MODEL + "lora_rank", _MODEL + "lora_adapter_path"),
+    *refused("heads for several tokens", _MODEL + "mtp.enable"),
+    *refused("the model's shape comes with its checkpoint", _MODEL + "override_config", _MODEL + "hf_config_path",
+             _MODEL + "external_lib"),
+    *refused("the reference is the model as it was at the start", _REF + "model.path"),
+    *refused("the learning rate falls to 0", _A + "optim.min_lr_ratio"),
+    *refused("AdamW has optimizer.beta1, beta2, eps and weight_decay", _A + "optim.override_optimizer_config"),
+    *only("half a cosine", "0.5", names=_A + "optim.num_cycles"),
+    *only("AdamW is the optimizer", "adamw", names=_A + "optim.optimizer"),
+    *only("masters are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
+    *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
+    *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
+    *refused("quantised weights", _R + "quantization"),
+    *refused("samples are always drawn", _R + "skip_rollout"),
+    *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs",
+          names=_R + "logprobs_mode"),
+    *only("one turn", "single_turn_agent", names=_R + "agent.default_agent_loop"),
+    *refused("one turn", _R + "agent.agent_loop_config_path"),
+    *refused("an evaluation is greedy, and sampled for train.pass_k", *(_R + f"val_kwargs.{name}" for name in (
+        "temperature", "do_sample"))),
+    *only("an evaluation is greedy, and sampled for train.pass_k", "1", names=_R + "val_kwargs.n"),
+    *refused("every row is trained on; shorten the file", "data.train_max_samples"),
+    *refused("data are read by task.name=custom", "data.custom_cls.path", "data.sampler.class_path",
+             "data.datagen.path"),
+    *refused("set model.template", "data.apply_chat_template_kwargs"),
+    *refused("set model.tokenizer", "data.tokenizer"),
+    *only("set task.columns for other columns", "prompt", names="data.prompt_key"),
+    *only("give reward=FILE:FUNCTION; reward.overlong_buffer_tokens is DAPO's penalty", "naive",
+          names="reward_manager.name reward_model.reward_manager reward.reward_manager.name"),
+    *refused("give reward=FILE:FUNCTION", "reward_manager.module.path", "reward_model.reward_loop_module_path",
+             "reward_model.sandbox_fusion.url", "reward.sandbox_fusion.url"),
+    *refused("there is no critic", "critic.enable"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *only("a run is always evaluated before and after", "true", names=_T + "val_before_train"),
+    *refused("give resume=FOLDER", _T + "resume_from_path"),
     *only("a run goes on by the same run_name, or with resume=FOLDER; a new one needs another run_name", "auto",
           names=_T + "resume_mode"),
     *only("the order is drawn anew each epoch, by seed", "true", names="data.shuffle"),
@@ -282,17 +345,23 @@ FLAGS: list[Flag] = [
     *idle("completions are not sorted over devices by their lengths, which changes no number", _T + "balance_batch"),
     *idle("batch.micro_tokens bounds a micro-batch by the slots' padded length, not by its tokens",
           _A + "use_dynamic_bsz"),
-    *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(
-        f"{head}log_prob_{name}" for head in (_R, _REF) for name in (
-            "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"))),
-    *idle("nothing is moved to the host", *(f"{head}fsdp_config.{name}_offload" for head, name in (
-        (_A, "param"), (_A, "optimizer"), (_A, "grad"), (_REF, "param")))),
-    *idle("a setting of vLLM; the sampler is the model itself", *(_R + name for name in (
-        "enforce_eager", "free_cache_engine", "enable_chunked_prefill", "max_num_batched_tokens", "max_num_seqs",
-        "max_model_len", "load_format", "dtype", "layered_summon", "mode", "name"))),
-    *idle("it counts with a setting that is refused", "algorithm.rollout_correction.rollout_rs_threshold",
-          "algorithm.rollout_correction.loss_type", *(_A + f"policy_loss.{name}" for name in (
-              "dro_beta", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"))),
+    *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(f"{head}log_prob_{name}" for head in (
+        _R, _REF) for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz",
+                               "max_token_len_per_gpu"))),
+    *idle("nothing is moved to the host", *_under(_A + "fsdp_config.", "param_offload optimizer_offload grad_offload"),
+          _REF + "fsdp_config.param_offload"),
+    *idle("a setting of vLLM; the sampler is the model itself", *_under(_R, """
+        enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
+        load_format dtype layered_summon mode name""")),
+    *idle("it counts with a setting that is refused", *_under("algorithm.", """
+        rollout_correction.rollout_rs_threshold rollout_correction.loss_type kl_ctrl.horizon kl_ctrl.target_kl
+        pf_ppo.*"""), *_under(_A, """
+        policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
+        policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*"""), *_under(_MODEL, """
+        mtp.* lora_* target_modules exclude_modules"""), *_under(_R, """
+        multi_turn.* mtp quantization_config_file skip_dump_dir"""), *_under("data.", """
+        tool_config_path custom_cls.* sampler.* datagen.* reward_fn_key"""),
+          "reward_model.*", "reward.*", "reward_manager.*"),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *idle("the sampler is split as the trainer is: mesh.tensor", _R + "tensor_model_parallel_size"),
@@ -302,14 +371,24 @@ FLAGS: list[Flag] = [
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),
     *idle("the reference has the trainer's settings", _REF + "*"),
-    *idle("it has no effect on what is computed here", _R + "*", _MODEL + "*", _A + "checkpoint.*", _A + "profiler.*",
-          _A + "fsdp_config.*", _A + "optim.*", _A + "policy_loss.*", _A + "strategy", _A + "shuffle", _A + "_target_",
-          _A + "use_torch_compile", _A + "use_fused_kernels", _A + "ulysses_sequence_parallel_size",
-          _A + "entropy_from_logits_with_chunking", _A + "entropy_checkpointing", "actor_rollout_ref.hybrid_engine",
-          "actor_rollout_ref.nccl_timeout", "data.*", "algorithm._target_", "algorithm.pf_ppo.*",
-          "algorithm.kl_ctrl.*", "algorithm.rollout_correction.*", "algorithm.gdpo_reward_*", "reward_model.*",
-          "reward.*", _T + "*", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*",
-          "reward_manager.*", *(_A + name for name in (
-              "rollout_n", "freeze_vision_tower", "calculate_entropy", "data_loader_seed", "router_replay.*",
-              "calculate_sum_pi_squared", "sum_pi_squared_checkpointing"))),
+    *idle("its parts are the reward functions", "algorithm.gdpo_reward_keys"),
+    *idle("mini-batches are drawn anew each epoch, by seed", _A + "shuffle", _A + "data_loader_seed"),
+    *idle("greedy evaluation reads neither", _R + "val_kwargs.top_k", _R + "val_kwargs.top_p"),
+    *idle("a setting of verl's engines; it changes no number", "actor_rollout_ref.hybrid_engine",
+          "actor_rollout_ref.nccl_timeout", *_under(_R, """
+        *_size cudagraph_* enable_prefix_caching scheduling_policy disable_log_stats engine_kwargs.*
+        multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.* prometheus.*"""),
+          *_under(_MODEL, """
+        use_shm trust_remote_code enable_activation_offload use_liger *fused_kernel* tiled_mlp.*"""), *_under(_A, """
+        checkpoint.* profiler.* fsdp_config.* strategy use_torch_compile use_fused_kernels
+        ulysses_sequence_parallel_size entropy_from_logits_with_chunking entropy_checkpointing rollout_n
+        freeze_vision_tower calculate_entropy calculate_sum_pi_squared sum_pi_squared_checkpointing
+        optim.optimizer_impl optim.total_training_steps""")),
+    *idle("a setting of how data are read; it changes no number", *_under("data.", """
+        use_shm *_workers trust_remote_code return_* validation_shuffle image_* video_*""")),
+    *idle("a setting of verl's processes", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*",
+          *_under(_T, """
+        esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep device
+        ray_wait_register_center_timeout use_legacy_worker_impl""")),
+    *idle("a name of verl's classes", "*._target_"),
 ]

@@ -133,7 +133,7 @@ def by_flags(system: str, case: dict[str, Any]) -> Ours:
     groups = (-1, config.batch.group_size)  # neighbouring completions are a group
     parts, scale = components_of(system, case)
     parts = parts.reshape(len(parts), *groups)
-    valid = ~np.isnan(parts).all(axis=0)
+    valid = np.asarray(~np.isnan(parts).all(axis=0))
     P, G = valid.shape
     summed = np.array(list(scale.values()) if system == "tunix" or "rewards" in case else given["reward_weights"])
     rewards = np.where(valid, np.nansum(parts * summed[:, None, None], axis=0), np.nan)

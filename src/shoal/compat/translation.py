@@ -29,7 +29,7 @@ _PATTERNS = {system: [flag for flag in flags if flag.is_pattern] for system, fla
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenFlag:
     """A flag where it was given."""
 
     flag: Flag
@@ -95,7 +95,7 @@ class Translator:
         found: dict[tuple[int, int], list[Setting]] = {}
         reports: list[tuple[tuple[int, int], Report]] = []
         errors: list[str] = []
-        groups: dict[Callable, list[Given]] = {}
+        groups: dict[Callable, list[GivenFlag]] = {}
         for places, one in given.values():
             found |= {place: [] for place in places}
             flag = one.flag
@@ -114,9 +114,10 @@ class Translator:
         return Translation(found, [(place[0], report) for place, report in reports], errors)
 
 
-def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> dict[str, tuple[list[tuple[int, int]], Given]]:
+def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> (
+        dict[str, tuple[list[tuple[int, int]], GivenFlag]]):
     """By name: every place where a flag was given, and the last."""
-    found: dict[str, tuple[list[tuple[int, int]], Given]] = {}
+    found: dict[str, tuple[list[tuple[int, int]], GivenFlag]] = {}
     for number, entries in enumerate(layers):
         likely, is_theirs = likely_system(entries)
         for place, entry in enumerate(entries):
@@ -124,7 +125,7 @@ def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> dict[str, 
             if row is None:
                 continue
             before = found.pop(entry.name, ([], None))[0]
-            found[entry.name] = ([*before, (number, place)], Given(row[1], row[0], entry, (number, place)))
+            found[entry.name] = ([*before, (number, place)], GivenFlag(row[1], row[0], entry, (number, place)))
     return found
 
 
@@ -135,14 +136,14 @@ def likely_system(entries: Sequence[Entry]) -> tuple[str, bool]:
     return likely, votes[likely] >= ENOUGH
 
 
-def _attempt(errors: list[str], one: Given, act: Callable[[], None]) -> None:
+def _attempt(errors: list[str], one: GivenFlag, act: Callable[[], None]) -> None:
     try:
         act()
     except ShoalError as error:
         errors.append(f"{one.where}{error}")
 
 
-def _alone(config_type: type, one: Given, found: dict[tuple[int, int], list[Setting]],
+def _alone(config_type: type, one: GivenFlag, found: dict[tuple[int, int], list[Setting]],
            reports: list[tuple[tuple[int, int], Report]]) -> None:
     """A flag whose own value says all."""
     flag, text, name = one.flag, one.text, one.entry.name
@@ -165,7 +166,7 @@ def _alone(config_type: type, one: Given, found: dict[tuple[int, int], list[Sett
                                       not flag.is_quiet, one.system)))
 
 
-def _together(config_type: type, rule: Callable, members: Sequence[Given],
+def _together(config_type: type, rule: Callable, members: Sequence[GivenFlag],
               found: dict[tuple[int, int], list[Setting]], reports: list[tuple[tuple[int, int], Report]]) -> None:
     """Flags of one rule. A key stands in the place of the flag that names it, of several the one that names fewest."""
     flags = {one.entry.name: one.text for one in members}
@@ -189,7 +190,7 @@ def _together(config_type: type, rule: Callable, members: Sequence[Given],
     reports.append((last.place, Report(flags, tuple(settings), meaning, has_line, last.system)))
 
 
-def _settings(config_type: type, values: Values, one: Given, group: str) -> list[Setting]:
+def _settings(config_type: type, values: Values, one: GivenFlag, group: str) -> list[Setting]:
     """A flag's values as settings of the keys that a command has."""
     keys, settings = keys_of(config_type), []
     for key, value in values.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.compat.derived import micro_batch_per_gpu, mini_batches, warmup
+from shoal.compat.derived import derive_micro_batch_per_gpu, derive_mini_batches, derive_warmup
 from shoal.compat.flags import (
     LOWEST,
     NOTHING,
@@ -33,7 +33,7 @@ _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer.
 _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
 
 
-def clip(given: Given) -> Values:
+def read_clip(given: Given) -> Values:
     """clip_ratio is both bounds, where the one is not given by itself."""
     named = last_part(given)
     bounds = {f"algorithm.clip_{side}": named.get(f"clip_ratio_{side}", named.get("clip_ratio", ""))
@@ -50,7 +50,7 @@ _OWN_MEAN = ("geo_mean", "sapo")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def loss(given: Given) -> Values:
+def read_loss(given: Given) -> Values:
     """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
     a token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
     named = last_part(given)
@@ -74,7 +74,7 @@ _ESTIMATES: dict[str, Values] = {
     "low_var_kl": _LOW_VAR, "k3": _LOW_VAR}
 
 
-def divergence(given: Given) -> Values:
+def read_divergence(given: Given) -> Values:
     """Two places for a divergence, each with its switch, coefficient and estimator; these count only there."""
     named = last_part(given)
     in_loss, in_reward = (to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward"))
@@ -96,7 +96,7 @@ _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce
                "rloo_vectorized": "rloo"}
 
 
-def estimator(given: Given) -> Values:
+def read_estimator(given: Given) -> Values:
     """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by counts for grpo alone;
     verl whitens over tokens."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
@@ -109,7 +109,7 @@ def estimator(given: Given) -> Values:
     return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
 
 
-def rollout_correction(given: Given) -> Values:
+def read_rollout_correction(given: Given) -> Values:
     """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
     named = last_part(given)
     level = named.get("rollout_is", "null")
@@ -121,7 +121,7 @@ def rollout_correction(given: Given) -> Values:
             "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
 
 
-def long_prompts(given: Given) -> Values:
+def read_long_prompts(given: Given) -> Values:
     """Prompts over the limit are filtered out first; what is left of them is an error."""
     name = "data.truncation"
     chosen(name, given.get(name, "error").strip("'"), {"error": ""})
@@ -129,7 +129,7 @@ def long_prompts(given: Given) -> Values:
     return {"sampling.long_prompts": "drop" if to_bool(name, given.get(name, "false")) else "error"}
 
 
-def gpus(given: Given) -> Values:
+def read_gpus(given: Given) -> Values:
     """Nodes times devices of each, 8 where only the nodes are given."""
     named = last_part(given)
     each, nodes = (to_int(f"trainer.{name}", named.get(name, default)) for name, default in (
@@ -137,7 +137,7 @@ def gpus(given: Given) -> Values:
     return {"mesh.trainer": str(each * nodes), "mesh.fsdp": "-1"}
 
 
-def reward_file(given: Given) -> Values:
+def read_reward_file(given: Given) -> Values:
     """A file, and a name in it."""
     named = last_part(given)
     if "path" in named and named["path"].lower() in NOTHING:
@@ -147,14 +147,14 @@ def reward_file(given: Given) -> Values:
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
 
-def betas(name: str, text: str) -> Values:
+def read_betas(name: str, text: str) -> Values:
     numbers = items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
     return dict(zip(("optimizer.beta1", "optimizer.beta2"), numbers, strict=True))
 
 
-def train_files(name: str, text: str) -> Values:
+def read_train_files(name: str, text: str) -> Values:
     """Parquet files; one is the data set itself, several are files of their folder."""
     files = items_of(text)
     if not files:
@@ -168,7 +168,7 @@ def train_files(name: str, text: str) -> Values:
     return values
 
 
-def loggers(name: str, text: str) -> Values:
+def read_loggers(name: str, text: str) -> Values:
     known = {"console": {}, "wandb": {"report.wandb.mode": "online"}, "tensorboard": {"report.tensorboard": "true"}}
     found: dict[str, Any] = {}
     for item in items_of(text):
@@ -178,7 +178,7 @@ def loggers(name: str, text: str) -> Values:
     return found
 
 
-def rounds(name: str, text: str) -> Values:
+def read_rounds(name: str, text: str) -> Values:
     """Rounds in all, 0 without limit -> rounds beyond the first."""
     number = to_int(name, text, 0)
     return {"algorithm.max_sampling_rounds": str(max(1, number - 1) if number else 1000)}
@@ -229,62 +229,68 @@ FLAGS: list[Flag] = [
     *[Flag(_R + name, (key,)) for name, key in (
         ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
     reads(_R + "top_k", "sampling.top_k", least_zero("sampling.top_k"), "-1 is 0: all"),
-    *_grouped(clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
-    *_grouped(clip, "clip_low", "", _A + "clip_ratio_low"),
-    *_grouped(clip, "clip_high", "", _A + "clip_ratio_high"),
-    *_grouped(loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without dual "
+    *_grouped(read_clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
+    *_grouped(read_clip, "clip_low", "", _A + "clip_ratio_low"),
+    *_grouped(read_clip, "clip_high", "", _A + "clip_ratio_high"),
+    *_grouped(read_loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without "
+              "dual "
               "clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
-    *_grouped(loss, "aggregation", "the same names", _A + "loss_agg_mode"),
-    *_grouped(loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
-    *_grouped(divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
-    *_grouped(divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
-    *_grouped(divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
-    *_grouped(divergence, f"kl_coef kl_placement {_KL}", "taken off the reward, as kl_penalty says",
+    *_grouped(read_loss, "aggregation", "the same names", _A + "loss_agg_mode"),
+    *_grouped(read_loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
+    *_grouped(read_divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
+    *_grouped(read_divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
+    *_grouped(read_divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
+    *_grouped(read_divergence, f"kl_coef kl_placement {_KL}", "taken off the reward, as kl_penalty says",
               "algorithm.use_kl_in_reward", is_switch=True),
-    *_grouped(divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)", "algorithm.kl_ctrl.kl_coef"),
-    *_grouped(divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
+    *_grouped(read_divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)",
+              "algorithm.kl_ctrl.kl_coef"),
+    *_grouped(read_divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
               "algorithm.kl_penalty"),
-    *_grouped(estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
+    *_grouped(read_estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
               "algorithm.adv_estimator"),
-    *_grouped(estimator, "advantage", "false: the group's mean alone; counts for grpo",
+    *_grouped(read_estimator, "advantage", "false: the group's mean alone; counts for grpo",
               "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
-    *_grouped(rollout_correction, "correction correction_level correction_cap correction_floor", "token or sequence: "
+    *_grouped(read_rollout_correction, "correction correction_level correction_cap correction_floor", "token or "
+              "sequence: "
               "truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is", keeps_nothing=True),
-    *_grouped(rollout_correction, "correction_cap correction_floor",
+    *_grouped(read_rollout_correction, "correction_cap correction_floor",
               "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
               "algorithm.rollout_correction.rollout_is_threshold"),
-    *derived(mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
-    *derived(micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
+    *derived(derive_mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
+    *derived(derive_micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
              _A + "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
-    *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", _A + "optim.lr_warmup_steps_ratio"),
+    *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates",
+             _A + "optim.lr_warmup_steps_ratio"),
     reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
           lambda name, text: {} if text == "-1" else {"optimizer.warmup_steps": text}, "-1: by lr_warmup_steps_ratio"),
-    reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", betas, "both betas of AdamW"),
+    reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", read_betas, "both betas of AdamW"),
     *[reads(_A + f"optim.{name}", "optimizer.schedule", choice({
         one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
       for name in ("warmup_style", "lr_scheduler_type")],
     reads(_A + "fsdp_config.dtype", "model.dtype", choice(_DTYPES), "of the computation; masters stay float32"),
     reads("data.val_max_samples", "task.num_questions", least_zero("task.num_questions"), "-1 is 0: all"),
-    reads("data.train_files", "task.path", train_files, "a parquet file, or some of one folder",
+    reads("data.train_files", "task.path", read_train_files, "a parquet file, or some of one folder",
           keeps_nothing=True),
-    *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp", group=gpus)
+    *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp",
+      group=read_gpus)
       for name in ("n_gpus_per_node", "nnodes")],
-    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=reward_file,
+    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=read_reward_file,
            meaning="file and name of the reward function",
            keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
     reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS),
           "acc: by correctness; else by the reward"),
-    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", rounds,
+    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", read_rounds,
           "rounds beyond the first; 0, no limit there, is 1,000"),
     reads(_MODEL + "enable_gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
           is_switch=True),
-    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=long_prompts, is_switch=True) for name, meaning in (
+    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=read_long_prompts, is_switch=True) for name,
+        meaning in (
         ("data.truncation", "error only: a prompt is never cut"),
         ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
     reads(_T + "save_freq", "checkpoint.every", least_zero("checkpoint.every"), "-1: only the last step"),
     reads(_T + "test_freq", "train.evaluate_every", least_zero("train.evaluate_every"), "-1: only before and after"),
-    reads(_T + "logger", "report.wandb.mode report.tensorboard", loggers, "console, wandb, tensorboard"),
+    reads(_T + "logger", "report.wandb.mode report.tensorboard", read_loggers, "console, wandb, tensorboard"),
     # ---- what matters and has no counterpart
     *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
              "algorithm.rollout_correction.rollout_is_batch_normalize"),

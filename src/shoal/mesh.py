@@ -113,8 +113,9 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         if size == -1:
             sizes[axis] = size = left
         if left % size:
-            place = f"{left} device{'s' * (left > 1)}" if left == len(devices) else f"the {left} of {len(devices)} devices that " \
-                "the other axes leave"
+            place = f"the {left} of {len(devices)} devices that the other axes leave"
+            if left == len(devices):
+                place = f"{left} device{'s' * (left > 1)}"
             raise ShoalError(f"mesh.{axis}={size} does not divide {place}; use {listed_divisors(left)}")
         left //= size
     shape = tuple(sizes[axis] for axis in AXES)

@@ -105,7 +105,7 @@ def test_a_line_for_more_says_what_is_missing(workshop, stem, number, part, caps
     assert part in err and err.count("error: ") == 1 and not (workshop.runs / "more").exists()
 
 
-def test_lora_is_not_there_yet(capsys):
+def test_lora_is_refused(capsys):
     assert cli.main(["train", "train_model.lora.enabled=true"]) == 2
-    assert "train_model.lora.enabled=true is not there yet: LoRA" in capsys.readouterr().err
+    assert "train_model.lora.enabled=true is not supported: LoRA" in capsys.readouterr().err
     assert compose("train", ["train_model.lora.enabled=false"])[0] == Config()

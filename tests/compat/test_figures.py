@@ -1,14 +1,16 @@
 """Flags compute what theirs compute: each system's own code was run on the inputs in `figures/`, and its loss,
-advantages and gradients are compared with Shoal's under the same flags.
+advantages, gradients and schedule are compared with Shoal's under the same flags.
 
-What differs is in DIFFERENT, with the reason; what a flag asks for that has no counterpart is refused, and in REFUSED.
+What differs is in `shoal.compat.differences`, with the reason; DIFFERENT says which cases show it. What asks for
+something that has no counterpart is in REFUSED.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,44 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from proof_data import Update, by_shoal, layout
+from proof_data import Update, UpdateResult, by_shoal, layout
 
 from shoal.algorithm.aggregation import token_weights
+from shoal.compat.differences import DIFFERENCES
 from shoal.config.loading import compose
-from shoal.trainer.step import Objective
+from shoal.config.schema import Config, RewardSection, TaskSection
+from shoal.rewards.scores import score
+from shoal.tasks.gsm8k import blank
+from shoal.trainer.loss import Objective
 from shoal.trainer.step_table import step_advantages
-from shoal.types import ShoalError
+from shoal.types import Example, ShoalError
 
 FIGURES = Path(__file__).parent / "figures"
-SYSTEMS = ("trl", "verl")
-P, G, C = 4, 4, 6
+SYSTEMS = ("maxtext", "torchrl", "trl", "tunix", "verl")
+
+BASE = {
+    "maxtext": ["grpo_beta=0.04"],  # grpo.yml's; the recipe is the demo's
+    "torchrl": ["train.entropy_coeff=0.0"],
+    "trl": [],
+    "tunix": ["grpo_config.beta=0.04", "rollout_config.total_generation_steps=8"],  # GRPOConfig's, not the file's
+    "verl": [],
+}
+"""The settings under which a system's figures were taken, over its recipe."""
+
+CLASSES = {
+    "DAPOConfig": ["algorithm.clip_high=0.28", "algorithm.aggregation=token-mean", "algorithm.kl_coef=0"],
+    "DrGRPOConfig": ["algorithm.advantage=dr_grpo", "algorithm.aggregation=seq-mean-token-sum-norm"],
+}
+"""Classes of settings that no command line of Tunix chooses, in our keys."""
+
+ARGUMENTS = {
+    "clip_epsilon": lambda x: [f"algorithm.clip_{side}={np.ravel(x)[i]}" for side, i in (("low", 0), ("high", -1))],
+    "aggregation": lambda x: [f"algorithm.aggregation={AGGREGATIONS[x]}"],
+    "entropy_coeff": lambda x: [f"train.entropy_coeff={x}"],
+}
+"""Arguments of TorchRL's losses that its recipe has no flag for, in our keys."""
+
+AGGREGATIONS = {"token_mean": "token-mean", "prompt_mean": "seq-mean-token-mean", "none": "seq-mean-token-sum"}
 
 
 @cache
@@ -42,38 +71,77 @@ def inputs(name: str) -> dict[str, Any]:
 
 
 def words_of(system: str, case: dict[str, Any]) -> list[str]:
-    """The flags, over the system's own defaults; without those that say who draws and how figures were taken."""
-    flags = [flag.lstrip("+") for flag in [*recorded(system)["base_flags"], *case["flags"]]]
-    others = ("use_vllm", "algorithm.gdpo_reward")
-    words = [f"recipe={system}", *(flag for flag in flags if not flag.startswith(others))]
+    """The flags of a case as its user would type them, over the system's own defaults."""
+    return [f"recipe={system}", *BASE[system], *CLASSES.get(case.get("config", ""), []), *_typed(system, case)]
+
+
+def _typed(system: str, case: dict[str, Any]) -> Iterator[str]:
+    section = {"tunix": "agentic_grpo_config." if "agentic" in case["name"] else "grpo_config."}.get(system, "")
+    for flag in [*recorded(system)["base_flags"], *case["flags"]]:
+        name, _, text = flag.lstrip("+").partition("=")
+        if name == "epsilon_high" and case.get("config") == "DAPOConfig":
+            yield f"algorithm.clip_high={text}"
+        elif not name.startswith("use_vllm") and "enable\": False" not in text:
+            yield f"{section}{name}={text}"
+    for name, value in case.get("arguments", {}).items():
+        yield from ARGUMENTS.get(name, lambda value: [])(value)
     if system == "trl" and not uses_vllm(case):
-        words.append("vllm_importance_sampling_correction=false")  # the recipe's is what TRL does when vLLM draws
-    return words
+        yield "vllm_importance_sampling_correction=false"  # the recipe's is what TRL does when vLLM draws
 
 
 def uses_vllm(case: dict[str, Any]) -> bool:
     return "use_vllm=True" in case["flags"]
 
 
-def by_flags(system: str, case: dict[str, Any]) -> tuple[float, np.ndarray, np.ndarray]:
-    """Shoal's loss, advantages [P, G] and gradient [P, G, C] under a case's flags."""
-    words = words_of(system, case)
-    config, _ = compose("train", words)
+@dataclass(frozen=True)
+class Ours:
+    """What Shoal computes under a case's flags."""
+
+    config: Config
+    advantages: np.ndarray
+    update: Update
+    got: UpdateResult
+
+    def loss(self, rows: list[int] | None = None) -> tuple[float, np.ndarray, np.ndarray]:
+        """The loss of an update with these completions, all without `rows`, and its gradients by log-probs and
+        entropies, [P, G, C]."""
+        a, valid = self.config.algorithm, self.update.valid
+        counts = np.isin(np.arange(valid.size).reshape(valid.shape), range(valid.size) if rows is None else rows)
+        weights = token_weights(a.aggregation, self.update.lengths, valid, counts,
+                                a.aggregation_tokens or self.config.sampling.max_completion_tokens)
+        gradients = np.zeros((2, *valid.shape, 6))
+        for found, into in zip(self.got.gradients(weights), gradients, strict=True):
+            for (p, g), own in found.items():
+                into[p, g, : len(own)] = own
+        return self.got.loss(weights), gradients[0], gradients[1]
+
+
+def components_of(system: str, case: dict[str, Any]) -> tuple[np.ndarray, dict[str, float]]:
+    """Each function's rewards, [F, P, G], NaN where a completion could not be judged; the functions' weights."""
+    given = inputs(case["inputs"])
+    rewards = {"own": case["rewards"]} if "rewards" in case else given["rewards"]
+    parts = np.array([[[np.nan if x is None else x for x in row] for row in rows] for rows in rewards.values()], float)
+    is_plain = system == "tunix" or "rewards" in case or (
+        any("estimator=gdpo" in flag for flag in case["flags"])
+        and not any("gdpo_reward_weights" in flag for flag in case["flags"]))
+    return parts, dict(zip(rewards, np.ones(len(parts)) if is_plain else given["reward_weights"], strict=True))
+
+
+def by_flags(system: str, case: dict[str, Any]) -> Ours:
+    config, _ = compose("train", words_of(system, case))
     a, given = config.algorithm, inputs(case["inputs"])
-    parts = np.array([[[np.nan if x is None else x for x in row] for row in rows]
-                      for rows in given["rewards"].values()], np.float64)
-    weighed = any("gdpo_reward_weights" in flag for flag in case["flags"])
-    own = a.advantage == "gdpo" and system == "verl" and not weighed
-    scale = dict(zip(given["rewards"], [1.0, 1.0] if own else given["reward_weights"], strict=True))
-    valid = ~np.isnan(parts).all(axis=0)
-    rewards = np.where(valid, np.nansum(parts * np.array(given["reward_weights"])[:, None, None], axis=0), np.nan)
-    lengths, cut = np.array(given["lengths"]), np.array(given["truncated"]) & a.mask_truncated
-    old, lp, ref, sampler, entropy = (np.array(given[name], np.float64) for name in (
-        "old_logprobs", "logprobs", "ref_logprobs", "sampler_logprobs", "entropies"))
-    with_weights = uses_vllm(case) and a.correction != "none"  # only then, or for several updates, TRL keeps old ones
-    use_old = Objective.of(a).use_old or with_weights or system == "verl"
+    groups = (-1, config.batch.group_size)  # neighbouring completions are a group
+    parts, scale = components_of(system, case)
+    parts = parts.reshape(len(parts), *groups)
+    valid = np.asarray(~np.isnan(parts).all(axis=0))
+    P, G = valid.shape
+    summed = np.array(list(scale.values()) if system == "tunix" or "rewards" in case else given["reward_weights"])
+    rewards = np.where(valid, np.nansum(parts * summed[:, None, None], axis=0), np.nan)
+    lengths, cut = (np.array(given[name]).reshape(groups) for name in ("lengths", "truncated"))
+    old, lp, ref, sampler, entropy, mask = (np.array(given[name], float).reshape(P, G, -1) for name in (
+        case.get("old", "old_logprobs"), "logprobs", "ref_logprobs", "sampler_logprobs", "entropies", "mask"))
     if a.kl_placement == "reward" and a.kl_coef:
-        log_ratio = np.where(np.array(given["mask"], bool), old - ref, 0.0)
+        log_ratio = np.where(mask > 0, old - ref, 0.0)
         rewards = rewards - a.kl_coef * {"k1": log_ratio, "k2": log_ratio**2 / 2,
                                          "k3": np.clip(np.exp(-log_ratio) - 1 + log_ratio, -10, 10)}[a.kl].sum(-1)
     components = [{name: parts[f, p] for f, name in enumerate(scale)} for p in range(P)]
@@ -81,74 +149,106 @@ def by_flags(system: str, case: dict[str, Any]) -> tuple[float, np.ndarray, np.n
     rows = [[oracle.Completion(lp[p, g, :n], old[p, g, :n], ref[p, g, :n], np.ones(n, bool), advantages[p, g],
                                sampler[p, g, :n], p) for g, n in enumerate(lengths[p])] for p in range(P)]
     entropies = [[entropy[p, g, :n] for g, n in enumerate(lengths[p])] for p in range(P)]
-    update = Update(rows, entropies, valid, np.ones((P, G), bool), cut)
-    got = by_shoal(layout(update, dtype=np.float32, grid=(8, 2, C)), replace(Objective.of(a), use_old=use_old))
-    weights = token_weights(a.aggregation, update.lengths, valid, np.ones((P, G), bool),
-                            a.aggregation_tokens or config.sampling.max_completion_tokens)
-    gradient = np.zeros((P, G, C))
-    for (p, g), own in got.gradients(weights)[0].items():
-        gradient[p, g, : len(own)] = own
-    return got.loss(weights), advantages, gradient
+    update = Update(rows, entropies, valid, np.ones((P, G), bool), cut & a.mask_truncated)
+    use_old = Objective.of(a).use_old or "old" in case or system == "verl" or (
+        uses_vllm(case) and a.correction != "none")  # only then, or for several updates, TRL keeps old log-probs
+    got = by_shoal(layout(update, dtype=np.float32, grid=(8, 2, 6)), replace(Objective.of(a), use_old=use_old))
+    return Ours(config, advantages, update, got)
 
 
 def differences(system: str, case: dict[str, Any]) -> list[str]:
-    """Which of loss, advantages and gradient are not the system's."""
-    loss, advantages, gradient = by_flags(system, case)
+    """Which of advantages, loss and gradients are not the system's."""
+    ours, tables, found = by_flags(system, case), recorded(system)["tables"], []
     mask = np.array(inputs(case["inputs"])["mask"], bool)
-    found = []
-    if not np.isclose(loss, case["loss"], rtol=1e-5, atol=2e-6):
-        found.append("loss")
-    tables = recorded(system)["tables"]
-    theirs = np.array(tables[case["advantages"]], np.float64)
-    if theirs.shape == advantages.shape and not np.allclose(advantages, theirs, rtol=1e-5, atol=1e-6):
-        found.append("advantages")
-    if not np.allclose(gradient[mask], np.ravel(tables[case["gradient"]]), rtol=1e-4, atol=2e-6):
-        found.append("gradient")
+    if "advantages" in case:
+        theirs, own = np.array(tables[case["advantages"]], float), ours.advantages
+        own = own.reshape(theirs.shape) if theirs.size == own.size else np.repeat(own.ravel(), mask.sum(-1).ravel())
+        found += [] if np.allclose(own, theirs, rtol=1e-5, atol=2e-6) else ["advantages"]
+    for update in case.get("updates", [case]):
+        rows = [row for part in update.get("micro", [update]) for row in part.get("rows", [])]
+        loss, *gradients = ours.loss(rows or None)
+        found += [] if np.isclose(loss, update["loss"], rtol=1e-5, atol=2e-6) else ["loss"]
+        for name, own in zip(("gradient", "gradient_entropies"), gradients, strict=True):
+            theirs = np.ravel(tables[update[name]]) if name in update else 0.0
+            is_same = np.allclose(own.reshape(mask.shape)[mask], theirs, rtol=1e-4, atol=2e-6)
+            found += [] if is_same else [name]
     return found
 
 
-def cases(system: str) -> list[dict[str, Any]]:
-    return [case for case in recorded(system)["cases"] if {"loss", "advantages", "gradient"} <= set(case)]
+UNNAMED = r"CISPOLoss-.*|kl_mask_threshold-.*|advantage-dynamic-sampling"
+"""Cases of TorchRL's arguments that neither its recipe's flags nor a key of ours set."""
 
 
-DIFFERENT: dict[str, tuple[str, str]] = {
-    "trl": (r"unscorable-.*|entropy-(grpo|dr_grpo|luspo)",
-            "completions that nobody could judge stay in TRL's denominators; its entropy bonus is a mean over tokens "
-            "whatever loss_type says"),
-    "verl": (r"(vanilla|gspo|cispo|kl_loss|entropy|micro_batch-2)-seq-mean-token-sum-norm|clip_ratio-alone|"
-             r"kl_in_reward-reinforce_plus_plus|kl_loss-(sapo|geo_mean)-.*|"
-             r"entropy-kl-sapo|rollout_is-geo_mean|micro_batch-4-geo_mean",
-             "without loss_scale_factor the divisor is a micro-batch's longest response, here max_response_length; "
-             "clip_ratio alone has no effect beside verl's own two bounds; reinforce++ takes each token's remaining "
-             "divergence off; sapo and geo_mean have another mean than the terms beside them, geo_mean one weight a "
-             "completion, and a sum over micro-batches"),
+def cases(system: str, kind: str = "") -> list[dict[str, Any]]:
+    """The cases with something of that kind; without one, those with a loss."""
+    return [case for case in recorded(system)["cases"]
+            if (kind in case if kind else "updates" in case or {"loss", "gradient"} <= set(case))
+            and not re.fullmatch(UNNAMED, case["name"])]
+
+
+def named(system: str, name: str) -> dict[str, Any]:
+    return next(case for case in recorded(system)["cases"] if case["name"] == name)
+
+
+DIFFERENT: dict[str, str] = {
+    "trl unscorable": r"unscorable-.*",
+    "trl updates": r"two-updates-(dapo|cispo|kl|mask_truncated)",
+    "trl means of means": r"(accumulate|two-updates)-(bnpo|entropy)|entropy-(grpo|dr_grpo|luspo)",
+    "verl longest response": r"(vanilla|gspo|cispo|kl_loss|entropy|micro_batch-2)-seq-mean-token-sum-norm",
+    "verl clip_ratio": r"clip_ratio-alone",
+    "verl rewards to go": r"kl_in_reward-reinforce_plus_plus",
+    "verl means": r"kl_loss-(sapo|geo_mean)-.*|entropy-kl-sapo",
+    "verl geo_mean": r"rollout_is-geo_mean|micro_batch-4-geo_mean",
+    "tunix unscorable": r"unscorable-.*",
+    "tunix micro-batches": r"micro-.-token-mean",
+    "torchrl means": r"kl_to_ref-(0\.1|prompt)|aggregation-none",
+    "torchrl KL in the reward": r"kl-in-reward",
+    "torchrl KL to the sampler": r"recipe-default",
 }
-"""System -> the cases whose numbers are not theirs, and why. `docs/migrating.md` says so, too."""
+"""A documented difference -> the cases that show it."""
+
+NOT_SHOWN = {"trl minibatches", "torchrl scale", "sampler ratios", "maxtext reward"}
+"""Differences in what the figures hold equal: which completions an update has, whose log-probs are old, rewards."""
 
 REFUSED: dict[str, str] = {
     "trl": r".*vespo.*|(cispo|sapo)-sequence|delta-(1\.1|0\.9|sequence)|off_policy_mask-.*|.*top(_entropy)?(-.*)?",
     "verl": r"[a-z_]+-token-sum|gpg|dro|dppo_.*|adv-(opo|gpg|grpo_passk|rpp-gamma)|kl_(loss|in_reward)-(abs|.*\+)|"
             r".*-normalize|"
             r"rollout_rs-.*|rollout_is-and-rs|bypass-.*",
+    "tunix": r"agentic.*|dapo-overlong",
+    "torchrl": r"kl_to_inference|kl-both",
+    "maxtext": r"",
 }
 """Cases whose flags have no counterpart."""
 
 
+def difference_of(system: str, name: str) -> str | None:
+    """The documented difference that a case shows."""
+    return next((one for one, pattern in DIFFERENT.items()
+                 if one.partition(" ")[0] == system and re.fullmatch(pattern, name)), None)
+
+
 @pytest.mark.parametrize(("system", "name"), [(system, case["name"]) for system in SYSTEMS for case in cases(system)])
 def test_flags_compute_what_theirs_compute(system, name):
-    [case] = [case for case in cases(system) if case["name"] == name]
+    case = named(system, name)
     if re.fullmatch(REFUSED[system], name):
         with pytest.raises(ShoalError):
             compose("train", words_of(system, case))
         return
-    is_different = re.fullmatch(DIFFERENT[system][0], name)
-    assert bool(differences(system, case)) == bool(is_different), f"{words_of(system, case)}: {DIFFERENT[system][1]}"
+    is_different = difference_of(system, name)
+    assert bool(differences(system, case)) == bool(is_different), f"{words_of(system, case)}: {is_different}"
+
+
+def test_the_table_of_differences_is_the_one_that_figures_show():
+    assert set(DIFFERENT) | NOT_SHOWN == set(DIFFERENCES) and not set(DIFFERENT) & NOT_SHOWN
+    for name, pattern in DIFFERENT.items():
+        assert any(re.fullmatch(pattern, case["name"]) for case in cases(name.partition(" ")[0])), name
 
 
 @pytest.mark.parametrize(("system", "name"), [(system, case["name"]) for system in SYSTEMS
-                                              for case in recorded(system)["cases"] if "error" in case])
+                                              for case in cases(system, "error")])
 def test_what_they_refuse_is_refused(system, name):
-    [case] = [case for case in recorded(system)["cases"] if case["name"] == name]
+    case = named(system, name)
     if name in ALLOWED:
         compose("train", words_of(system, case))
         return
@@ -156,8 +256,49 @@ def test_what_they_refuse_is_refused(system, name):
         compose("train", words_of(system, case))
 
 
-ALLOWED = {"gdpo_v1": "verl's default trainer fails on it", "gdpo-nokeys": "the parts are the reward functions here"}
+ALLOWED = {
+    "gdpo_v1": "verl's default trainer fails on it", "gdpo-nokeys": "the parts are the reward functions here",
+    "dapo-beta": "a divergence is possible with any loss", "dapo-clip-reversed": "each bound stands for itself",
+}
 """Errors of theirs that are none here, and why."""
+
+
+@pytest.mark.parametrize("name", [case["name"] for case in cases("trl", "schedule")])
+def test_updates_of_a_generation_are_as_many_as_trls(name):
+    case = named("trl", name)
+    theirs = case["schedule"]
+    generations, updates = theirs["generation_before_update"], len(theirs["micro_batches_per_update"])
+    if name in ("schedule-steps-2-accumulate-4", "schedule-steps-3-accumulate-2") or "batch" in name:
+        with pytest.raises(ShoalError, match="steps_per_generation"):
+            compose("train", words_of("trl", case))
+        return
+    config, _ = compose("train", words_of("trl", case))
+    a = config.algorithm
+    assert config.batch.prompts_per_device == theirs["prompts_per_generation"]
+    assert a.num_epochs * a.num_minibatches == updates // len(generations)
+    assert Objective.of(a).use_old == theirs["keeps_old_logprobs"]
+
+
+@pytest.mark.parametrize(("typed", "key", "value"), [
+    ("vllm_importance_sampling_clip_max=None", "correction_cap", np.inf),
+    ("vllm_importance_sampling_clip_max=null", "correction_cap", np.inf),
+    ("delta=None", "clip_dual", 0.0), ("scale_rewards=none", "advantage", "dr_grpo"),
+    ("use_bias_correction_kl=false", "kl_weighted", False), ("epsilon_high=None", "clip_high", 0.2)])
+def test_what_trl_parses_means_the_same(typed, key, value):
+    assert typed in {flag for case in cases("trl", "parsed") for flag in case["flags"]}
+    assert getattr(compose("train", ["recipe=trl", typed])[0].algorithm, key) == value
+
+
+def test_tunix_rewards_give_its_numbers():
+    task = blank(TaskSection(name="gsm8k"), RewardSection(preset="tunix"))
+    names = {"format": "match_format_exactly", "tags": "match_format_approximately", "answer": "check_answer",
+             "number": "check_numbers"}
+    [case] = cases("tunix", "strings")
+    for name, one in case["strings"].items():
+        example = Example(0, [{"role": "user", "content": "?"}], {"answer": str(one["answer"])})
+        found = score(task.rewards, [example], [example.prompt], [[one["completion"]]], [[[1]]]).components
+        assert {theirs: found[ours][0, 0] for ours, theirs in names.items()} == {
+            theirs: one[theirs] for theirs in names.values()}, name
 
 
 if __name__ == "__main__":
@@ -167,5 +308,5 @@ if __name__ == "__main__":
                 found = differences(system, case)
             except ShoalError as error:
                 found = [f"REFUSED {error}"]
-            if found:
+            if bool(found) != bool(difference_of(system, case["name"]) or re.fullmatch(REFUSED[system], case["name"])):
                 print(system, case["name"], found)

@@ -87,7 +87,31 @@ def test_verls_file_loads_with_an_estimator_of_groups():
     assert (config.steps, config.batch.group_size, config.batch.prompts_per_step) == (10, 5, 1024)
     assert (config.algorithm.num_minibatches, config.algorithm.clip_dual, config.mesh.trainer) == (4, 3.0, "8")
     assert (config.task.name, config.task.path) == ("custom", "~/data/rlhf/gsm8k/train.parquet")
+    assert (config.model.dtype, config.optimizer.beta2, config.optimizer.clip_grad_norm) == ("bfloat16", 0.999, 1.0)
     assert "global_profiler.tool" in idle_of(resolved)
+    config, _ = load("ppo_trainer.yaml", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=5",
+                     "data.max_response_length=700", "actor_rollout_ref.actor.optim.clip_grad=0.5")
+    assert (config.sampling.max_completion_tokens, config.optimizer.clip_grad_norm) == (700, 0.5)
+
+
+@pytest.mark.parametrize("line", [
+    "actor_rollout_ref.rollout.val_kwargs.n: 4", "actor_rollout_ref.rollout.val_kwargs.temperature: 0.6",
+    "actor_rollout_ref.rollout.logprobs_mode: raw_logprobs", "actor_rollout_ref.rollout.quantization: fp8",
+    "actor_rollout_ref.rollout.agent.default_agent_loop: tool_agent", "actor_rollout_ref.rollout.skip_rollout: true",
+    "actor_rollout_ref.model.lora_adapter_path: x", "actor_rollout_ref.model.mtp.enable: true",
+    "actor_rollout_ref.model.override_config: {num_hidden_layers: 2}", "actor_rollout_ref.ref.model.path: other",
+    "actor_rollout_ref.actor.optim.min_lr_ratio: 0.1", "actor_rollout_ref.actor.optim.optimizer: Muon",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype: bf16", "actor_rollout_ref.actor.router_replay.mode: R2",
+    "data.train_max_samples: 100", "data.prompt_key: question", "data.custom_cls.path: mine.py",
+    "data.sampler.class_path: mine.py", "data.apply_chat_template_kwargs: {enable_thinking: false}",
+    "reward_manager.name: dapo", "reward_model.reward_manager: dapo", "critic.enable: true",
+    "trainer.resume_from_path: old",
+    "algorithm.rollout_correction.something: 1", "data.something: 1", "actor_rollout_ref.rollout.something: 1"])
+def test_what_matters_in_verls_files_is_no_pattern(line, tmp_path):
+    file = tmp_path / "verl.yml"
+    file.write_text("trainer.total_epochs: 1\ntrainer.critic_warmup: 0\ntrainer.balance_batch: true\n" + line)
+    with pytest.raises(ShoalError, match=r"^verl\.yml:\d: " + line.partition(":")[0]):
+        compose("train", [str(file)])
 
 
 def test_patterns_of_names_count_in_their_own_files_alone(tmp_path):

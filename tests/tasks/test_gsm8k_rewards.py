@@ -13,15 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.compat.gsm8k_rewards import exact_answer, has_reasoning_and_answer, hash_answer
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.graders.final_answer import final_number, last_boxed, number_in, said_answer, shown
 from shoal.tasks.gsm8k import verdict
-from shoal.tasks.gsm8k_rewards import PRESETS, answer_key, exact_answer, has_reasoning_and_answer, hash_answer
+from shoal.tasks.gsm8k_presets import PRESETS as PLACES
+from shoal.tasks.gsm8k_presets import load_preset
+from shoal.tasks.gsm8k_rewards import answer_key
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
+PRESETS = {name: load_preset(name) for name in PLACES}
 GOOD = "<reasoning>6 * 7 = 42</reasoning>\n<answer>42</answer>"
 
 

@@ -15,7 +15,7 @@ from shoal.types import ShoalError
 # ---- lengths and devices
 
 
-def lengths(given: Given, get: Get) -> tuple[Values, str]:
+def derive_lengths(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, Tunix: max_target_length counts prompt and completion together."""
     prompt = get("sampling.max_prompt_tokens")
     *_, (name, text) = given.items()
@@ -27,7 +27,7 @@ def lengths(given: Given, get: Get) -> tuple[Values, str]:
         f"prompt and completion together, less {prompt} for the prompt"
 
 
-def devices(given: Given, get: Get) -> tuple[Values, str]:
+def derive_devices(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many samplers of so many
     devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the trainer's number follows from it."""
     shares = {name.lower(): to_float(name, text) for name, text in given.items() if name.lower().endswith("fraction")}
@@ -54,7 +54,7 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
 # ---- sizes of a step, and how many there are
 
 
-def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
+def derive_turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: a dialog turn is one completion: so many a step, of whole groups. num_envs says how many are drawn at
     once there, and is a step's prompts here if nothing else says."""
     name = "train.dialog_turns_per_batch"
@@ -67,7 +67,7 @@ def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     return {"batch.prompts_per_step": str(size // group)}, f"{size} completions a step, {group} a prompt"
 
 
-def turns(given: Given, get: Get) -> tuple[Values, str]:
+def derive_turns(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: a run is so many completions."""
     *_, (name, text) = given.items()
     if get("batch.prompts_per_device"):
@@ -83,7 +83,7 @@ def _micro(completions: int, get: Get) -> tuple[Values, str]:
         f"{completions} completions of {tokens} tokens at once on a device; it decides memory, never the result"
 
 
-def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
+def derive_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: completions of an optimizer step, and the parts that it is computed in."""
     named = last_part(given)
     parts = to_int("train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1"))
@@ -92,12 +92,12 @@ def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     return _micro(-(-size // parts), get)
 
 
-def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
+def derive_micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
     """verl: completions that a device computes at once."""
     return _micro(max(to_int(name, text) for name, text in given.items()), get)
 
 
-def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
+def derive_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     """verl: prompts of an update; a step of fewer is one update."""
     *_, (name, text) = given.items()
     prompts = get("batch.prompts_per_step")
@@ -107,7 +107,7 @@ def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.num_minibatches": str(prompts // size)}, f"{prompts} prompts a step, {size} an update"
 
 
-def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
+def derive_trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and makes
     steps_per_generation / gradient_accumulation_steps updates of them."""
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
@@ -130,14 +130,14 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
 TRL_COUNTS = {"max_steps": "steps", "save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
 
 
-def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
+def derive_trl_updates(given: Given, get: Get) -> tuple[Values, str]:
     """TRL counts updates, of which a step here may make several."""
     each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
     values = {TRL_COUNTS[name]: str(-(-to_int(name, text, 0) // each)) for name, text in given.items()}
     return values, f"counted in updates there, {each} to a step here" if each > 1 else ""
 
 
-def warmup(given: Given, get: Get) -> tuple[Values, str]:
+def derive_warmup(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, TRL, verl: a share of all updates."""
     *_, (name, text) = given.items()
     share = to_float(name, text)
@@ -147,7 +147,7 @@ def warmup(given: Given, get: Get) -> tuple[Values, str]:
     return {"optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
 
 
-def batches(given: Given, get: Get) -> tuple[Values, str]:
+def derive_batches(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     epochs = to_int("num_epoch", given.get("num_epoch", "1"))
@@ -155,7 +155,7 @@ def batches(given: Given, get: Get) -> tuple[Values, str]:
     return {"steps": str(int(number * share) * epochs)}, f"{number} batches x {share:g} x {epochs} epochs"
 
 
-def test_batches(given: Given, get: Get) -> tuple[Values, str]:
+def derive_test_batches(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: an evaluation is so many batches of questions."""
     own = given.get("eval_batch_size", "-1")
     size = get("batch.prompts_per_step") if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
@@ -166,7 +166,7 @@ def test_batches(given: Given, get: Get) -> tuple[Values, str]:
 # ---- losses
 
 
-def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
+def derive_trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages too, which the dual
     clip here does not."""
     text, high = given["delta"], get("algorithm.clip_high")
@@ -179,6 +179,8 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.clip_dual": text}, ""
 
 
-DERIVATIONS = (lengths, devices, turns_per_batch, turns, micro_batch, micro_batch_per_gpu, mini_batches, trl_batch,
-               trl_updates, warmup, batches, test_batches, trl_delta)
+DERIVATIONS = (
+    derive_lengths, derive_devices, derive_turns_per_batch, derive_turns, derive_micro_batch,
+    derive_micro_batch_per_gpu, derive_mini_batches, derive_trl_batch, derive_trl_updates, derive_warmup,
+    derive_batches, derive_test_batches, derive_trl_delta)
 """Every rule; each asks for the keys that it needs, so their order does not matter."""

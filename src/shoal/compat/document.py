@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from shoal.compat.differences import DIFFERENCES
 from shoal.compat.flags import Flag
 from shoal.compat.translation import SYSTEMS
 
@@ -34,17 +35,12 @@ errors, all in one message; overrule such a key on the command line (`train_mode
 `hf_access_token=` sets `HF_TOKEN` of the process, and is written nowhere. Of two flags for one key the later one
 stands, with a line that says so; in a file they are an error.
 
-What differs from these systems although a flag is accepted:
+TRL's `delta` below 1 + `epsilon_high` is an error here: TRL then bounds the ratio of completions with a positive
+advantage, too, which `algorithm.clip_dual` does not.
 
-- A completion that no reward function could judge leaves the denominator here. TRL keeps it there; Tunix counts it as
-  reward 0.
-- TRL's `dapo` and `cispo` divide each of several updates by the step's tokens over the number of updates; its `bnpo`
-  and its entropy bonus are means of micro-batches' means. Here every denominator is that of the update.
-- verl divides by micro-batch in `seq-mean-token-sum-norm` without `loss_scale_factor`, and sums micro-batches in
-  `geo_mean`. Here the split into micro-batches changes no number.
-- verl's `sapo` and `geo_mean` take the mean over completions whatever `loss_agg_mode` says, and so do their
-  flags here, which sets the mean of an entropy or divergence term too.
-- verl ignores `clip_ratio` as long as its own file sets both bounds; here it sets both."""
+These differ although the flag or recipe is accepted:
+
+%%"""
 
 _PLACES = (
     ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`, also with a path in front, "
@@ -61,7 +57,9 @@ _PLACES = (
 def document() -> str:
     """The whole page, as Markdown."""
     places = "\n".join(f"| {had} | {here} |" for had, here in (("what you had", "here"), ("---", "---"), *_PLACES))
-    parts = [_HEAD.replace("@@", places)]
+    rows = [("", "setting", "there", "here"), ("---",) * 4, *DIFFERENCES.values()]
+    differences = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    parts = [_HEAD.replace("@@", places).replace("%%", differences)]
     for system, rows in sorted(SYSTEMS.items(), key=lambda pair: pair[0].lower()):
         parts += [f"\n## {system}\n", *_table(rows)]
     return "\n".join(parts) + "\n"

@@ -180,7 +180,7 @@ KNOWN_TASKS = {"gsm8k": "gsm8k", "openai/gsm8k": "gsm8k", "ifeval": "ifeval", "g
 """Data sets, as others name them, that are tasks of ours."""
 
 
-def data_set(name: str, text: str) -> Values:
+def read_data_set(name: str, text: str) -> Values:
     """A task of ours, or a data set of the user's own. What a preset says of other data falls away."""
     task = KNOWN_TASKS.get(text.lower())
     return {"task.name": task or "custom", "task.path": "" if task else text,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from shoal.compat.derived import batches, devices, lengths, test_batches, warmup
+from shoal.compat.derived import derive_batches, derive_devices, derive_lengths, derive_test_batches, derive_warmup
 from shoal.compat.flags import (
     Flag,
     Given,
     Values,
     choice,
-    data_set,
     derived,
     each,
     grouped,
     idle,
     listed,
     only,
+    read_data_set,
     reads,
     refused,
     renames,
@@ -27,7 +27,7 @@ from shoal.compat.tunix import AGGREGATIONS
 from shoal.types import ShoalError
 
 
-def clip(given: Given) -> Values:
+def read_clip(given: Given) -> Values:
     """grpo_epsilon is both bounds, unless rl.epsilon_high is given."""
     named = {name.rpartition(".")[2]: text for name, text in given.items()}
     values: dict[str, str] = {}
@@ -38,32 +38,32 @@ def clip(given: Given) -> Values:
     return values
 
 
-def evaluation(given: Given) -> Values:
+def read_evaluation(given: Given) -> Values:
     """train_rl evaluates between steps only where a share of the data is kept for it."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     every = given.get("eval_interval", "")
     return {"train.evaluate_every": every if share < 1 and every != "-1" else "0"} if every else {}
 
 
-def profiler(name: str, text: str) -> Values:
+def read_profiler(name: str, text: str) -> Values:
     if text not in ("xplane", ""):
         raise ShoalError(f"{name}={text}: expected xplane, or nothing for off")
     return {"report.profile": ["2", "3", "4"] if text else []}
 
 
-def parallelism(name: str, text: str) -> Values:
+def read_parallelism(name: str, text: str) -> Values:
     return {"mesh.tensor": "1" if text == "-1" else str(to_int(name, text))}
 
 
-def dtype(name: str, text: str) -> Values:
+def read_dtype(name: str, text: str) -> Values:
     return {"model.dtype": choice({one: {"k": one} for one in ("bfloat16", "float32")})(name, text)["k"]}
 
 
-def stop(name: str, text: str) -> Values:
+def read_stop(name: str, text: str) -> Values:
     return listed("sampling.stop")(name, text)
 
 
-def wandb(name: str, text: str) -> Values:
+def read_wandb(name: str, text: str) -> Values:
     return {"report.wandb.mode": "online" if to_bool(name, text) else "off"}
 
 
@@ -91,7 +91,7 @@ FLAGS: list[Flag] = [
           lambda name, text: {"sampling.top_p": "1" if text in ("-1", "0") else text}, "-1 is 1: all"),
     reads("per_device_batch_size", "batch.prompts_per_device",
           lambda name, text: {"batch.prompts_per_device": str(to_int(name, text))}, _PROMPTS, is_quiet=False),
-    *[Flag(name, keys, meaning=meaning, group=clip) for name, keys, meaning in (
+    *[Flag(name, keys, meaning=meaning, group=read_clip) for name, keys, meaning in (
         ("grpo_epsilon", ("algorithm.clip_low", "algorithm.clip_high"), "both bounds"),
         ("rl.grpo_epsilon", ("algorithm.clip_low", "algorithm.clip_high"), "both bounds"),
         ("rl.epsilon_high", ("algorithm.clip_high",), "None: as rl.grpo_epsilon"))],
@@ -99,30 +99,30 @@ FLAGS: list[Flag] = [
         "loss_algo", "rl.loss_algo")],
     reads("rl.loss_agg_mode", "algorithm.aggregation", choice(AGGREGATIONS),
           "as Tunix: sequence-mean-token-scale is seq-mean-token-sum-norm"),
-    *derived(lengths, "sampling.max_completion_tokens",
+    *derived(derive_lengths, "sampling.max_completion_tokens",
              "prompt and completion together: less the prompt's limit, as finally resolved", "max_target_length"),
-    *[reads(name, "task.name task.path", data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
+    *[reads(name, "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
             "task=custom with its path", is_quiet=False, has_tail=False) for name in ("hf_path", "dataset_name")],
     *[reads(name, "task.files", listed("task.files"), "files to train on; where task.split names a subset, the split")
       for name in ("hf_data_files", "hf_train_files")],
-    reads("profiler", "report.profile", profiler, "steps that are traced into the run's profile/; xplane: 2 to 4",
+    reads("profiler", "report.profile", read_profiler, "steps that are traced into the run's profile/; xplane: 2 to 4",
           is_quiet=False, keeps_nothing=True),
-    reads("ici_tensor_parallelism", "mesh.tensor", parallelism, "-1 (auto) is 1: parameters are split by fsdp",
+    reads("ici_tensor_parallelism", "mesh.tensor", read_parallelism, "-1 (auto) is 1: parameters are split by fsdp",
           is_quiet=False),
-    *derived(devices, "mesh.trainer", "that share of the devices, the first ones", "trainer_devices_fraction",
+    *derived(derive_devices, "mesh.trainer", "that share of the devices, the first ones", "trainer_devices_fraction",
              "TRAINER_DEVICES_FRACTION"),
-    *derived(devices, "mesh.sampler", "that share of the devices, the last ones", "sampler_devices_fraction",
+    *derived(derive_devices, "mesh.sampler", "that share of the devices, the last ones", "sampler_devices_fraction",
              "SAMPLER_DEVICES_FRACTION"),
-    *derived(devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
+    *derived(derive_devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
              "inference_devices_per_replica devices (1 and 4 where only the other is given)",
              "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
-    *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
-    *derived(batches, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
-    *derived(test_batches, "task.num_questions", "batches of questions in an evaluation", "num_test_batches"),
-    *grouped(evaluation, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
-    reads("dtype", "model.dtype", dtype, "of the computation; masters and optimizer stay float32"),
-    reads("stop_strings", "sampling.stop", stop, "strings that end a completion"),
-    reads("enable_wandb", "report.wandb.mode", wandb, "true: online", is_switch=True),
+    *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
+    *derived(derive_batches, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
+    *derived(derive_test_batches, "task.num_questions", "batches of questions in an evaluation", "num_test_batches"),
+    *grouped(read_evaluation, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
+    reads("dtype", "model.dtype", read_dtype, "of the computation; masters and optimizer stay float32"),
+    reads("stop_strings", "sampling.stop", read_stop, "strings that end a completion"),
+    reads("enable_wandb", "report.wandb.mode", read_wandb, "true: online", is_switch=True),
     reads("remat_policy", "model.remat", choice({
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),

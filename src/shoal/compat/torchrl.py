@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from shoal.compat.derived import micro_batch, turns, turns_per_batch
+from shoal.compat.derived import derive_micro_batch, derive_turns, derive_turns_per_batch
 from shoal.compat.flags import (
     REMAT,
     Flag,
     Given,
     Values,
     choice,
-    data_set,
     derived,
     each,
     idle,
     if_true,
     only,
+    read_data_set,
     reads,
     refused,
     renames,
@@ -22,7 +22,7 @@ from shoal.compat.flags import (
 )
 
 
-def divergence(given: Given) -> Values:
+def read_divergence(given: Given) -> Values:
     """use_kl_to_ref=false switches the divergence off; kl_coef_in_loss says where it is."""
     named = {name.rpartition(".")[2]: text for name, text in given.items()}
     values = {}
@@ -48,22 +48,25 @@ FLAGS: list[Flag] = [
              train__weight_update_frequency="train.weight_sync_interval",
              inference_model__temperature="sampling.temperature", inference_model__top_p="sampling.top_p",
              inference_model__max_tokens="sampling.max_completion_tokens"),
-    *[Flag(name, ("algorithm.kl_coef",), meaning="off with train.use_kl_to_ref=false", group=divergence)
+    *[Flag(name, ("algorithm.kl_coef",), meaning="off with train.use_kl_to_ref=false", group=read_divergence)
       for name in ("policy.kl_coef", "train.kl_to_ref_coeff")],
-    Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=divergence,
+    Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=read_divergence,
          is_switch=True),
     Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), 
-         meaning="false: taken off the reward, as k1", group=divergence, is_switch=True),
-    reads("env.dataset", "task.name task.path", choice({name: data_set("", name) for name in (
+         meaning="false: taken off the reward, as k1", group=read_divergence, is_switch=True),
+    reads("env.dataset", "task.name task.path", choice({name: read_data_set("", name) for name in (
         "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
     reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of "
           "the architecture", only=lambda text: "/" in text),
-    *derived(turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, unless "
+    *derived(derive_turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, "
+             "unless "
              "train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
-    *derived(turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
+    *derived(derive_turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
              "train.dialog_turns_per_batch"),
-    *derived(turns, "steps", "turns / (prompts x completions of a step), rounded up", "train.total_dialog_turns"),
-    *derived(micro_batch, "batch.micro_tokens", "optim_batch_size / gradient_accumulation_steps completions at once, "
+    *derived(derive_turns, "steps", "turns / (prompts x completions of a step), rounded up",
+             "train.total_dialog_turns"),
+    *derived(derive_micro_batch, "batch.micro_tokens", "optim_batch_size / gradient_accumulation_steps completions at "
+             "once, "
              "each as long as prompt and completion may be", "train.optim_batch_size",
              "train.gradient_accumulation_steps"),
     reads("train.mixed_precision", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.compat.derived import trl_batch, trl_delta, trl_updates, warmup
+from shoal.compat.derived import derive_trl_batch, derive_trl_delta, derive_trl_updates, derive_warmup
 from shoal.compat.flags import (
     NOTHING,
     REMAT,
@@ -11,13 +11,13 @@ from shoal.compat.flags import (
     Values,
     choice,
     chosen,
-    data_set,
     derived,
     grouped,
     idle,
     if_true,
     only,
     optional,
+    read_data_set,
     reads,
     refused,
     renames,
@@ -27,7 +27,7 @@ from shoal.compat.flags import (
 from shoal.types import ShoalError
 
 
-def clip(given: Given) -> Values:
+def read_clip(given: Given) -> Values:
     """epsilon is both bounds, unless epsilon_high is given."""
     values: dict[str, str] = {}
     if epsilon := given.get("epsilon"):
@@ -43,7 +43,7 @@ _LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-
 _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 
-def loss(given: Given) -> Values:
+def read_loss(given: Given) -> Values:
     """loss_type says how token losses become one number, and for some which loss; importance_sampling_level whose ratio
     is clipped."""
     kind, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
@@ -61,7 +61,7 @@ def loss(given: Given) -> Values:
 _SCALES = {"group": "grpo", "true": "grpo", "batch": "batch_std", "none": "dr_grpo", "false": "dr_grpo"}
 
 
-def advantage(given: Given) -> Values:
+def read_advantage(given: Given) -> Values:
     """normalize_then_sum is GDPO, which reads no scale_rewards."""
     order = {"sum_then_normalize": False, "normalize_then_sum": True}
     name = "multi_objective_aggregation"
@@ -73,7 +73,7 @@ def advantage(given: Given) -> Values:
 _HEAD = "vllm_importance_sampling_"
 
 
-def correction(given: Given) -> Values:
+def read_correction(given: Given) -> Values:
     """Truncated or masked importance weights for what sampler and trainer disagree on; a bound of None is no bound."""
     if not to_bool(_HEAD + "correction", given.get(_HEAD + "correction", "true")):
         return {"algorithm.correction": "none"}
@@ -105,22 +105,25 @@ FLAGS: list[Flag] = [
         sapo_temperature_pos="algorithm.sapo_positive", sapo_temperature_neg="algorithm.sapo_negative"),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
-    *grouped(clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given", "epsilon"),
-    *grouped(clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
-    *derived(trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
-    *derived(trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
-    *derived(trl_updates, "checkpoint.every", "likewise", "save_steps"),
-    *derived(trl_updates, "train.evaluate_every", "likewise", "eval_steps"),
-    *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
+    *grouped(read_clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given",
+             "epsilon"),
+    *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
+    *derived(derive_trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
+    *derived(derive_trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
+    *derived(derive_trl_updates, "checkpoint.every", "likewise", "save_steps"),
+    *derived(derive_trl_updates, "train.evaluate_every", "likewise", "eval_steps"),
+    *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
     reads("min_p", "sampling.min_p", optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
-    *grouped(loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token losses "
+    *grouped(read_loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token "
+             "losses "
              "become one number", "loss_type"),
-    *grouped(loss, "algorithm.loss", "sequence: gspo with loss_type's aggregation; token: the loss as it is",
+    *grouped(read_loss, "algorithm.loss", "sequence: gspo with loss_type's aggregation; token: the loss as it is",
              "importance_sampling_level"),
-    *grouped(advantage, "algorithm.advantage", "group: grpo; batch: batch_std; none: dr_grpo", "scale_rewards",
+    *grouped(read_advantage, "algorithm.advantage", "group: grpo; batch: batch_std; none: dr_grpo", "scale_rewards",
              keeps_nothing=True),
-    *grouped(advantage, "algorithm.advantage", "normalize_then_sum: gdpo", "multi_objective_aggregation"),
-    reads("dataset_name", "task.name task.path", data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
+    *grouped(read_advantage, "algorithm.advantage", "normalize_then_sum: gdpo", "multi_objective_aggregation"),
+    reads("dataset_name", "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, "
+          "math; else "
           "task=custom with its path"),
     reads("lr_scheduler_type", "optimizer.schedule", choice({
         "linear": {"optimizer.schedule": "linear"}, "cosine": {"optimizer.schedule": "cosine"},
@@ -129,13 +132,15 @@ FLAGS: list[Flag] = [
     reads("bf16", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
           "of the computation; masters and optimizer stay float32", is_switch=True, is_quiet=False),
     reads("gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again", is_switch=True),
-    *derived(trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those of "
+    *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those "
+             "of "
              "steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
-    *derived(trl_batch, "batch.prompts_per_device batch.micro_tokens", "batches of an update; multiplies "
+    *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens", "batches of an update; multiplies "
              "per_device_train_batch_size (8)", "gradient_accumulation_steps"),
-    *derived(trl_batch, "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches", "batches of a step; "
+    *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches", "batches of a "
+             "step; "
              "divided by gradient_accumulation_steps, its updates", "steps_per_generation"),
-    *[Flag(_HEAD + name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=correction,
+    *[Flag(_HEAD + name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=read_correction,
            keeps_nothing="clip" in name, is_switch=name == "correction") for name, keys, meaning in (
         ("correction", "correction correction_level correction_cap correction_floor",
          "weights for what sampler and trainer disagree on"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.compat.flags import Flag, Values, choice, each, idle, only, reads, refused, renames
+from shoal.compat.flags import Flag, Values, choice, each, idle, only, optional, reads, refused, renames
 
 AGGREGATIONS: dict[str, Values] = {
     "token-mean": {"algorithm.aggregation": "token-mean"},
@@ -12,6 +12,8 @@ AGGREGATIONS: dict[str, Values] = {
     "sequence-mean-token-sum-norm": {"algorithm.aggregation": "seq-mean-token-sum"}}  # it passes no norm
 KL_MODES: dict[str, Values] = {"kl": {"algorithm.kl": "k1"}, "mse_kl": {"algorithm.kl": "k2"},
                                "low_var_kl": {"algorithm.kl": "k3"}}
+ESTIMATORS: dict[str, Values] = {"grpo": {"algorithm.advantage": "grpo"}, "drgrpo": {"algorithm.advantage": "dr_grpo"},
+                                 "rloo": {"algorithm.advantage": "rloo"}}
 LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token")}
 BOTH = each("algorithm.clip_low", "algorithm.clip_high")
 
@@ -39,6 +41,9 @@ FLAGS: list[Flag] = [
     reads("grpo_config.loss_agg_mode", "algorithm.aggregation", choice(AGGREGATIONS),
           "sequence-mean-token-scale: seq-mean-token-sum-norm"),
     reads("grpo_config.kl_loss_mode", "algorithm.kl", choice(KL_MODES), "kl: k1; mse_kl: k2; low_var_kl: k3"),
+    reads("grpo_config.advantage_estimator", "algorithm.advantage", choice(ESTIMATORS), "grpo, rloo; drgrpo: dr_grpo"),
+    reads("grpo_config.kl_clamp_value", "algorithm.kl_clamp_value", optional("algorithm.kl_clamp_value"),
+          "None is 0: no clamp", keeps_nothing=True),
     *refused("LoRA; all weights are trained", "*_model_config.lora_config.*", "model_config.lora_config.*"),
     *only("AdamW is the optimizer", "adamw", names="rl_training_config.actor_optimizer_config.opt_type"),
     *only("the learning rate warms up and falls to 0: optimizer.schedule=cosine", "warmup_cosine_decay_schedule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.compat.derived import micro_batch_per_gpu, mini_batches, warmup
+from shoal.compat.derived import derive_micro_batch_per_gpu, derive_mini_batches, derive_warmup
 from shoal.compat.flags import (
     LOWEST,
     NOTHING,
@@ -33,7 +33,7 @@ _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer.
 _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
 
 
-def clip(given: Given) -> Values:
+def read_clip(given: Given) -> Values:
     """clip_ratio is both bounds, where the one is not given by itself."""
     named = last_part(given)
     bounds = {f"algorithm.clip_{side}": named.get(f"clip_ratio_{side}", named.get("clip_ratio", ""))
@@ -50,7 +50,7 @@ _OWN_MEAN = ("geo_mean", "sapo")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def loss(given: Given) -> Values:
+def read_loss(given: Given) -> Values:
     """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
     a token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
     named = last_part(given)
@@ -74,7 +74,7 @@ _ESTIMATES: dict[str, Values] = {
     "low_var_kl": _LOW_VAR, "k3": _LOW_VAR}
 
 
-def divergence(given: Given) -> Values:
+def read_divergence(given: Given) -> Values:
     """Two places for a divergence, each with its switch, coefficient and estimator; these count only there."""
     named = last_part(given)
     in_loss, in_reward = (to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward"))
@@ -96,7 +96,7 @@ _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce
                "rloo_vectorized": "rloo"}
 
 
-def estimator(given: Given) -> Values:
+def read_estimator(given: Given) -> Values:
     """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by counts for grpo alone;
     verl whitens over tokens."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
@@ -109,7 +109,7 @@ def estimator(given: Given) -> Values:
     return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
 
 
-def rollout_correction(given: Given) -> Values:
+def read_rollout_correction(given: Given) -> Values:
     """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
     named = last_part(given)
     level = named.get("rollout_is", "null")
@@ -121,7 +121,7 @@ def rollout_correction(given: Given) -> Values:
             "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
 
 
-def long_prompts(given: Given) -> Values:
+def read_long_prompts(given: Given) -> Values:
     """Prompts over the limit are filtered out first; what is left of them is an error."""
     name = "data.truncation"
     chosen(name, given.get(name, "error").strip("'"), {"error": ""})
@@ -129,7 +129,7 @@ def long_prompts(given: Given) -> Values:
     return {"sampling.long_prompts": "drop" if to_bool(name, given.get(name, "false")) else "error"}
 
 
-def gpus(given: Given) -> Values:
+def read_gpus(given: Given) -> Values:
     """Nodes times devices of each, 8 where only the nodes are given."""
     named = last_part(given)
     each, nodes = (to_int(f"trainer.{name}", named.get(name, default)) for name, default in (
@@ -137,7 +137,7 @@ def gpus(given: Given) -> Values:
     return {"mesh.trainer": str(each * nodes), "mesh.fsdp": "-1"}
 
 
-def reward_file(given: Given) -> Values:
+def read_reward_file(given: Given) -> Values:
     """A file, and a name in it."""
     named = last_part(given)
     if "path" in named and named["path"].lower() in NOTHING:
@@ -147,7 +147,14 @@ def reward_file(given: Given) -> Values:
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
 
-def train_files(name: str, text: str) -> Values:
+def read_betas(name: str, text: str) -> Values:
+    numbers = items_of(text)
+    if len(numbers) != 2:
+        raise ShoalError(f"{name}={text}: expected two numbers")
+    return dict(zip(("optimizer.beta1", "optimizer.beta2"), numbers, strict=True))
+
+
+def read_train_files(name: str, text: str) -> Values:
     """Parquet files; one is the data set itself, several are files of their folder."""
     files = items_of(text)
     if not files:
@@ -161,7 +168,7 @@ def train_files(name: str, text: str) -> Values:
     return values
 
 
-def loggers(name: str, text: str) -> Values:
+def read_loggers(name: str, text: str) -> Values:
     known = {"console": {}, "wandb": {"report.wandb.mode": "online"}, "tensorboard": {"report.tensorboard": "true"}}
     found: dict[str, Any] = {}
     for item in items_of(text):
@@ -171,10 +178,24 @@ def loggers(name: str, text: str) -> Values:
     return found
 
 
-def rounds(name: str, text: str) -> Values:
+def read_rounds(name: str, text: str) -> Values:
     """Rounds in all, 0 without limit -> rounds beyond the first."""
     number = to_int(name, text, 0)
     return {"algorithm.max_sampling_rounds": str(max(1, number - 1) if number else 1000)}
+
+
+def same(key: str, *names: str) -> list[Flag]:
+    """Rows of flags that stand for one key and occur together in verl's file; the one given last counts."""
+
+    def read(given: Given) -> Values:
+        return {key: list(given.values())[-1]}
+
+    read.__name__ = key
+    return [Flag(name, (key,), group=read) for name in names]
+
+
+def _under(head: str, names: str) -> list[str]:
+    return [head + name for name in names.split()]
 
 
 def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
@@ -182,78 +203,94 @@ def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> l
             for name in names]
 
 
+_DTYPES: dict[str, Values] = {one: {"model.dtype": full} for one, full in (
+    ("bfloat16", "bfloat16"), ("bf16", "bfloat16"), ("float32", "float32"), ("fp32", "float32"))}
 _FILTERS: dict[str, Values] = {"acc": {"algorithm.dynamic_sampling_by": "correct"}, **{
     name: {"algorithm.dynamic_sampling_by": "reward"} for name in ("score", "seq_reward", "seq_final_reward")}}
 _KL = "kl kl_clamp_input kl_clamp_value"
 
 FLAGS: list[Flag] = [
-    *renames(data__train_batch_size="batch.prompts_per_step", data__max_prompt_length="sampling.max_prompt_tokens",
-             data__max_response_length="sampling.max_completion_tokens", actor_rollout_ref__model__path="model.path",
-             trainer__total_training_steps="steps", trainer__project_name="report.wandb.project",
-             trainer__experiment_name="run_name", trainer__default_local_dir="base_output_directory",
-             trainer__max_actor_ckpt_to_keep="checkpoint.keep_last", data__seed="seed"),
+    *renames(data__train_batch_size="batch.prompts_per_step", actor_rollout_ref__model__path="model.path",
+             actor_rollout_ref__model__tokenizer_path="model.tokenizer",
+             actor_rollout_ref__model__custom_chat_template="model.template",
+             algorithm__gdpo_reward_weights="reward.weights", trainer__total_training_steps="steps",
+             trainer__project_name="report.wandb.project", trainer__experiment_name="run_name",
+             trainer__default_local_dir="base_output_directory", trainer__max_actor_ckpt_to_keep="checkpoint.keep_last",
+             data__seed="seed"),
     *[Flag(_A + name, (key,)) for name, key in (
         ("ppo_epochs", "algorithm.num_epochs"), ("entropy_coeff", "algorithm.entropy_coef"),
         ("optim.lr", "optimizer.lr"), ("optim.weight_decay", "optimizer.weight_decay"),
-        ("grad_clip", "optimizer.clip_grad_norm"), ("ppo_max_token_len_per_gpu", "batch.micro_tokens"),
+        ("ppo_max_token_len_per_gpu", "batch.micro_tokens"),
         ("loss_scale_factor", "algorithm.aggregation_tokens"), ("tau_pos", "algorithm.sapo_positive"),
         ("tau_neg", "algorithm.sapo_negative"))],
+    *same("sampling.max_prompt_tokens", "data.max_prompt_length", _R + "prompt_length"),
+    *same("sampling.max_completion_tokens", "data.max_response_length", _R + "response_length"),
+    *same("optimizer.clip_grad_norm", _A + "grad_clip", _A + "optim.clip_grad"),
     *[Flag(_R + name, (key,)) for name, key in (
         ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
     reads(_R + "top_k", "sampling.top_k", least_zero("sampling.top_k"), "-1 is 0: all"),
-    *_grouped(clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
-    *_grouped(clip, "clip_low", "", _A + "clip_ratio_low"),
-    *_grouped(clip, "clip_high", "", _A + "clip_ratio_high"),
-    *_grouped(loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without dual "
+    *_grouped(read_clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
+    *_grouped(read_clip, "clip_low", "", _A + "clip_ratio_low"),
+    *_grouped(read_clip, "clip_high", "", _A + "clip_ratio_high"),
+    *_grouped(read_loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without "
+              "dual "
               "clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
-    *_grouped(loss, "aggregation", "the same names", _A + "loss_agg_mode"),
-    *_grouped(loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
-    *_grouped(divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
-    *_grouped(divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
-    *_grouped(divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
-    *_grouped(divergence, f"kl_coef kl_placement {_KL}", "taken off the reward, as kl_penalty says",
+    *_grouped(read_loss, "aggregation", "the same names", _A + "loss_agg_mode"),
+    *_grouped(read_loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
+    *_grouped(read_divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
+    *_grouped(read_divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
+    *_grouped(read_divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
+    *_grouped(read_divergence, f"kl_coef kl_placement {_KL}", "taken off the reward, as kl_penalty says",
               "algorithm.use_kl_in_reward", is_switch=True),
-    *_grouped(divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)", "algorithm.kl_ctrl.kl_coef"),
-    *_grouped(divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
+    *_grouped(read_divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)",
+              "algorithm.kl_ctrl.kl_coef"),
+    *_grouped(read_divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
               "algorithm.kl_penalty"),
-    *_grouped(estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
+    *_grouped(read_estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
               "algorithm.adv_estimator"),
-    *_grouped(estimator, "advantage", "false: the group's mean alone; counts for grpo",
+    *_grouped(read_estimator, "advantage", "false: the group's mean alone; counts for grpo",
               "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
-    *_grouped(rollout_correction, "correction correction_level correction_cap correction_floor", "token or sequence: "
+    *_grouped(read_rollout_correction, "correction correction_level correction_cap correction_floor", "token or "
+              "sequence: "
               "truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is", keeps_nothing=True),
-    *_grouped(rollout_correction, "correction_cap correction_floor",
+    *_grouped(read_rollout_correction, "correction_cap correction_floor",
               "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
               "algorithm.rollout_correction.rollout_is_threshold"),
-    *derived(mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
-    *derived(micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
+    *derived(derive_mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
+    *derived(derive_micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
              _A + "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
-    *derived(warmup, "optimizer.warmup_steps", "that share of the run's updates", _A + "optim.lr_warmup_steps_ratio"),
+    *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates",
+             _A + "optim.lr_warmup_steps_ratio"),
     reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
           lambda name, text: {} if text == "-1" else {"optimizer.warmup_steps": text}, "-1: by lr_warmup_steps_ratio"),
+    reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", read_betas, "both betas of AdamW"),
     *[reads(_A + f"optim.{name}", "optimizer.schedule", choice({
         one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
       for name in ("warmup_style", "lr_scheduler_type")],
-    reads("data.train_files", "task.path", train_files, "a parquet file, or some of one folder",
+    reads(_A + "fsdp_config.dtype", "model.dtype", choice(_DTYPES), "of the computation; masters stay float32"),
+    reads("data.val_max_samples", "task.num_questions", least_zero("task.num_questions"), "-1 is 0: all"),
+    reads("data.train_files", "task.path", read_train_files, "a parquet file, or some of one folder",
           keeps_nothing=True),
-    *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp", group=gpus)
+    *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp",
+      group=read_gpus)
       for name in ("n_gpus_per_node", "nnodes")],
-    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=reward_file,
+    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=read_reward_file,
            meaning="file and name of the reward function",
            keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
     reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS),
           "acc: by correctness; else by the reward"),
-    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", rounds,
+    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", read_rounds,
           "rounds beyond the first; 0, no limit there, is 1,000"),
     reads(_MODEL + "enable_gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
           is_switch=True),
-    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=long_prompts, is_switch=True) for name, meaning in (
+    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=read_long_prompts, is_switch=True) for name,
+        meaning in (
         ("data.truncation", "error only: a prompt is never cut"),
         ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
     reads(_T + "save_freq", "checkpoint.every", least_zero("checkpoint.every"), "-1: only the last step"),
     reads(_T + "test_freq", "train.evaluate_every", least_zero("train.evaluate_every"), "-1: only before and after"),
-    reads(_T + "logger", "report.wandb.mode report.tensorboard", loggers, "console, wandb, tensorboard"),
+    reads(_T + "logger", "report.wandb.mode report.tensorboard", read_loggers, "console, wandb, tensorboard"),
     # ---- what matters and has no counterpart
     *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
              "algorithm.rollout_correction.rollout_is_batch_normalize"),
@@ -262,10 +299,42 @@ FLAGS: list[Flag] = [
     *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode"),
     *refused("rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
-    *refused("LoRA; all weights are trained", _MODEL + "lora_rank"),
+    *refused("LoRA; all weights are trained", _MODEL + "lora_rank", _MODEL + "lora_adapter_path"),
+    *refused("heads for several tokens", _MODEL + "mtp.enable"),
+    *refused("the model's shape comes with its checkpoint", _MODEL + "override_config", _MODEL + "hf_config_path",
+             _MODEL + "external_lib"),
+    *refused("the reference is the model as it was at the start", _REF + "model.path"),
+    *refused("the learning rate falls to 0", _A + "optim.min_lr_ratio"),
+    *refused("AdamW has optimizer.beta1, beta2, eps and weight_decay", _A + "optim.override_optimizer_config"),
+    *only("half a cosine", "0.5", names=_A + "optim.num_cycles"),
+    *only("AdamW is the optimizer", "adamw", names=_A + "optim.optimizer"),
+    *only("masters are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
+    *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
+    *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
+    *refused("quantised weights", _R + "quantization"),
+    *refused("samples are always drawn", _R + "skip_rollout"),
+    *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs",
+          names=_R + "logprobs_mode"),
+    *only("one turn", "single_turn_agent", names=_R + "agent.default_agent_loop"),
+    *refused("one turn", _R + "agent.agent_loop_config_path"),
+    *refused("an evaluation is greedy, and sampled for train.pass_k", *(_R + f"val_kwargs.{name}" for name in (
+        "temperature", "do_sample"))),
+    *only("an evaluation is greedy, and sampled for train.pass_k", "1", names=_R + "val_kwargs.n"),
+    *refused("every row is trained on; shorten the file", "data.train_max_samples"),
+    *refused("data are read by task.name=custom", "data.custom_cls.path", "data.sampler.class_path",
+             "data.datagen.path"),
+    *refused("set model.template", "data.apply_chat_template_kwargs"),
+    *refused("set model.tokenizer", "data.tokenizer"),
+    *only("set task.columns for other columns", "prompt", names="data.prompt_key"),
+    *only("give reward=FILE:FUNCTION; reward.overlong_buffer_tokens is DAPO's penalty", "naive",
+          names="reward_manager.name reward_model.reward_manager reward.reward_manager.name"),
+    *refused("give reward=FILE:FUNCTION", "reward_manager.module.path", "reward_model.reward_loop_module_path",
+             "reward_model.sandbox_fusion.url", "reward.sandbox_fusion.url"),
+    *refused("there is no critic", "critic.enable"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *only("a run is always evaluated before and after", "true", names=_T + "val_before_train"),
+    *refused("give resume=FOLDER", _T + "resume_from_path"),
     *only("a run goes on by the same run_name, or with resume=FOLDER; a new one needs another run_name", "auto",
           names=_T + "resume_mode"),
     *only("the order is drawn anew each epoch, by seed", "true", names="data.shuffle"),
@@ -282,17 +351,23 @@ FLAGS: list[Flag] = [
     *idle("completions are not sorted over devices by their lengths, which changes no number", _T + "balance_batch"),
     *idle("batch.micro_tokens bounds a micro-batch by the slots' padded length, not by its tokens",
           _A + "use_dynamic_bsz"),
-    *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(
-        f"{head}log_prob_{name}" for head in (_R, _REF) for name in (
-            "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"))),
-    *idle("nothing is moved to the host", *(f"{head}fsdp_config.{name}_offload" for head, name in (
-        (_A, "param"), (_A, "optimizer"), (_A, "grad"), (_REF, "param")))),
-    *idle("a setting of vLLM; the sampler is the model itself", *(_R + name for name in (
-        "enforce_eager", "free_cache_engine", "enable_chunked_prefill", "max_num_batched_tokens", "max_num_seqs",
-        "max_model_len", "load_format", "dtype", "layered_summon", "mode", "name"))),
-    *idle("it counts with a setting that is refused", "algorithm.rollout_correction.rollout_rs_threshold",
-          "algorithm.rollout_correction.loss_type", *(_A + f"policy_loss.{name}" for name in (
-              "dro_beta", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"))),
+    *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(f"{head}log_prob_{name}" for head in (
+        _R, _REF) for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz",
+                               "max_token_len_per_gpu"))),
+    *idle("nothing is moved to the host", *_under(_A + "fsdp_config.", "param_offload optimizer_offload grad_offload"),
+          _REF + "fsdp_config.param_offload"),
+    *idle("a setting of vLLM; the sampler is the model itself", *_under(_R, """
+        enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
+        load_format dtype layered_summon mode name""")),
+    *idle("it counts with a setting that is refused", *_under("algorithm.", """
+        rollout_correction.rollout_rs_threshold rollout_correction.loss_type kl_ctrl.horizon kl_ctrl.target_kl
+        pf_ppo.*"""), *_under(_A, """
+        policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
+        policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*"""), *_under(_MODEL, """
+        mtp.* lora_* target_modules exclude_modules"""), *_under(_R, """
+        multi_turn.* mtp quantization_config_file skip_dump_dir"""), *_under("data.", """
+        tool_config_path custom_cls.* sampler.* datagen.* reward_fn_key"""),
+          "reward_model.*", "reward.*", "reward_manager.*"),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *idle("the sampler is split as the trainer is: mesh.tensor", _R + "tensor_model_parallel_size"),
@@ -302,14 +377,24 @@ FLAGS: list[Flag] = [
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),
     *idle("the reference has the trainer's settings", _REF + "*"),
-    *idle("it has no effect on what is computed here", _R + "*", _MODEL + "*", _A + "checkpoint.*", _A + "profiler.*",
-          _A + "fsdp_config.*", _A + "optim.*", _A + "policy_loss.*", _A + "strategy", _A + "shuffle", _A + "_target_",
-          _A + "use_torch_compile", _A + "use_fused_kernels", _A + "ulysses_sequence_parallel_size",
-          _A + "entropy_from_logits_with_chunking", _A + "entropy_checkpointing", "actor_rollout_ref.hybrid_engine",
-          "actor_rollout_ref.nccl_timeout", "data.*", "algorithm._target_", "algorithm.pf_ppo.*",
-          "algorithm.kl_ctrl.*", "algorithm.rollout_correction.*", "algorithm.gdpo_reward_*", "reward_model.*",
-          "reward.*", _T + "*", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*",
-          "reward_manager.*", *(_A + name for name in (
-              "rollout_n", "freeze_vision_tower", "calculate_entropy", "data_loader_seed", "router_replay.*",
-              "calculate_sum_pi_squared", "sum_pi_squared_checkpointing"))),
+    *idle("its parts are the reward functions", "algorithm.gdpo_reward_keys"),
+    *idle("mini-batches are drawn anew each epoch, by seed", _A + "shuffle", _A + "data_loader_seed"),
+    *idle("greedy evaluation reads neither", _R + "val_kwargs.top_k", _R + "val_kwargs.top_p"),
+    *idle("a setting of verl's engines; it changes no number", "actor_rollout_ref.hybrid_engine",
+          "actor_rollout_ref.nccl_timeout", *_under(_R, """
+        *_size cudagraph_* enable_prefix_caching scheduling_policy disable_log_stats engine_kwargs.*
+        multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.* prometheus.*"""),
+          *_under(_MODEL, """
+        use_shm trust_remote_code enable_activation_offload use_liger *fused_kernel* tiled_mlp.*"""), *_under(_A, """
+        checkpoint.* profiler.* fsdp_config.* strategy use_torch_compile use_fused_kernels
+        ulysses_sequence_parallel_size entropy_from_logits_with_chunking entropy_checkpointing rollout_n
+        freeze_vision_tower calculate_entropy calculate_sum_pi_squared sum_pi_squared_checkpointing
+        optim.optimizer_impl optim.total_training_steps""")),
+    *idle("a setting of how data are read; it changes no number", *_under("data.", """
+        use_shm *_workers trust_remote_code return_* validation_shuffle image_* video_*""")),
+    *idle("a setting of verl's processes", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*",
+          *_under(_T, """
+        esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep device
+        ray_wait_register_center_timeout use_legacy_worker_impl""")),
+    *idle("a name of verl's classes", "*._target_"),
 ]

@@ -144,21 +144,33 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
 
 
 def joined(config_type: type, words: Sequence[str]) -> list[str]:
-    """The words, with `--name VALUE` as `--name=VALUE`. For a command of WORDS only `true` or `false` is the value of
-    a switch: another word after it is an argument."""
+    """The words, with `--name VALUE` as `--name=VALUE`, and all words behind a list's name as its items. For a command
+    of WORDS only `true` or `false` is the value of a switch, and a list takes one word: another one is an argument."""
     rest, whole, has_words = list(words), [], command_of(config_type) in WORDS
     while rest:
         word = rest.pop(0)
-        is_option = is_file_option(word)
-        if rest and "=" not in word and (is_option or (word.startswith("--") and "=" not in rest[0])) \
-                and not rest[0].startswith("--"):
+        count = next((n for n, one in enumerate(rest) if not _is_value(one)), len(rest))
+        if "=" in word or not rest or rest[0].startswith("--"):
+            pass
+        elif is_file_option(word):
+            word = f"{word}={rest.pop(0)}"
+        elif word.startswith("--") and count:
             name = word.lstrip("-").replace("-", "_")
             key, flag = key_of(config_type, name), translator().find(config_type, name)
             is_switch = flag.is_switch if flag else key is not None and key.type is bool
-            if is_option or not (is_switch and has_words) or rest[0].lower() in ("true", "false"):
+            if key is not None and key.is_list and count > 1 and not has_words:
+                items = [item for one in rest[:count] for item in split_list(key, one)]
+                quoted = ['"' + re.sub(r'(["\\])', r"\\\1", item) + '"' for item in items]
+                rest, word = rest[count:], f"{word}=[{','.join(quoted)}]"
+            elif not (is_switch and has_words) or rest[0].lower() in ("true", "false"):
                 word = f"{word}={rest.pop(0)}"
         whole.append(word)
     return whole
+
+
+def _is_value(word: str) -> bool:
+    """True for a word that can be the value before it: no flag, no key=value, perhaps a call `f(key=value)`."""
+    return not word.startswith("--") and "=" not in word.partition("(")[0]
 
 
 def is_file_option(word: str) -> bool:
@@ -238,9 +250,12 @@ def split_list(key: Key, text: str) -> list[str]:
     """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item unchanged."""
     if not text:
         return []
-    if not (text.startswith("[") and text.endswith("]") and len(text) > 1):
-        return [item.strip() for item in text.split(",")] if key.name in COMMA_LISTS else [text]
-    inside, place, items = text[1:-1], 0, []
+    is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
+    inside, place, items = text[1:-1] if is_list else text, 0, []
+    if inside and key.name in COMMA_LISTS and not (is_list and re.search("[\"']", text)):
+        return [item.strip() for item in re.split(r",(?![^(]*\))", inside)]  # none within a call's parentheses
+    if not is_list:
+        return [text]
     while place < len(inside):
         match = _ITEM.match(inside, place)
         if match is None:

@@ -1,18 +1,14 @@
-"""GSM8K as each system puts it: the prompt, the rewards and the place of the answer, by `reward.preset`.
+"""GSM8K's own prompt and rewards, `reward.preset=shoal`, and what every preset is made with.
 
-The tags and the points are each system's own, the prompts say the same in other words. All that looks into a text is
-linear in its length. Gold numbers come without commas.
+All that looks into a text is linear in its length. Gold numbers come without commas.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import (
     completion_text,
     extract_answer,
@@ -21,42 +17,15 @@ from shoal.tasks.graders.answer import (
     same_number,
     well_formed,
 )
-from shoal.tasks.graders.final_answer import MAX_NUMBER_CHARS, is_bare, last_boxed, number_in, shown
+from shoal.tasks.graders.final_answer import MAX_NUMBER_CHARS, shown
+from shoal.tasks.gsm8k_presets import Preset
 from shoal.types import Messages, RewardFunction
 
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
     "then write only the final number between <answer> and </answer>."
 )
-_REASONING = ("You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, give the "
-              "final answer, one number and nothing else, between <answer> and </answer>.")
-_THINK = ("The user asks a question and you solve it. First think it through between <think> and </think>, then give "
-          "the answer between <answer> and </answer>: <think>your thoughts</think> <answer>your answer</answer>.")
-_HASHES = 'Think step by step, and write the final answer after "####".'
-_TAIL_CHARS = 300
-"""verl looks for the answer in so many last characters."""
-_MAX_NUMBER_CHARS = 400
-"""What is longer is no number to Python's `float` here."""
-
-_DIGITS = re.compile(r"[\d.]+")  # of any script, as `float` reads them
-_AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
-
 Points = Callable[[str, str], float]
-
-
-@dataclass(frozen=True)
-class Preset:
-    """How a system asks a question and judges what comes.
-
-    `answer` finds what counts as the answer, None where the text has none; `right` says whether it is the gold number,
-    for accuracy.
-    """
-
-    prompt: Callable[[str], Messages]
-    rewards: tuple[RewardFunction, ...]
-    answer: Callable[[str], str | None]
-    well_formed: Callable[[str], bool]
-    right: Callable[[str | None, str], bool] = same_number
 
 
 def answer_key(text: str | None) -> str | None:
@@ -69,7 +38,7 @@ def answer_key(text: str | None) -> str | None:
     return text if number is None else shown(Fraction(number))
 
 
-def _reward(name: str, points: Points, weight: float = 1.0) -> RewardFunction:
+def reward_of(name: str, points: Points, weight: float = 1.0) -> RewardFunction:
     """A function of (text, gold number) as one in TRL's convention, run in the caller's process."""
 
     def reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
@@ -80,173 +49,16 @@ def _reward(name: str, points: Points, weight: float = 1.0) -> RewardFunction:
     return RewardFunction(name, reward, weight, builtin=True)
 
 
-def _user(instructions: str, question: str) -> Messages:
+def user_prompt(instructions: str, question: str) -> Messages:
     return [{"role": "user", "content": f"{instructions}\n\n{question}"}]
 
 
-def _system(instructions: str, question: str) -> Messages:
+def system_prompt(instructions: str, question: str) -> Messages:
     return [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
 
 
-# ---- maxtext: 1.0 for the answer, by text or by value, and 0.1 for the format
-
-
-def has_reasoning_and_answer(text: str) -> bool:
-    """Whether there is `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is not empty."""
-    _, found = _after(text, 0, "<reasoning>", "</reasoning>", 0)
-    return found >= 0 and _after(text, found, "<answer>", "</answer>")[1] >= 0
-
-
-def tagged_or_boxed(text: str) -> str | None:
-    """What stands in the last `<answer>`; where there is none, in the last box."""
-    tagged = extract_answer(text)
-    return last_boxed(text) if tagged is None else tagged
-
-
-def same_value(answer: str | None, gold: str) -> bool:
-    """Whether an answer is the gold text, or has its value: one number with units, or an expression of numbers."""
-    if answer is None:
-        return False
-    if answer.strip() == gold.strip():
-        return True
-    boxed = last_boxed(answer)
-    content = (answer if boxed is None else boxed).rpartition("=")[2].strip()
-    wanted = parse_number(gold)
-    if wanted is None:
-        return False
-    expression = arithmetic.read(content)
-    if expression is not None:
-        return expression.value == Fraction(wanted)
-    content = content.removeprefix("+").rstrip(" ,")
-    return is_bare(content) and number_in(content) == Fraction(wanted)
-
-
-def _after(text: str, start: int, opening: str, closing: str, least: int = 1) -> tuple[int, int]:
-    """Where the first `opening` from `start` on has its content, and the end of the first `closing` behind a content
-    of `least` characters or more; -1 for what is not there."""
-    begin = text.find(opening, start)
-    if begin < 0:
-        return -1, -1
-    begin += len(opening)
-    end = text.find(closing, begin + least)
-    return begin, -1 if end < 0 else end + len(closing)
-
-
-# ---- tunix: 9.5 points, 5 of them for the format
-
-
-def exact_answer(text: str) -> str | None:
-    """The answer of a text in Tunix's format, `<reasoning>...</reasoning>` and later `<answer>`: what stands up to
-    `</answer>` or the end of its line, one character or more. None for another text."""
-    _, found = _after(text, 0, "<reasoning>", "</reasoning>")
-    opened = text.find("<answer>", found) + len("<answer>") if found >= 0 else 0
-    if opened < len("<answer>") or opened >= len(text):
-        return None
-    ends = (text.find(end, opened + 1) for end in ("</answer>", "\n"))
-    return text[opened:min((end for end in ends if end >= 0), default=len(text))]
-
-
-def exact_or_tagged(text: str) -> str | None:
-    """The answer of a text in the format, else what stands in the first `<answer>...</answer>`."""
-    answer = exact_answer(text)
-    return _first_tagged(text) if answer is None else answer.strip()
-
-
-def tag_points(text: str) -> float:
-    """0.5 for each of the four tags that occurs once, -0.5 for each that does not."""
-    tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-    return sum(0.5 if text.count(tag) == 1 else -0.5 for tag in tags)
-
-
-def answer_points(text: str, gold: str) -> float:
-    """For the answer of a text in the format, without commas and white space around: 3 where it is the gold number, by
-    text or by value; by its ratio to the gold number 0.5 from 0.9 to 1.1, 0.25 from 0.8 to 1.2, else -1; -0.5 where it
-    is no number."""
-    answer, gold = exact_answer(text), gold.strip().replace(",", "")
-    if answer is None:
-        return 0.0
-    answer = answer.strip().replace(",", "")
-    value, wanted = _float(answer), _float(gold)
-    if answer == gold or (value is not None and value == wanted):
-        return 3.0
-    if value is None or wanted is None:
-        return -0.5
-    ratio = value / wanted if wanted else 0.0
-    return 0.5 if 0.9 <= ratio <= 1.1 else 0.25 if 0.8 <= ratio <= 1.2 else -1.0
-
-
-def number_points(text: str, gold: str) -> float:
-    """1.5 where the first digits after the first `<answer>` are the gold number; signs and commas are not read."""
-    opened = text.find("<answer>")
-    found = _DIGITS.search(text, opened) if opened >= 0 else None
-    value = _float(found[0]) if found else None
-    return 1.5 if value is not None and value == _float(gold) else 0.0
-
-
-def _float(text: str) -> float | None:
-    try:
-        return float(text) if len(text) <= _MAX_NUMBER_CHARS else None
-    except ValueError:
-        return None
-
-
-def _first_tagged(text: str) -> str | None:
-    """What stands in the first `<answer>...</answer>`, stripped."""
-    begin = text.find("<answer>")
-    end = text.find("</answer>", begin) if begin >= 0 else -1
-    return text[begin + len("<answer>"):end].strip() if end >= 0 else None
-
-
-# ---- torchrl: 1.0 for the right answer, 0.1 for another one, 0 for none
-
-
-def bare(answer: str) -> str:
-    """An answer without commas, `$`, `%`, a final period and zeros behind a decimal point."""
-    answer = answer.strip().replace(",", "").replace("$", "").replace("%", "").rstrip(".")
-    return answer.rstrip("0").rstrip(".") if "." in answer else answer
-
-
-def same_bare(answer: str | None, gold: str) -> bool:
-    return bool(answer) and bare(answer or "") == bare(gold)
-
-
-# ---- verl: 1 or 0
-
-
-def hash_answer(text: str) -> str | None:
-    """The number behind the last `####` and one space in the last 300 characters, commas removed."""
-    found = _AFTER_HASHES.findall(text[-_TAIL_CHARS:])
-    return found[-1].replace(",", "") if found else None
-
-
-# ---- by name
-
-
-PRESETS: Mapping[str, Preset] = {
-    "shoal": Preset(
-        lambda question: _system(SYSTEM_PROMPT, question),
-        (_reward("correct", lambda text, gold: same_number(extract_answer(text), gold)),
-         RewardFunction("format", format_reward, 0.1, builtin=True)),
-        extract_answer, well_formed),
-    "maxtext": Preset(
-        lambda question: _user(_REASONING, question),
-        (_reward("correct", lambda text, gold: same_value(tagged_or_boxed(text), gold)),
-         _reward("format", lambda text, gold: has_reasoning_and_answer(text), 0.1)),
-        tagged_or_boxed, has_reasoning_and_answer, same_value),
-    "tunix": Preset(
-        lambda question: _user(_REASONING, question),
-        (_reward("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
-         _reward("tags", lambda text, gold: tag_points(text)),
-         _reward("answer", answer_points), _reward("number", number_points)),
-        exact_or_tagged, lambda text: exact_answer(text) is not None),
-    "torchrl": Preset(
-        lambda question: _system(_THINK, question),
-        (_reward("correct", lambda text, gold: same_bare(_first_tagged(text), gold), 0.9),
-         _reward("answered", lambda text, gold: bool(_first_tagged(text)), 0.1)),
-        lambda text: _first_tagged(text) or None, lambda text: bool(_first_tagged(text)), same_bare),
-    "verl": Preset(
-        lambda question: [{"role": "user", "content": f"{question} {_HASHES}"}],
-        (_reward("correct", lambda text, gold: hash_answer(text) == gold),),
-        hash_answer, lambda text: hash_answer(text) is not None, lambda answer, gold: answer == gold),
-}
-"""Preset -> prompt, rewards and answer."""
+SHOAL = Preset(
+    lambda question: system_prompt(SYSTEM_PROMPT, question),
+    (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)),
+     RewardFunction("format", format_reward, 0.1, builtin=True)),
+    extract_answer, well_formed, same_number)

@@ -38,11 +38,7 @@ NUM_MICRO_BATCHES = 3
 
 
 @dataclass
-<<<<<<<< HEAD:src/shoal/run/preflight/trial_step.py
 class StepTrial:
-========
-class StepTrial:
->>>>>>>> t-config:src/shoal/run/preflight/step_trial.py
     """What was sampled, and how long sampling and updating took."""
 
     groups: list[Group]
@@ -89,11 +85,7 @@ class StepTrial:
 
 
 def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool, engine: Engine, learner: Learner,
-<<<<<<<< HEAD:src/shoal/run/preflight/trial_step.py
              parameters: Params, prompts: Sequence[Prepared]) -> StepTrial:
-========
-             parameters: Params, prompts: Sequence[Prepared]) -> StepTrial:
->>>>>>>> t-config:src/shoal/run/preflight/step_trial.py
     """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
     them. The weights that it gives are discarded."""
     for owner in (engine, learner):
@@ -118,11 +110,7 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     per_update = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
     shape = choose_shape(_all_valid(groups), per_update, size, config.batch.micro_tokens,
                          learner.model.role.row_shards)
-<<<<<<<< HEAD:src/shoal/run/preflight/trial_step.py
     trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
-========
-    trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
->>>>>>>> t-config:src/shoal/run/preflight/step_trial.py
     _update(trial, config, learner, parameters)
     return trial
 
@@ -145,11 +133,7 @@ def _sample(engine: Engine, programs: dict[str, Program]) -> tuple[dict[tuple[in
     return found, clock() - started
 
 
-<<<<<<<< HEAD:src/shoal/run/preflight/trial_step.py
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
-========
-def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
->>>>>>>> t-config:src/shoal/run/preflight/step_trial.py
     """Part of an update on the trial's groups, those without variance included: times, and the trainer's log-probs."""
     table, groups = StepTable.of(trial.groups, config.algorithm), _all_valid(trial.groups)
     valid = np.ones_like(table.valid)

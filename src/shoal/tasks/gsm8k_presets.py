@@ -1,0 +1,36 @@
+"""GSM8K's prompts and rewards by `reward.preset`: what a preset holds, and where each is registered.
+
+`shoal/__init__.py` adds other systems' presets to PRESETS; a preset is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.types import Messages, RewardFunction
+
+PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
+"""Name -> `module:object`, the place of its Preset."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How a system puts a question and judges completions.
+
+    `answer` finds what counts as the answer, None where the text has none; `right` tells whether it is the gold number,
+    for accuracy.
+    """
+
+    prompt: Callable[[str], Messages]
+    rewards: tuple[RewardFunction, ...]
+    answer: Callable[[str], str | None]
+    well_formed: Callable[[str], bool]
+    right: Callable[[str | None, str], bool]
+
+
+def load_preset(name: str) -> Preset:
+    """The preset of a name."""
+    module, _, preset = PRESETS[name].partition(":")
+    return getattr(importlib.import_module(module), preset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from small import QWEN3, batches, learner, random_groups, relative, roles
+from tiny_runs import quick_compilation
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import Roles, make_mesh
@@ -62,6 +64,12 @@ def update(where: Roles, micro_batches: int = 1) -> Updated:
     state, applied = one.apply(state, total)
     loss, norm = float(applied.loss), float(applied.grad_norm)
     return Updated(one, before, gradient, loss, np.concatenate(lps), sums, state, norm)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation() -> Iterator[None]:
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from small import QWEN2, QWEN3, roles
+from small import FULLEST, QWEN3, roles
 
 from shoal.config.schema import OptimizerSection
 from shoal.model.transformer import is_param_spec, param_specs, shardings
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 
-SMALL = replace(QWEN2, num_layers=1, qk_norm=True, tie_embeddings=False)  # biases, norms and matrices
+SMALL = replace(FULLEST, num_layers=1, tie_embeddings=False)  # biases, norms and matrices
 
 
 @pytest.mark.parametrize(("schedule", "warmup", "expected"), [

@@ -33,9 +33,9 @@ LLAMA3 = Architecture(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8,
     rope_theta=10000.0, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
 LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
-QWEN2 = replace(LLAMA3, rope_scaling=None, qkv_bias=True, tie_embeddings=True)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
-FAMILIES = {"llama2": LLAMA2, "llama3": LLAMA3, "qwen2": QWEN2, "qwen3": QWEN3}
+PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
+"""The families' parts: none of them, and all. (Each family as it is: test_parity.py and test_hf.py.)"""
 ON_POLICY = Objective("grpo", Bounds(0.2, 0.2))
 
 

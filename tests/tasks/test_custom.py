@@ -69,7 +69,7 @@ def test_a_file_of_any_kind(tmp_path: Path, name: str) -> None:
     assert prompts(task.train) == [f"q{i}?" for i in range(18)]
     assert prompts(task.evaluations["held_out"]) == ["q18?", "q19?"]
     assert task.train[3].columns == {"answer": 3} and [one.row for one in task.train] == list(range(18))
-    assert task.notes == (f"custom: no split to evaluate on beside {name}; its last 2 of 20 rows are held out",)
+    assert task.notes == (f"custom: {name} has no other split to evaluate on; its last 2 of 20 rows are held out",)
     assert (task.correct, task.rewards) == (None, ())
 
 
@@ -104,7 +104,7 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
     ('{"prompt": "a"}\n' + "[" * 100000 + "\n", "data.jsonl, line 2 is no JSON object: it is nested too deeply"),
     ('{"prompt": "a", "b": 1}\n{"prompt": "c"}\n', "data.jsonl, line 2 has no column 'b'"),
     ('{"prompt": "a", "completions": 1}\n{"prompt": "c", "completions": 1}\n', "cannot be called 'completions'"),
-    ('{"prompt": "a"}\n', "has 1 row and no other split"),
+    ('{"prompt": "a"}\n', "has 1 row and no other split to evaluate on"),
     ("", "data.jsonl is empty; rows with columns are needed"),
     ('{"question": "a", "answer": 1}\n{"question": "b", "answer": 2}\n',
      "line 1 has no column `prompt`; its columns: question, answer. Take one as it is, "
@@ -375,8 +375,8 @@ def test_where_nothing_is_trained_no_row_is_held_out(tmp_path: Path) -> None:
     with evaluating():
         task, alone = load(path), load(one)
     assert prompts(task.evaluations["held_out"]) == [f"q{i}?" for i in range(20)] and len(task.train) == 0
-    assert task.notes == ("custom: no split to evaluate on beside data.jsonl; all its 20 rows are evaluated on, those "
-                          "too that a run on this data learned from",)
+    assert task.notes == ("custom: data.jsonl has no other split to evaluate on; all its 20 rows are evaluated on, "
+                          "those too that a run on this data learned from",)
     assert prompts(alone.evaluations["held_out"]) == ["q0?"]
     assert len(load(path).train) == 18
     with evaluating():

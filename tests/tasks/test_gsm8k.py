@@ -92,8 +92,8 @@ def test_a_file_alone_holds_out_its_last_rows(tmp_path: Path, num_rows: int, num
     task = load(path, num_questions=num_questions)
     assert questions(task.train) == names("q", range(num_rows - held))
     assert questions(task.evaluations["held_out"]) == names("q", range(num_rows - held, num_rows))
-    assert task.notes == (f"gsm8k: no split to evaluate on beside data.jsonl; its last {held} of {num_rows} rows are "
-                          "held out",)
+    assert task.notes == (f"gsm8k: data.jsonl has no other split to evaluate on; its last {held} of {num_rows} rows "
+                          "are held out",)
 
 
 def test_a_folder_without_the_split_to_evaluate_on_holds_out_rows_too(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
     ('{"question": "a", "answer": "#### 1"}\n{"question": "a", "answer": ' + "9" * 5000 + "}",
      "line 2 is no JSON object: a number in it has too many digits"),
     ('{"question": "a \\ud83d b", "answer": "#### 1"}\n', r"line 1 holds \\ud83d, half of a character that JSON"),
-    ('{"question": "a", "answer": "#### 1"}\n', "has 1 row and no other split"),
+    ('{"question": "a", "answer": "#### 1"}\n', "has 1 row and no other split to evaluate on"),
 ])
 def test_bad_rows_say_where(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "data.jsonl"

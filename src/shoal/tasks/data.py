@@ -79,15 +79,15 @@ def place_splits(task: TaskSection, published: Published) -> tuple[Rows, Rows, l
     if held_out and held_out != train:
         return rows, _read(held_out, renames, published), notes
     if is_evaluating():
-        notes.append(f"{name}: no split to evaluate on beside {train[0].name}; all its {len(rows)} rows are evaluated "
-                     "on, those too that a run on this data learned from")
+        notes.append(f"{name}: {train[0].name} has no other split to evaluate on; all its {len(rows)} rows are "
+                     "evaluated on, those too that a run on this data learned from")
         return [], rows, notes
     if len(rows) < 2:
         raise ShoalError(f"task {name}: {train[0]} has 1 row and no other split to evaluate on; 2 or more rows are "
                          "needed")
     count = min(max(1, len(rows) // 10), task.num_questions or len(rows))
-    notes.append(f"{name}: no split to evaluate on beside {train[0].name}; its last {count} of {len(rows)} rows are "
-                 "held out")
+    notes.append(f"{name}: {train[0].name} has no other split to evaluate on; its last {count} of {len(rows)} rows "
+                 "are held out")
     return rows[:-count], rows[-count:], notes
 
 

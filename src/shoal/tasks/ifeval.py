@@ -47,7 +47,7 @@ def load(task: TaskSection) -> Task:
     tags = True
     if not train or {_file(place) for place, _ in held_out} <= {_file(place) for place, _ in train}:  # no other split
         rows, tags = [*train, *held_out], not (task.eval_split == task.split or is_evaluating())
-        notes = [note for note in notes if "no split to evaluate on" not in note]
+        notes = [note for note in notes if "no other split to evaluate on" not in note]
         held_out = rows[HELD_OUT - 1::HELD_OUT] or rows[-1:]
         notes += [
             f"ifeval: there is one split; every tenth row of it is held out, {len(held_out)} of {len(rows)}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,14 @@ class Layer:
 class Chain:
     """Layers as settings by key, lowest first, with their reports and errors."""
 
-    layers: list[Layer]
-    settings: list[dict[str, Setting]]
-    reports: list[tuple[int, Report]]
+    layers: Sequence[Layer]
+    reports: Sequence[tuple[int, Report]]  # with the layer's number
     errors: list[str]
-    notes: list[str]
-    lowest: dict[str, Setting]  # settings that yield to those of every layer
-    conflicts: list[tuple[Setting, str]]  # two names of one key in a file: an error unless a higher layer sets it
+    settings: list[dict[str, Setting]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    lowest: dict[str, Setting] = field(default_factory=dict)  # they yield to those of every layer
+    # two names of one key in a file: an error unless a higher layer sets the key
+    conflicts: list[tuple[Setting, str]] = field(default_factory=list)
     file: Path | None = None  # the preset or file that was loaded
 
     def merged(self) -> dict[str, Setting]:
@@ -72,7 +73,7 @@ class Chain:
 def build_chain(config_type: type, arguments: Arguments, stored: Path | None) -> Chain:
     """The user's layers, and beneath each the presets that it names."""
     layers, file = users_layers(config_type, arguments, stored)
-    command, chain = command_of(config_type), settle(config_type, layers)
+    command, chain = command_of(config_type), make_chain(config_type, layers)
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
     task = chain.settings[line].get("task.name") or chain.lowest.get("task.name")
@@ -87,7 +88,7 @@ def build_chain(config_type: type, arguments: Arguments, stored: Path | None) ->
                 place -= 1
             beneath.setdefault(place, []).extend(named_layers(config_type, key, name))
     whole = [one for number, layer in enumerate(layers) for one in (*beneath.get(number, ()), layer)]
-    return replace(settle(config_type, whole), file=file)
+    return replace(make_chain(config_type, whole), file=file)
 
 
 def users_layers(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[
@@ -164,10 +165,10 @@ def _foreign_value(config_type: type, entry: Entry, raw: Mapping[str, Any]) -> A
 # ---- settings
 
 
-def settle(config_type: type, layers: Sequence[Layer]) -> Chain:
+def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
     """The chain of layers with every name as a key, other systems' names translated."""
     translation = translator().translate(config_type, [layer.entries for layer in layers])
-    chain = Chain(list(layers), [], list(translation.reports), list(translation.errors), [], {}, [])
+    chain = Chain(layers, translation.reports, list(translation.errors))
     for number, layer in enumerate(layers):
         found: dict[str, Setting] = {}
         weak: dict[str, Setting] = {}
@@ -187,27 +188,19 @@ def settle(config_type: type, layers: Sequence[Layer]) -> Chain:
 def _own_setting(config_type: type, layer: Layer, entry: Entry, errors: list[str]) -> list[Setting]:
     """The setting of an entry under one of our names; none if there is no such key."""
     try:
-        key = find_key(config_type, entry.name)
+        key = find_key(config_type, entry.name).name
     except ShoalError as error:
         errors.append(f"{entry.origin}: {error}" if layer.file else str(error))
         return []
-    value = entry.value
-    if layer.file and is_interpolated(value):
-        value = _late_reference(config_type, layer, entry)
-    return [Setting(key.name, value, entry.origin, entry.name)]
-
-
-def _late_reference(config_type: type, layer: Layer, entry: Entry) -> Late:
-    """A value that refers to other keys' final values, or to other names of its file."""
-    raw = {one.name: one.value for one in layer.entries}
-    names = names_of(config_type)
+    names, raw = names_of(config_type), {one.name: one.value for one in layer.entries}
 
     def compute(get: Callable[[str], Any]) -> tuple[Mapping[str, Any], str]:
-        value = interpolate(entry.name, entry.value,
-                            lambda name: get(names[name]) if name in names else raw[name])
-        return {names[entry.name]: list(value) if isinstance(value, tuple) else value}, ""
+        """The value with `${...}` replaced: by final values of keys, or by other names of the file."""
+        value = interpolate(entry.name, entry.value, lambda name: get(names[name]) if name in names else raw[name])
+        return {key: list(value) if isinstance(value, tuple) else value}, ""
 
-    return Late(compute)
+    value = Late(compute) if layer.file and is_interpolated(entry.value) else entry.value
+    return [Setting(key, value, entry.origin, entry.name)]
 
 
 def _add(config_type: type, layer: Layer, found: dict[str, Setting], setting: Setting, chain: Chain) -> None:
@@ -249,7 +242,7 @@ def values_of(config_type: type, settings: Mapping[str, Setting], errors: list[s
         if key in values or key not in settings:
             return values.get(key, keys[key].default) if key in keys else ""
         if key in pending:
-            raise ShoalError(f"{origin_of(config_type, settings[key])}: {key} refers to itself")
+            raise ShoalError(f"{settings[key].origin}: {key} refers to itself")
         pending.append(key)
         value = settings[key].value
         if isinstance(value, Late):
@@ -265,18 +258,16 @@ def values_of(config_type: type, settings: Mapping[str, Setting], errors: list[s
             get(key)
         except ShoalError as error:
             pending.clear()
-            origins = {one: origin_of(config_type, setting) for one, setting in settings.items()}
-            errors.append(with_origins(str(error), origins))
+            errors.append(with_origins(str(error), origins_of(settings)))
     return values, late
 
 
 # ---- origins
 
 
-def origin_of(config_type: type, setting: Setting) -> str:
-    """`command line`, `--learning_rate`, `mine.yml:4`, `recipe trl`."""
-    is_ours = setting.name in names_of(config_type)
-    return f"{setting.origin} {setting.name}" if setting.origin == PYTHON and not is_ours else setting.origin
+def origins_of(settings: Mapping[str, Setting]) -> dict[str, str]:
+    """Key -> `command line`, `--learning_rate`, `mine.yml:4`, `recipe trl`."""
+    return {key: setting.origin for key, setting in settings.items()}
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:

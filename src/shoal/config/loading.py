@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import COMMA_LISTS, Arguments, find_key, key_of, read_arguments, split_list
+from shoal.config.arguments import COMMA_LISTS, Arguments, find_key, key_of, names_of, read_arguments, split_list
 from shoal.config.chain import (
     PACKAGED,
     Chain,
     build_chain,
     file_layers,
+    make_chain,
     named_layers,
-    origin_of,
-    settle,
+    origins_of,
     users_layers,
     values_of,
     with_origins,
@@ -92,7 +92,8 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
         value = list(value) if isinstance(value, tuple) else value
         if key and key.is_list:
             value = [str(item) for item in (value if isinstance(value, list) else [value])]
-        entries.append(make_entry(name, value if isinstance(value, str | list) else str(value), PYTHON))
+        origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
+        entries.append(make_entry(name, value if isinstance(value, str | list) else str(value), origin))
     return *load(config_type, Arguments(config_name, tuple(entries))), functions
 
 
@@ -116,7 +117,7 @@ def load(config_type: type, arguments: Arguments, stored: Path | None = None) ->
     chain = build_chain(config_type, arguments, stored)
     settings = chain.merged()
     values, late = values_of(config_type, settings, chain.errors)
-    origins = {key: origin_of(config_type, setting) for key, setting in settings.items()}
+    origins = origins_of(settings)
     chain.errors += [message for setting, message in chain.conflicts if settings.get(setting.key) is setting]
     if chain.errors:
         raise ShoalError("; ".join(dict.fromkeys(chain.errors)))
@@ -135,7 +136,7 @@ def load(config_type: type, arguments: Arguments, stored: Path | None = None) ->
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
     """The values of some keys in the user's own file and command line, without presets."""
     layers, _ = users_layers(config_type, arguments)
-    settings = settle(config_type, [layer for layer in layers if layer.is_users]).merged()
+    settings = make_chain(config_type, [layer for layer in layers if layer.is_users]).merged()
     keys = keys_of(config_type)
     return {name: convert_value(keys[name], settings[name].value) for name in names if name in settings}
 
@@ -144,7 +145,7 @@ def packaged_values(config: Any) -> dict[str, Any]:
     """The values that a configuration's recipe and algorithm set, by dotted key."""
     layers = [layer for key in PACKAGED if (name := get_value(config, key))
               for layer in named_layers(type(config), key, name)]
-    settings = settle(type(config), layers).merged()
+    settings = make_chain(type(config), layers).merged()
     return values_of(type(config), settings, [])[0]
 
 
@@ -197,7 +198,7 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
                + (", ..." if len(skipped) > 3 else ""))
     if file and not is_packaged(file) and not has_preset and "task.name" in settings:
         preset = packaged(command_of(config_type), config.task.name)
-        beneath = settle(config_type, file_layers(config_type, preset, "")).merged() if preset else {}
+        beneath = make_chain(config_type, file_layers(config_type, preset, "")).merged() if preset else {}
         if left := [key for key in beneath if key not in settings]:
             yield (f"{file.name} is not laid over the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
                    f"more stay as they are): `defaults: [{config.task.name}, _self_]` in the file loads it")

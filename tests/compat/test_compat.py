@@ -251,6 +251,14 @@ def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
     assert len(find_functions(config.reward.functions)) == 2
 
 
+def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():
+    code = ("import sys, shoal; from shoal.tasks.gsm8k_presets import PRESETS, load_preset\n"
+            "assert 'shoal.compat.gsm8k_rewards' not in sys.modules and len(PRESETS) == 5\n"
+            "print(*(len(load_preset(name).rewards) for name in PRESETS))")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["2", "2", "4", "2", "1"]
+
+
 def test_a_correction_without_a_bound_is_typed_as_inf():
     config, _ = compose("train", ["algorithm.correction=mis", "--algorithm.correction_cap", "inf"])
     assert config.algorithm.correction_cap == float("inf")

@@ -1,0 +1,170 @@
+"""verl's flags as values of our keys: what a value, or several flags together, become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.compat.flags import (
+    LOWEST,
+    NOTHING,
+    Given,
+    Values,
+    chosen,
+    items_of,
+    last_part,
+    to_bool,
+    to_float,
+    to_int,
+)
+from shoal.types import ShoalError
+
+
+def read_clip(given: Given) -> Values:
+    """clip_ratio is both bounds, where the one is not given by itself."""
+    named = last_part(given)
+    bounds = {f"algorithm.clip_{side}": named.get(f"clip_ratio_{side}", named.get("clip_ratio", ""))
+              for side in ("low", "high")}
+    return {key: str(to_float("clip_ratio", text)) for key, text in bounds.items() if text.lower() not in NOTHING}
+
+
+_MODES: dict[str, Values] = {
+    "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": "0"},
+    "geo_mean": {"algorithm.loss": "gmpo", "algorithm.clip_dual": "0"},
+    "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "both", "algorithm.clip_dual": "0"},
+    "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": "0"}}
+_OWN_MEAN = ("geo_mean", "sapo")
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def read_loss(given: Given) -> Values:
+    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
+    a token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
+    named = last_part(given)
+    mode = named.get("loss_mode", "")
+    values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
+    if aggregation := named.get("loss_agg_mode", ""):
+        values["algorithm.aggregation"] = chosen("loss_agg_mode", aggregation, {one: one for one in _AGGREGATIONS})
+    if mode in _OWN_MEAN:
+        values["algorithm.aggregation"] = "seq-mean-token-mean"
+    dual = named.get("clip_ratio_c", "")
+    if dual and mode in ("", "vanilla"):
+        values["algorithm.clip_dual"] = dual
+    return values
+
+
+_PLAIN = {"algorithm.kl_clamp_input": "0", "algorithm.kl_clamp_value": "0"}
+_LOW_VAR = {"algorithm.kl": "k3", "algorithm.kl_clamp_input": "20", "algorithm.kl_clamp_value": "10"}
+_ESTIMATES: dict[str, Values] = {
+    "kl": {"algorithm.kl": "k1", **_PLAIN}, "k1": {"algorithm.kl": "k1", **_PLAIN},
+    "mse": {"algorithm.kl": "k2", **_PLAIN}, "k2": {"algorithm.kl": "k2", **_PLAIN},
+    "low_var_kl": _LOW_VAR, "k3": _LOW_VAR}
+
+
+def read_divergence(given: Given) -> Values:
+    """Two places for a divergence, each with its switch, coefficient and estimator; these count only there."""
+    named = last_part(given)
+    in_loss, in_reward = (to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward"))
+    if in_loss and in_reward:
+        raise ShoalError("use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: switch "
+                         "one of them off")
+    if in_reward:
+        return {"algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"),
+                "algorithm.kl_placement": "reward",
+                **chosen("algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES)}
+    estimate = chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES) if "kl_loss_type" in named else {}
+    if in_loss:
+        return {"algorithm.kl_coef": named.get("kl_loss_coef", "0.001"), "algorithm.kl_placement": "loss", **estimate}
+    return {"algorithm.kl_coef": "0", **estimate}
+
+
+_ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce++",
+               "reinforce_plus_plus_baseline": "reinforce++-baseline", "gdpo": "gdpo", "grpo_vectorized": "grpo",
+               "rloo_vectorized": "rloo"}
+
+
+def read_estimator(given: Given) -> Values:
+    """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by counts for grpo alone;
+    verl whitens over tokens."""
+    name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
+    by_deviation = to_bool(flag, given.get(flag, "true"))
+    if advantage == "grpo":  # the vectorized form does not read the flag
+        is_read = given.get(name) != "grpo_vectorized"
+        return {"algorithm.advantage": "grpo" if by_deviation or not is_read else "dr_grpo"}
+    values = {"algorithm.advantage": advantage}
+    return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
+
+
+def read_rollout_correction(given: Given) -> Values:
+    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
+    named = last_part(given)
+    level = named.get("rollout_is", "null")
+    if level.lower() in NOTHING:
+        return {"algorithm.correction": "none"}
+    chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
+    low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
+    return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level,
+            "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
+
+
+def read_long_prompts(given: Given) -> Values:
+    """Prompts over the limit are filtered out first; what is left of them is an error."""
+    name = "data.truncation"
+    chosen(name, given.get(name, "error").strip("'"), {"error": ""})
+    name = "data.filter_overlong_prompts"
+    return {"sampling.long_prompts": "drop" if to_bool(name, given.get(name, "false")) else "error"}
+
+
+def read_gpus(given: Given) -> Values:
+    """Nodes times devices of each, 8 where only the nodes are given."""
+    named = last_part(given)
+    each, nodes = (to_int(f"trainer.{name}", named.get(name, default)) for name, default in (
+        ("n_gpus_per_node", "8"), ("nnodes", "1")))
+    return {"mesh.trainer": str(each * nodes), "mesh.fsdp": "-1"}
+
+
+def read_reward_file(given: Given) -> Values:
+    """A file, and a name in it."""
+    named = last_part(given)
+    if "path" in named and named["path"].lower() in NOTHING:
+        return {}
+    if "path" not in named:
+        raise ShoalError(f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in")
+    return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
+
+
+def read_betas(name: str, text: str) -> Values:
+    numbers = items_of(text)
+    if len(numbers) != 2:
+        raise ShoalError(f"{name}={text}: expected two numbers")
+    return dict(zip(("optimizer.beta1", "optimizer.beta2"), numbers, strict=True))
+
+
+def read_train_files(name: str, text: str) -> Values:
+    """Parquet files; one is the data set itself, several are files of their folder."""
+    files = items_of(text)
+    if not files:
+        raise ShoalError(f"{name}={text}: expected a file, or a list of files")
+    values: dict[str, Any] = {LOWEST + "task.name": "custom", "task.path": files[0]}
+    folders = {file.rpartition("/")[0] for file in files}
+    if len(folders) > 1:
+        raise ShoalError(f"{name}={text}: expected files of one folder")
+    if len(files) > 1:
+        values |= {"task.path": folders.pop() or ".", "task.files": [file.rpartition("/")[2] for file in files]}
+    return values
+
+
+def read_loggers(name: str, text: str) -> Values:
+    known = {"console": {}, "wandb": {"report.wandb.mode": "online"}, "tensorboard": {"report.tensorboard": "true"}}
+    found: dict[str, Any] = {}
+    for item in items_of(text):
+        if item not in known:
+            raise ShoalError(f"{name}={text}: {item} is not supported; expected some of {', '.join(known)}")
+        found |= known[item]
+    return found
+
+
+def read_rounds(name: str, text: str) -> Values:
+    """Rounds in all, 0 without limit -> rounds beyond the first."""
+    number = to_int(name, text, 0)
+    return {"algorithm.max_sampling_rounds": str(max(1, number - 1) if number else 1000)}

@@ -19,7 +19,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("test_resume", "test_learning", "test_objectives_runs", "test_assembly", "test_step", "test_mesh", "test_examples")
+LONGEST = ("test_resume", "test_learning", "test_objectives_runs", "test_assembly", "test_step", "test_mesh",
+           "test_examples")
 """Files that take minutes: begun first, so that no worker ends with one of them while the other has nothing to do."""
 
 

@@ -353,7 +353,7 @@ def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     others = [other for other in range(7) if other != row]
     engine.submit([request(row), *(request(other) for other in others)])
     found = []
-    while max(len(draft.token_ids) for draft in engine.progress[row].drafts) < CHUNK:
+    while max(len(draft.tokens) for draft in engine.progress[row].drafts) < CHUNK:
         engine.step()
         found += engine.collect()
     waiting = next(other for other in others if other not in engine.scheduler.running and other in engine.progress)

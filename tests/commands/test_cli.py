@@ -305,7 +305,7 @@ def test_a_dry_run_touches_nothing(tmp_path):
 @pytest.mark.parametrize(("words", "part"), [
     (["base_output_directory=gs://a/b"], "base_output_directory=gs://a/b: cloud storage is not supported"),
     (["model=s3://a"], "model.path=s3://a: cloud storage is not supported"),
-    (["model={folder}"], "model_type is 'mamba'; Shoal knows llama, qwen2, qwen3"),
+    (["model={folder}"], "model_type is 'mamba'; supported are llama, qwen2, qwen3"),
     (["teacher.path={folder}", "algorithm.advantage=none"], "model_type is 'mamba'"),
     (["model.name=llama9-8b"], "no model is called 'llama9-8b'"),
     (["task=gsm8q"], "did you mean 'gsm8k'"),
@@ -315,7 +315,7 @@ def test_a_dry_run_touches_nothing(tmp_path):
     (["sampling.temperature=0"], "sampling.temperature=0: in training every completion"),
     (["algorithm.advantage=none"], "set teacher.path"),
     (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
-    (["mesh.tensor=2", "mesh.fsdp=3"], "mesh.fsdp=3 does not divide 4 of 8 devices; use 1, 2 or 4"),
+    (["mesh.tensor=2", "mesh.fsdp=3"], "mesh.fsdp=3 does not divide the 4 of 8 devices that the other axes leave; use 1, 2 or 4"),
     (["mesh.trainer=4", "mesh.sampler=4"], "mesh.trainer=4, mesh.sampler=4"),
     (["run_name=../out"], "without '..'"),
 ])

@@ -355,5 +355,5 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     source.restore({"pending": [["train", 0, 1, "train", prompt.example.row, 4]]})
     with pytest.raises(RuntimeError, match="version 1 is requested"):
         source.take(Purpose.TRAIN, 0)
-    with pytest.raises(RuntimeError, match="requested again are"):
+    with pytest.raises(ShoalError, match="the data or its order has changed since"):
         source.restore({"pending": []})

@@ -342,4 +342,4 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     assert cli.main(["groups", str(tmp_path), "step=12", "group=2"]) == 2
     assert "has 2 groups, 0 to 1" in capsys.readouterr().err
     assert cli.main(["groups", str(tmp_path), "step=5"]) == 2
-    assert "there are those of steps 12" in capsys.readouterr().err
+    assert "it has those of steps 12" in capsys.readouterr().err

@@ -140,7 +140,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
     (shutil.rmtree, ["no model folder", "Give a folder, a hub id (org/name), or `tiny`"]),
     (without("config.json"), ["holds no config.json", "Hugging Face format"]),
     (lambda folder: (folder / "config.json").write_text("{"), ["config.json could not be read as JSON"]),
-    (config(model_type="mamba"), ["model_type is 'mamba'", "Shoal knows llama, qwen2, qwen3"]),
+    (config(model_type="mamba"), ["model_type is 'mamba'", "supported are llama, qwen2, qwen3"]),
     (config(num_key_value_heads=3), ["num_attention_heads=4 is no multiple of num_key_value_heads=3"]),
     (without("model.safetensors"), ["holds no safetensors file"]),
     (truncate, ["model.safetensors is cut short", "Download it again"]),
@@ -167,7 +167,7 @@ def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path)
     shutil.copytree(workshop.model, run / "model")
     (run / "checkpoints").mkdir()
     words = ["export", f"from={run}", f"to={tmp_path / 'to'}"]
-    refused(capsys, tmp_path, words, "holds no checkpoint", "did not get to its first one")
+    refused(capsys, tmp_path, words, "holds no checkpoint", "the run ended before its first one")
     (run / "checkpoints" / "7").mkdir()
     refused(capsys, tmp_path, words, "checkpoints/7 cannot be read", "choose another")
     refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder")
@@ -221,7 +221,7 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
     (None, ["there is no such file"]),
     ("", ["holds no prompt"]),
     ("\n\n", ["holds no prompt"]),
-    ('{"prompt": "a"}\n{"prompt": "a"', ["line 2 is no JSON"]),
+    ('{"prompt": "a"}\n{"prompt": "a"', ["line 2 is not JSON"]),
     ('{"prompt": "a"}\n\n{"text": "a"}', ["line 3 has no `prompt`"]),
     ('["a"]', ["line 1 has no `prompt`"]),
     ('{"prompt": 5}', ["line 1: `prompt` is 5", "a list of messages"]),
@@ -272,7 +272,7 @@ def test_prompts_to_generate_from(workshop, capsys, tmp_path, text, parts):
     ("pretrain output={folder}", ["output={folder} exists and is not empty"]),
     ("pretrain output={in}/below", ["output={in}/below cannot be written"]),
     ("pretrain output={folder}/new steps=0", ["steps=0", "1 or more"]),
-    ("pretrain output={folder}/new width=100", ["width=100", "a multiple of 64"]),
+    ("pretrain output={folder}/new hidden_size=100", ["hidden_size=100", "a multiple of 64"]),
 ])
 def test_other_commands(workshop, capsys, tmp_path, words, parts):
     file = tmp_path / "in.jsonl"

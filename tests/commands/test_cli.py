@@ -315,7 +315,8 @@ def test_a_dry_run_touches_nothing(tmp_path):
     (["sampling.temperature=0"], "sampling.temperature=0: in training every completion"),
     (["algorithm.advantage=none"], "set teacher.path"),
     (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
-    (["mesh.tensor=2", "mesh.fsdp=3"], "mesh.fsdp=3 does not divide the 4 of 8 devices that the other axes leave; use 1, 2 or 4"),
+    (["mesh.tensor=2", "mesh.fsdp=3"],
+     "mesh.fsdp=3 does not divide the 4 of 8 devices that the other axes leave; use 1, 2 or 4"),
     (["mesh.trainer=4", "mesh.sampler=4"], "mesh.trainer=4, mesh.sampler=4"),
     (["run_name=../out"], "without '..'"),
 ])

@@ -19,7 +19,7 @@ from shoal.run.assembly import assemble_run
 from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
 from shoal.trainer.loop import Run, Schedule, sampling_params
-from shoal.types import Example, GroupRequest, Purpose
+from shoal.types import Example, GroupRequest, Purpose, ShoalError
 
 # ---- the schedule
 

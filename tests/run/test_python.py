@@ -189,7 +189,7 @@ def test_what_goes_with_rows_and_what_does_not():
         task_of_data(rows(), None, None, TaskSection(), RewardSection(), ())
     with pytest.raises(shoal.ShoalError, match=r"task.path='x' has no effect on data given from Python"):
         task_of_data(rows(), None, None, TaskSection(name="rows", path="x"), RewardSection(), (ones,))
-    with pytest.raises(shoal.ShoalError, match=r"held_out is for rows; a shoal.Task has `evaluations` and `correct` itself"):
+    with pytest.raises(shoal.ShoalError, match=r"held_out is for rows; a shoal.Task has `evaluations` and `correct`"):
         task_of_data(one, rows(), None, TaskSection(), RewardSection(), (ones,))
     for key, value in (("held_out", rows()), ("correct", ones)):
         with pytest.raises(shoal.ShoalError, match=f"{key} is for data of your own, .* task is 'words'"):

@@ -111,6 +111,9 @@ class Checker:
                         results[call - first] = reply.get("same", results[call - first])
         except (EOFError, ConnectionError, TimeoutError):
             pass
+        except BaseException:  # a stop may fall between two halves of a frame: other runs of this process start anew
+            self.close()
+            raise
         if left:
             self.close()
         return results

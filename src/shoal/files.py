@@ -1,14 +1,16 @@
-"""Checks where files may be written, and writes them whole or not at all."""
+"""Reads JSON files, checks where files may be written, and writes them whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shoal.types import ShoalError
 
@@ -122,3 +124,14 @@ def check_place(path: Path, key: str) -> None:
 def nearest_folder(path: Path) -> Path:
     """The nearest path above `path` that exists."""
     return next(parent for parent in path.absolute().parents if parent.exists())
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; ShoalError if the file holds anything else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ShoalError(f"{file} could not be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ShoalError(f"{file}: expected a JSON object, got {type(value).__name__}.")
+    return value

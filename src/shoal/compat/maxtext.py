@@ -144,7 +144,7 @@ FLAGS: list[Flag] = [
     *refused("models here have no dropout", "dropout_rate"),
     *refused("an auxiliary loss", "z_loss_multiplier", "mtp_num_layers", "load_balance_loss_weight",
              "indexer_loss_scaling_factor"),
-    *refused("resume=FOLDER goes on with a run", "load_full_state_path"),
+    *refused("resume=FOLDER resumes a run", "load_full_state_path"),
     *refused("checkpoints are always written", "enable_checkpointing", accepts=("true",)),
     *refused("only data, fsdp and tensor axes: mesh.data, mesh.fsdp, mesh.tensor", "dcn_*_parallelism",
              "ici_*_parallelism", "rollout_expert_parallelism", accepts=("1",)),

@@ -21,7 +21,7 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     given = [entry.name for entry in resolved.arguments.entries]
     found = [row[0] for name in given if (row := find_flag(dataclass_of(Config), name, ""))]
     system = max(set(found), key=found.count) if found else ""
-    told = resolved.explain(message)
+    explained = resolved.explain(message)
     named: dict[str, str] = {}
     for flag in SYSTEMS.get(system, ()):
         for key in flag.keys:
@@ -31,4 +31,4 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     if "HF_TOKEN" in message and system == "MaxText":
         named["HF_TOKEN"] = TOKEN
     tail = ", ".join(f"{key} is {name}" for key, name in named.items())
-    return f"{told} (in {system}: {tail})" if tail else told
+    return f"{explained} (in {system}: {tail})" if tail else explained

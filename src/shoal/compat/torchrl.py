@@ -79,7 +79,7 @@ FLAGS: list[Flag] = [
     *refused("a divergence from the sampler as a loss term; algorithm.correction weighs by the ratio to it",
              "train.kl_to_inference_coeff"),
     *refused("the reasoning prompt is reward.preset=torchrl's own; set task.template for another", "env.reasoning"),
-    *only("each completion is learnt from once an epoch", "true", names="train.empty_replay_buffer"),
+    *only("each completion is trained on once an epoch", "true", names="train.empty_replay_buffer"),
     *only("AdamW is the optimizer", "adamw", names="optimizer.name"),
     *idle("the sampler takes what its slots need: sampling.slots_per_device", "inference_model.gpu_memory_utilization"),
     *idle("an episode of these tasks is one turn", "env.max_steps"),

@@ -155,7 +155,7 @@ FLAGS: list[Flag] = [
     *refused("set steps_per_generation", "generation_batch_size"),
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
     *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
-    *only("every drawn token is learnt from", "1.0", names="top_entropy_quantile"),
+    *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),
     *only("the order is drawn anew each epoch, by seed", "true", names="shuffle_dataset"),
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
     *idle("a run's length is in steps: steps, or max_steps", "num_train_epochs"),

@@ -195,7 +195,7 @@ FLAGS: list[Flag] = [
     *only("samples are drawn, never greedy", "true", names=_R + "do_sample"),
     *refused("multi-turn rollouts", _R + "multi_turn.enable"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
-    *refused("every prompt that is drawn is learnt from", _R + "over_sample_rate"),
+    *refused("every sampled prompt is trained on", _R + "over_sample_rate"),
     *refused("a reward model", "reward_model.enable", "reward.reward_model.enable"),
     # ---- what cannot matter here
     *idle("the evaluation split lies beside the training file, else it is its last rows", "data.val_files"),

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.files import read_json
 from shoal.mesh import Role
 from shoal.model.hf_config import architecture_of as architecture_of  # callers read and load through this module
-from shoal.model.hf_config import read_json, saved_config, typed_config
+from shoal.model.hf_config import saved_config, typed_config
 from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
 from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shoal.files import read_json
 from shoal.model.transformer import Architecture, RopeScaling
 from shoal.types import ShoalError
 
@@ -58,17 +58,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ShoalError(f"{folder} holds no config.json: expected a model folder in Hugging Face format.")
     return read_json(file)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; ShoalError if the file holds anything else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ShoalError(f"{file} could not be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ShoalError(f"{file}: expected a JSON object, got {type(value).__name__}.")
-    return value
 
 
 def _size(config: Mapping[str, Any], key: str, folder: Path) -> int:

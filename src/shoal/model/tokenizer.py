@@ -20,6 +20,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shoal.files import read_json
 from shoal.types import Messages, Prompt, ShoalError
 
 if TYPE_CHECKING:
@@ -180,15 +181,8 @@ class Tokenizer:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ShoalError(f"{file} could not be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ShoalError(f"{file}: expected a JSON object, got {type(value).__name__}.")
-    return value
+    """The file's JSON object; empty if there is no such file."""
+    return read_json(file) if file.is_file() else {}
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:

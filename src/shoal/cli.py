@@ -156,10 +156,10 @@ def _run_command(command: str, words: list[str]) -> int:
         return _sweep(command, words, only_shown)
     config, resolved = _compose(command, words)
     if only_shown:
-        from shoal.run.preflight.settings import check_dry_run
+        from shoal.run.preflight.dry_run import check_dry_run
 
-        check_dry_run(config)
-        print(dry_run(config, resolved), end="")
+        warnings = [f"warning: {found}" for found in check_dry_run(config)]
+        print(dry_run(config, resolved, warnings), end="")
         return 0
     _check_words(command, config)
     cache_by_environment()

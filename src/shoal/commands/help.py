@@ -14,6 +14,7 @@ from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.translator import ForeignFlag, translator
 from shoal.config.values import shown
+from shoal.run.derived import step_text
 from shoal.text import nearest
 from shoal.types import ShoalError
 
@@ -164,9 +165,9 @@ def _width() -> int:
 # ---- before a run
 
 
-def dry_run(config: Any, resolved: Resolved) -> str:
+def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
     """The resolved configuration as YAML, with comments: values that differ from the defaults and their origins, the
-    keys that other systems' flags became, and a step's size."""
+    keys that other systems' flags became, a step's size, and the warnings given."""
     from shoal.config.text import difference_from_defaults
 
     keys = keys_of(type(config))
@@ -183,30 +184,4 @@ def dry_run(config: Any, resolved: Resolved) -> str:
         lines.append(step_text(config))
         if config.resume:
             lines.append("a resumed run has its own configuration, changed by the keys that you give")
-    return resolved.text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in lines)
-
-
-def step_text(config: Config) -> str:
-    """The size of a step in one line.
-
-    this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 mini-batch); 80 steps
-    """
-    batch, algorithm = config.batch, config.algorithm
-    completions, updates = step_sizes(config)
-    if batch.prompts_per_device:
-        return (f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
-                f"{count(batch.group_size, 'completion')}, {count(updates, 'update')}; {count(config.steps, 'step')}")
-    return (f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
-            f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
-            f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}")
-
-
-def step_sizes(config: Config) -> tuple[int, int]:
-    """Completions (of one device with batch.prompts_per_device) and updates of a step."""
-    return ((config.batch.prompts_per_device or config.batch.prompts_per_step) * config.batch.group_size,
-            config.algorithm.num_epochs * config.algorithm.num_minibatches)
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return resolved.text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in [*lines, *warnings])

@@ -19,7 +19,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.help import count, step_sizes
 from shoal.config.arguments import is_file_option, is_file_word, joined, read_word
 from shoal.config.keys import dataclass_of
 from shoal.config.loading import compose
@@ -31,6 +30,7 @@ from shoal.report.console import Console
 from shoal.report.figures import figure_text
 from shoal.report.folder import named_folder, read_summary
 from shoal.report.lines import json_ready, write_atomically
+from shoal.run.derived import count, step_sizes
 from shoal.types import ShoalError
 
 MULTIRUN_FOLDER = "multirun"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from shoal.report.figures import (
@@ -27,6 +29,8 @@ PLAIN_FIRST_STEPS = 3
 FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
 """When an evaluation first says how long it will take, and how often it does from then on."""
 _LONGEST_TEXT = 2000
+_MOST_UNKEPT = 1000
+"""Lines that wait for a file to be kept in."""
 
 
 class Console:
@@ -50,11 +54,19 @@ class Console:
         self._last_line = (-math.inf, 0)  # when, and at which tenth of the run
         self._answers = Pace(clock())  # of an evaluation's part
         self._answers_due = 0.0
+        self._log: Path | None = None
+        self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
+
+    def keep_log(self, path: Path) -> None:
+        """Writes the lines printed so far, and all further ones, to the end of a file too."""
+        self._log = path
+        while self._unkept:
+            self._keep(self._unkept.popleft())
 
     def heading(self, text: str) -> None:
         """Begins a part: evaluation, training."""
         self.close()
-        self._write(f"== {one_line(text)}" if self._rich is None else f"\n{one_line(text)}", "bold cyan")
+        self._write(f"== {one_line(text)}", "bold cyan", f"\n{one_line(text)}")
 
     def note(self, text: str) -> None:
         """One fact in one line. A repetition is only counted; the summary shows the counts."""
@@ -146,10 +158,11 @@ class Console:
     def table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         """Rows under their head, the first column to the left, the others to the right."""
         self.close()
+        lines = text_table(head, rows)
         if self._rich is None:
-            for line in text_table(head, rows):
-                self._write(line)
+            self._write("\n".join(lines))
             return
+        self._keep("\n".join(lines))
         from rich import box
         from rich.table import Table
 
@@ -177,12 +190,21 @@ class Console:
         if self._repeats[text] == 1:
             self._write(text, style)
 
-    def _write(self, text: str, style: str = "") -> None:
+    def _write(self, text: str, style: str = "", on_terminal: str = "") -> None:
+        self._keep(text)
         if self._rich is not None:
-            self._rich.print(self._rich_text(text, style))
+            self._rich.print(self._rich_text(on_terminal or text, style))
             return
         self._stream.write(self._printable(text) + "\n")
         self._stream.flush()
+
+    def _keep(self, text: str) -> None:
+        if self._log is None:
+            self._unkept.append(text)
+            return
+        # a full disk is met where something is written that a run needs
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
+            file.write(printable(text) + "\n")
 
     def _printable(self, text: str) -> str:
         return printable(text, getattr(self._stream, "encoding", None) or "utf-8")

@@ -1,13 +1,18 @@
-"""What a check of a job found: a line a finding, with its level and the key that fixes it."""
+"""What the checks of a job found: a line a finding, with its level and the key that fixes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from shoal.config.keys import keys_of
+from shoal.config.schema import Config
 from shoal.report.console import Console
 from shoal.report.figures import one_line
+from shoal.types import ShoalError
 
 Level = Literal["ok", "warning", "wrong"]
 
@@ -24,24 +29,29 @@ class Finding:
     text: str  # one line; for a warning or an error also what fixes it
     key: str = ""  # the key that fixes it, if any
 
+    def __str__(self) -> str:
+        return f"{'WRONG ' * (self.level == 'wrong')}{self.check}: {one_line(self.text)}"
+
 
 @dataclass
 class Findings:
-    """Findings in the order of the checks, each printed when it is added."""
+    """Findings in the order of the checks, each printed once, when it is added. A run prints its `faults_only`: the
+    lines at its start say the rest."""
 
-    console: Console
+    console: Console | None = None
+    faults_only: bool = False
     found: list[Finding] = field(default_factory=list)
-
-    def add(self, check: str, level: Level, text: str, key: str = "") -> None:
-        self.extend([Finding(check, level, one_line(text), key)])
 
     def extend(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             self.found.append(finding)
-            (self.console.note if finding.level == "ok" else self.console.warning)(line(finding))
+            if self.console and finding.level != "ok":
+                self.console.warning(str(finding))
+            elif self.console and not self.faults_only:
+                self.console.note(str(finding))
 
-    def at(self, level: Level) -> list[Finding]:
-        return [finding for finding in self.found if finding.level == level]
+    def at(self, *levels: Level) -> list[Finding]:
+        return [finding for finding in self.found if finding.level in levels]
 
     @property
     def ok(self) -> bool:
@@ -52,17 +62,51 @@ class Findings:
         return [asdict(finding) for finding in self.found]
 
 
-def line(finding: Finding) -> str:
-    """The finding as it is printed."""
-    if finding.level == "wrong":
-        return f"WRONG {finding.check}: {finding.text}"
-    return f"{finding.check}: {finding.text}"
+@dataclass(frozen=True)
+class Check:
+    """Adds the findings of one check. A finding's key is the first one that its text names, unless given."""
+
+    findings: Findings
+    name: str
+    key: str = ""  # the key of a finding whose text names none
+    among: tuple[str, ...] = ()  # the only keys that a finding may have; empty for all
+
+    def ok(self, text: str) -> None:
+        self.findings.extend([Finding(self.name, "ok", one_line(text))])
+
+    def warning(self, text: str, key: str = "") -> None:
+        self._add("warning", text, key)
+
+    def wrong(self, text: str | Exception, key: str = "") -> None:
+        self._add("wrong", str(text), key)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Reports a ShoalError raised inside, and ends the block there."""
+        try:
+            yield
+        except ShoalError as error:
+            self.wrong(error)
+
+    def _add(self, level: Level, text: str, key: str) -> None:
+        key = key or key_in(text, self.key)
+        key = self.key if self.among and key not in self.among else key
+        self.findings.extend([Finding(self.name, level, one_line(text), key)])
+
+
+def key_in(text: str, default: str) -> str:
+    """The first key of `shoal train` that a text names, else `default`. Short keys (`steps`, `seed`) are also plain
+    words, so they do not count."""
+    known = keys_of(Config)
+    return next((word for word in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", text)
+                 if word in known and ("." in word or word in ("base_output_directory", "run_name"))), default)
 
 
 def gib(num_bytes: float) -> str:
     """Bytes for reading: 1.2 GiB, 34 MiB."""
-    if num_bytes >= 1 << 30:
-        return f"{num_bytes / (1 << 30):.1f} GiB"
+    for limit, unit in ((1 << 40, "TiB"), (1 << 30, "GiB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:,.1f} {unit}"
     return f"{num_bytes / (1 << 20):.1f} MiB"
 
 

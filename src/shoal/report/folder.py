@@ -8,6 +8,7 @@
     checkpoints/                             written by the trainer
     pass_rates.jsonl                         a line a prompt: how often its completions passed
     first_answers.json                       the wrong answers of the first evaluation
+    log.txt                                  the lines that were printed
     summary.json                             written at the end
     .lock                                    held while a process works here
 """
@@ -164,6 +165,7 @@ class RunFolder:
         self.groups_path = self.path / "groups"
         self.checkpoints_path = self.path / "checkpoints"
         self.first_answers_path = self.path / "first_answers.json"
+        self.log_path = self.path / "log.txt"
         self.summary_path = self.path / SUMMARY
         self._lock = Lock(self.path)
         self.metrics = JsonlSink(self.path / "metrics.jsonl")

@@ -3,6 +3,7 @@
     open_task       questions, and the reward pool: forked before JAX has threads
     open_devices    the mesh, and the configuration with the prompts of its devices
     open_data       the tokenised prompts and evaluation sets
+    print_head      what the run will do with what, and warnings
     open_folder     the run folder, locked: whatever is wrong with a configuration was raised before
     open_recorder   metrics, sinks, groups
     assemble_run    all of them, the model, the learner and the sampler, as a Run
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shoal.mesh import Roles, make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
+from shoal.report.findings import Check, Findings
 from shoal.report.folder import RunFolder, is_run
 from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
@@ -37,30 +39,19 @@ from shoal.run.compilation import CompilationCounter
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import LoadedModel, copy_model_files, make_model, open_run_model, open_teacher
-from shoal.run.parts import make_learner, make_updater, prepare_sets, schedule_of, training_engines
-from shoal.run.preflight.inputs import unused_devices
-from shoal.run.preflight.reward import check_first_prompt
-from shoal.run.preflight.settings import algorithm_warnings, check_before_weights
+from shoal.run.parts import make_learner, make_updater, open_data, schedule_of, training_engines
+from shoal.run.preflight.head import print_head
+from shoal.run.preflight.settings import check_before_weights
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
-from shoal.trainer.curriculum import PassRates, Prepared, PromptStream
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import ShoalError
-
-
-@dataclass(frozen=True)
-class RunData:
-    """What a run asks its model."""
-
-    prompts: PromptStream
-    sets: Mapping[str, Sequence[Prepared]]  # of evaluation
-    first: Prepared
 
 
 def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console: Console, stack: ExitStack,
@@ -70,27 +61,26 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     started, compilations = time.perf_counter(), CompilationCounter()
     check_before_weights(plan.config, functions_given=bool(reward_functions) or task is not None)
     check_sinks(plan.config.report)
-    for text in algorithm_warnings(plan.config):
-        console.warning(text)
     task, pool = open_task(plan.config, reward_functions, stack, task)
+    for note in task.notes:
+        console.note(note)
     config, roles = open_devices(plan, console)
-    loaded = open_run_model(config.model, plan.run, roles.trainer, console)
-    data = open_data(config, task, loaded.tokenizer, console)
-    if not plan.run:
-        for finding in check_first_prompt(config, loaded.tokenizer, data.first, pool):
-            (console.note if finding.level == "ok" else console.warning)(finding.text)
+    loaded, findings = open_run_model(config.model, plan.run, roles.trainer), Findings()
+    model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
+    data = open_data(config, task, loaded.tokenizer, Check(findings, "data").warning)
+    print_head(config, roles, task, None if plan.run else pool, loaded, model, data, console, findings)
     has_reference = config.algorithm.kl_coef > 0
     weights = loaded.load() if has_reference or not plan.run else None
     teacher = open_teacher(config, loaded, roles.reference, console)
 
     folder = open_folder(plan, console, stack)
-    model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
     source = stack.enter_context(closing(make_source(config, model.on(roles.sampler), loaded.tokenizer, task, pool)))
     source.player.on_progress = console.answered
     updater = make_updater(config, make_learner(config, model), weights, teacher)
     facts = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
     restored = restore_latest(folder, updater.learner, source.shapes(), facts, config, console) if plan.run else None
     write_head(folder, loaded, config, restored.version if restored else 0)
+    console.keep_log(folder.log_path)
     utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, model.architecture, model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
     resumed_at = (restored.version if restored else 0) if plan.run else None
@@ -136,8 +126,6 @@ def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
     if plan.run and before != prompts:
         console.warning(f"batch.prompts_per_step changes from {before} to {prompts}: the number of the trainer's "
                         "devices has changed")
-    if roles.trainer.mesh.size < (count := jax.device_count()):
-        console.warning(unused_devices(roles.trainer.mesh.size, count))
     return config, roles
 
 
@@ -150,20 +138,6 @@ def with_prompts(config: Config, roles: Roles) -> Config:
         raise ShoalError(f"batch.prompts_per_device={each} on {devices} devices gives {each * devices} "
                          f"prompts a step, fewer than algorithm.num_minibatches={parts}: raise it or lower that")
     return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
-
-
-def open_data(config: Config, task: Task, tokenizer: Tokenizer, console: Console) -> RunData:
-    """The training prompts and evaluation sets, tokenised; prints the first prompt."""
-    for note in task.notes:
-        console.note(note)
-    s = config.sampling
-    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
-                           PassRates(config.train.retire_above))
-    sets = prepare_sets(task, tokenizer, s, console.warning)
-    # with long_prompts=error a prompt of any step ends the run: raised before it begins
-    first = prompts.peek(config.batch.prompts_per_step, config.steps if s.long_prompts == "error" else 1)
-    console.first_prompt(tokenizer.decode(first.prompt_ids.tolist(), skip_special_tokens=False))
-    return RunData(prompts, sets, first)
 
 
 def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool) -> LocalSource:

@@ -51,6 +51,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     load: Callable[[], Params]
     config: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()  # about the model and its tokenizer
 
 
 def resolve_model(section: ModelSection) -> ModelSpec:
@@ -98,20 +99,21 @@ def open_model(section: ModelSection, role: Role, console: Console | None, dtype
     spec = resolve_model(section)
     tokenizer = Tokenizer.load(spec.folder, section.template)
     tokenizer.check_vocabulary(spec.architecture)
-    for note in (*spec.notes, *tokenizer.notes):
-        if console is not None:
+    notes = (*spec.notes, *tokenizer.notes)
+    if console is not None:
+        for note in notes:
             console.note(note)
-    return LoadedModel(spec.folder, spec.architecture, tokenizer, partial(spec.load, role, dtype), spec.config)
+    return LoadedModel(spec.folder, spec.architecture, tokenizer, partial(spec.load, role, dtype), spec.config, notes)
 
 
-def open_run_model(section: ModelSection, run: Path | None, role: Role, console: Console) -> LoadedModel:
+def open_run_model(section: ModelSection, run: Path | None, role: Role) -> LoadedModel:
     """The model of a training run. A resumed run loads the files in its folder, and `model.path` only for the first
     weights."""
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
-        return open_model(section, role, console)
+        return open_model(section, role, None)
     stored = replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template="")
-    model = open_model(stored, role, console)
-    return replace(model, load=lambda: open_model(section, role, console).load())
+    model = open_model(stored, role, None)
+    return replace(model, load=lambda: open_model(section, role, None).load())
 
 
 def find_teacher(config: Config, student: LoadedModel, role: Role, console: Console | None) -> LoadedModel:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.config.schema import Config, SamplingSection, TrainSection
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
+from shoal.run.derived import is_truncated, max_support, num_updates
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
-from shoal.trainer.curriculum import Prepared, prepare
-from shoal.trainer.loop import Schedule, sampling_params
+from shoal.trainer.curriculum import PassRates, Prepared, PromptStream, prepare
+from shoal.trainer.loop import Schedule
 from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
 from shoal.trainer.update import Updater
 from shoal.types import Params, Purpose, ShoalError
-
-
-def num_updates(config: Config) -> int:
-    """Updates of the optimizer in a whole run."""
-    return config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
-
-
-def max_support(config: Config) -> int:
-    """Token ids stored at each position for `match_sampling_support`; 0 for none."""
-    s = config.sampling
-    if not (sampling_params(s).truncated and config.algorithm.match_sampling_support):
-        return 0
-    return min(s.max_support, s.top_k or s.max_support)
 
 
 def schedule_of(t: TrainSection) -> Schedule:
@@ -44,7 +33,7 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
         return Engine(
             model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
             max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
-            decode=tokenizer.decode, truncated=sampling_params(sampling).truncated,
+            decode=tokenizer.decode, truncated=is_truncated(sampling),
             max_support=max_support if purpose is Purpose.TRAIN else 0)
 
     return make
@@ -69,6 +58,26 @@ def make_updater(config: Config, learner: Learner, first: Params | None, teacher
         learner, a, config.batch, temperature=config.sampling.temperature, seed=config.seed, reference=reference,
         teacher=teacher, teacher_coef=config.teacher.coef, max_tokens=config.sampling.max_completion_tokens,
         max_support=max_support(config))
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run asks its model."""
+
+    prompts: PromptStream
+    sets: Mapping[str, Sequence[Prepared]]  # of evaluation
+    first: Prepared
+
+
+def open_data(config: Config, task: Task, tokenizer: Tokenizer, warn: Callable[[str], None]) -> RunData:
+    """The training prompts and evaluation sets, tokenised. ShoalError where the first step lacks prompts."""
+    s = config.sampling
+    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
+                           PassRates(config.train.retire_above))
+    sets = prepare_sets(task, tokenizer, s, warn)
+    # with long_prompts=error a prompt of any step ends the run: raised before it begins
+    first = prompts.peek(config.batch.prompts_per_step, config.steps if s.long_prompts == "error" else 1)
+    return RunData(prompts, sets, first)
 
 
 def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,

@@ -12,8 +12,8 @@ from shoal.config.schema import Config
 from shoal.mesh import Roles
 from shoal.model.transformer import Model
 from shoal.report.findings import seconds_text
+from shoal.run.derived import num_updates
 from shoal.run.loading import activation_bytes
-from shoal.run.parts import num_updates
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
 from shoal.run.preflight.step_trial import StepTrial
 from shoal.sampler.engine import Engine, prompt_bucket

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,15 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.mesh import Role, Roles
+from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, shardings
-from shoal.report.findings import gib
+from shoal.report.findings import Finding, gib
+from shoal.run.parts import training_engines
 from shoal.sampler.engine import Engine
-from shoal.types import ShoalError
+from shoal.types import Purpose, ShoalError
+
+FULL = 0.9
+"""Share of the free memory above which a job is tight."""
 
 # ---- available
 
@@ -154,13 +159,20 @@ def parameter_count(a: Architecture) -> int:
     return sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a), is_leaf=is_param_spec))
 
 
-def static_budget(model: Model, roles: Roles, reference: bool, teacher: Architecture | None,
+def run_engines(config: Config, model: Model, role: Role, tokenizer: Tokenizer) -> dict[str, Engine]:
+    """The engines of a run: for training's groups, greedy answers and pass@k's groups. Nothing is compiled."""
+    make = training_engines(config, model.on(role), tokenizer)
+    engines = {"training": make(Purpose.TRAIN, config.batch.group_size), "evaluation": make(Purpose.EVALUATE, 1)}
+    return engines | ({"pass@k": make(Purpose.EVALUATE, config.pass_k)} if config.pass_k else {})
+
+
+def static_budget(config: Config, model: Model, roles: Roles, teacher: Architecture | None,
                   engines: Mapping[str, Engine]) -> MemoryBudget:
     """The memory known before compilation: parameters, moments, gradient, KV caches (of the largest engine)."""
     a = model.architecture
     masters = weight_bytes(a, roles.trainer, jnp.float32)
     budget = MemoryBudget(always={"parameters": masters, "Adam's moments": 2 * masters})
-    if reference:
+    if config.algorithm.kl_coef > 0:
         budget.always["reference"] = masters
     if teacher:
         budget.always["teacher"] = weight_bytes(teacher, roles.reference, model.dtype)
@@ -172,49 +184,114 @@ def static_budget(model: Model, roles: Roles, reference: bool, teacher: Architec
     return budget
 
 
-def suggest_saving(config: Config, budget: MemoryBudget, roles: Roles, num_devices: int) -> tuple[str, str]:
-    """(text, key) of the change that saves most, by the largest part."""
-    part, size = next(iter(budget.parts.items()))
-    mesh, s, completions = roles.trainer.mesh.size, config.sampling, \
-        config.batch.prompts_per_step * config.batch.group_size
-    if part == "activations":
-        row, micro = s.max_prompt_tokens + s.max_completion_tokens, config.batch.micro_tokens
-        if micro > row:
-            half = max(row, micro // 2)
-            return f"batch.micro_tokens={half} (now {micro}) would take about {gib(size * (1 - half / micro))} less", \
-                "batch.micro_tokens"
-        if config.model.remat != "full":
-            return f"model.remat=full (now {config.model.remat}) would take much less for activations", "model.remat"
-        return "fewer sampling.max_completion_tokens would take less", "sampling.max_completion_tokens"
-    if part.startswith("KV caches") or part == "sampler's temporaries":
-        slots = s.slots_per_device or completions // mesh
-        least = max(config.batch.group_size, config.pass_k)
-        if slots > least:
-            half = max(least, slots // 2)
-            return f"sampling.slots_per_device={half} (now {slots}) would take about " \
-                   f"{gib(size * (1 - half / slots))} less", "sampling.slots_per_device"
-        return "a lower sampling.max_prompt_tokens or max_completion_tokens would take less", \
-            "sampling.max_prompt_tokens"
-    if part == "reference":
-        return f"algorithm.kl_coef=0 keeps no reference: {gib(size)} less", "algorithm.kl_coef"
-    if mesh < num_devices:
-        weights = sum(budget.parts.get(name, 0) for name in ("parameters", "Adam's moments", "gradient"))
-        return f"mesh.fsdp={num_devices} splits the weights over all devices of this machine: about " \
-               f"{gib(weights * (1 - mesh / num_devices))} less on each", "mesh.fsdp"
-    return "a smaller model, or more devices (mesh.fsdp)", "model.path"
+def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, least: str = "at most") -> Finding:
+    """Whether a job fits: what each device needs and has, and if that is tight, the change that saves most."""
+    total = budget.total * available.sharing
+    shared = f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""
+    text = f"{gib(budget.total)}{shared} {least}, in the {budget.phase} phase ({budget.describe()})"
+    if not available.free:
+        return Finding("memory", "ok", f"{text}; the device does not report its memory")
+    text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
+    if total <= FULL * available.free:
+        return Finding("memory", "ok", text)
+    cure, key = suggest_saving(config, budget, total - FULL * available.free)
+    if total > available.free:
+        return Finding("memory", "wrong", f"too little: {text}. {cure}", key)
+    return Finding("memory", "warning", f"tight: {text}. {cure}", key)
+
+
+def check_memory(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer) -> Finding:
+    """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's memory."""
+    budget = static_budget(config, model, roles, None, run_engines(config, model, roles.sampler, tokenizer))
+    available = available_memory(roles.trainer.mesh.devices.flat)
+    found = judge_memory(config, budget, available, "at least")
+    if found.level == "wrong" and budget.total * available.sharing > available.total:
+        raise ShoalError(found.text)
+    return found
+
+
+# ---- the keys that take less
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A key that can take less memory."""
+
+    key: str
+    parts: tuple[str, ...]  # of a MemoryBudget, that it makes smaller
+    change: Callable[[Any], tuple[Any, Any] | None]  # configuration -> (new value, None for a lower one; the one now)
+
+
+def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any], tuple[int, int] | None]:
+    def change(config: Any) -> tuple[int, int] | None:
+        now = get_value(config, key) or config.batch.prompts_per_step * config.batch.group_size  # 0 slots: a step's
+        half = max(least(config), now // 2)
+        return (half, now) if half < now else None
+
+    return change
+
+
+def _lower(key: str) -> Callable[[Any], tuple[None, Any]]:
+    return lambda config: (None, get_value(config, key))
+
+
+def _more_devices(axis: str) -> Callable[[Any], tuple[int, int] | None]:
+    def change(config: Any) -> tuple[int, int] | None:
+        m, count = config.mesh, jax.device_count()
+        now = getattr(m, axis)
+        most = count // max(1, m.data * abs(m.fsdp) * m.tensor // abs(now))
+        return (most, now) if 0 < now < most else None
+
+    return change
+
+
+_CACHES = ("KV caches", "sampler's temporaries")
+_WEIGHTS = ("parameters", "Adam's moments", "gradient")
+
+SAVINGS = (
+    Saving("batch", (), _halved("batch", lambda c: getattr(c, "pass_k", 0) or getattr(c, "num_generations", 1))),
+    Saving("batch.micro_tokens", ("activations",),
+           _halved("batch.micro_tokens", lambda c: c.sampling.max_prompt_tokens + c.sampling.max_completion_tokens)),
+    Saving("model.remat", ("activations",), lambda c: ("full", c.model.remat) if c.model.remat != "full" else None),
+    Saving("algorithm.kl_coef", ("reference",), lambda c: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
+    Saving("mesh.fsdp", (*_WEIGHTS, "reference", "teacher"), _more_devices("fsdp")),
+    Saving("sampling.slots_per_device", _CACHES,
+           _halved("sampling.slots_per_device", lambda c: max(c.batch.group_size, c.pass_k))),
+    Saving("batch.group_size", _CACHES, _lower("batch.group_size")),
+    Saving("sampling.max_completion_tokens", ("activations", *_CACHES), _lower("sampling.max_completion_tokens")),
+    Saving("sampling.max_prompt_tokens", _CACHES, _lower("sampling.max_prompt_tokens")),
+    Saving("mesh.tensor", ("the sampler's copy",), _more_devices("tensor")),
+    Saving("model.dtype", ("the sampler's copy",),
+           lambda c: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
+)
+"""Keys that take less memory, the cheapest first: the first three change no result."""
+
+_OF_TRAINING = {"model.remat", "sampling.slots_per_device"}
+"""Keys that commands which only sample have, and do not need."""
+
+
+def suggest_saving(config: Config, budget: MemoryBudget, excess: float) -> tuple[str, str]:
+    """(text, key) of the first change that makes the largest part smaller; the text names more if `excess` is more."""
+    largest = next(iter(budget.parts)).partition(" (")[0]
+    found = [(saving, changed) for saving in SAVINGS if largest in saving.parts and (changed := saving.change(config))]
+    if not found:
+        return "a smaller model, or more devices (mesh.fsdp)", "model.path"
+    (saving, (new, now)), *others = found
+    size = sum(size for name, size in budget.parts.items() if name.partition(" (")[0] in saving.parts)
+    is_known = new is not None and not isinstance(new, str)
+    saved = size * (1 - min(new, now) / max(new, now)) if is_known else math.inf
+    text = f"{_described(saving.key, (new, now))} would take {f'about {gib(saved)}' if is_known else 'much'} less"
+    if saved < excess and others:
+        text += "; then " + ", ".join(_described(other.key, changed) for other, changed in others)
+    return text, saving.key
+
+
+def _described(key: str, changed: tuple[Any, Any]) -> str:
+    new, now = changed
+    return f"{'a lower ' if new is None else ''}{key}{'' if new is None else f'={new}'} (now {now})"
 
 
 # ---- exhausted
-
-TRAINING_KEYS = ("batch.micro_tokens", "model.remat", "mesh.fsdp", "sampling.slots_per_device",
-                 "sampling.max_completion_tokens", "sampling.max_prompt_tokens", "batch.group_size")
-"""Keys that reduce the memory of training, the cheapest first: the first two change no result."""
-SAMPLING_KEYS = ("batch", "sampling.max_completion_tokens", "sampling.max_prompt_tokens", "mesh.fsdp", "mesh.tensor",
-                 "model.dtype")
-
-_LESS = {"model.remat": "model.remat=full", "mesh.fsdp": "raise mesh.fsdp (more devices share the weights)",
-         "mesh.tensor": "raise mesh.tensor (more devices share the weights)", "model.dtype": "model.dtype=bfloat16",
-         "sampling.slots_per_device": "lower sampling.slots_per_device (0 is a whole step's)"}
 
 
 def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
@@ -227,9 +304,9 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
     asked = re.search(r"(?:allocat\w*|Attempting to reserve)\s+([\d.]+ ?(?:bytes|[KMGT]i?B|B)?)", str(seen))
     what = f" ({asked[1].strip()} more were asked for)" if asked else ""
     known = keys_of(type(config))
-    keys = TRAINING_KEYS if "batch.micro_tokens" in known else SAMPLING_KEYS
-    advice = "; ".join(f"{_LESS.get(key, f'lower {key}')}, now {get_value(config, key)}"
-                       for key in keys if key in known and not _is_exhausted(key, config))
+    keys = known if "batch.micro_tokens" in known else known.keys() - _OF_TRAINING
+    advice = "; ".join(_described(saving.key, changed) for saving in SAVINGS
+                       if saving.key in keys and (changed := saving.change(config)))
     return ShoalError(f"memory ran out{what}. In this order: {advice}")
 
 
@@ -239,13 +316,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     return type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and (
         "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower())
-
-
-def _is_exhausted(key: str, config: Any) -> bool:
-    """True if the key cannot reduce memory further."""
-    used = get_value(config, key)
-    if key == "mesh.fsdp":
-        return used == -1 or jax.device_count() <= config.mesh.data * used * config.mesh.tensor
-    if key == "mesh.tensor":
-        return jax.device_count() <= config.mesh.data * abs(config.mesh.fsdp) * used
-    return (key, used) in (("model.remat", "full"), ("model.dtype", "bfloat16"))

@@ -18,7 +18,6 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Finding, Level
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores, describe_step
-from shoal.run.preflight.settings import step_line
 from shoal.tasks.graders.answer import extract_answer, parse_number
 from shoal.trainer.curriculum import Prepared
 from shoal.types import Example, ShoalError, ground_truth
@@ -247,21 +246,18 @@ def _compare_totals(probe: Probe, totals: Mapping[str, float]) -> Iterable[tuple
 
 
 def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, pool: RewardPool) -> list[Finding]:
-    """The short check before each run: the size of a step, the reward of known answers to the first prompt, warnings.
+    """The short check before each run: the reward of known answers to the first prompt, as `ok`, and warnings.
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or
     fails for all of them and `reward.on_error` is `error`. Nothing else may be under way in the pool."""
-    found = [Finding("step", "ok", step_line(config))]
     if config.algorithm.advantage == "none":  # rewards are ignored
-        return found
+        return []
     tried = probe(pool, [first.example], tokenizer.encode_prompt, on_error="skip")
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(f"{tried.useless[0]}; it failed at every known answer that was tried before the run: fix it")
-    for text in tried.failures[:1]:
-        rest = "; no more answers were tried" if tried.stopped else ""
-        found.append(Finding("reward", "warning", f"tried on known answers: {text}{rest}", _KEY))
+    rest = "; no more answers were tried" if tried.stopped else ""
+    found = [Finding("reward", "warning", f"tried on known answers: {text}{rest}", _KEY) for text in tried.failures[:1]]
     if tried.stopped:
         return found
-    found.append(Finding("reward", "ok", f"rewards of known answers: {tried.describe()}"))
-    known = reward_findings(replace(tried, failures=()))
-    return found + [Finding(f.check, "warning", f.text, f.key) for f in known if f.level != "ok"]
+    known = [finding for finding in reward_findings(replace(tried, failures=())) if finding.level != "ok"]
+    return [*found, Finding("reward", "ok", tried.describe()), *known]

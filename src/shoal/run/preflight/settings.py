@@ -1,21 +1,20 @@
 """Checks of settings alone: errors before any weights are read, and warnings for probable mistakes.
 
-check_before_weights is shared by the run and `--dry-run`; it neither starts JAX nor downloads.
+They are shared by the run, `--dry-run` and `shoal doctor`, and neither import JAX nor download.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
-from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, TaskSection
+from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSection
 from shoal.files import check_local, check_place
-from shoal.report.findings import Findings
+from shoal.report.findings import Check, Findings
 from shoal.report.folder import is_run, named_folder
-from shoal.run.preflight.reporter import Reporter
+from shoal.run.derived import is_truncated, max_support, num_updates, step_text
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS
 from shoal.types import ShoalError
@@ -59,21 +58,6 @@ def check_before_weights(config: Any, functions_given: bool = False) -> None:
         check_model(ModelSection(path=config.teacher.path), "teacher.path")
     if "task.name" in known:
         check_task(config.task)
-
-
-def check_dry_run(config: Any) -> None:
-    """`check_before_weights`, and slower checks: local data is read, and JAX is started if the mesh is not the
-    default."""
-    check_before_weights(config)
-    known = keys_of(type(config))
-    if "task.name" in known and config.task.name == "custom" and Path(config.task.path).expanduser().exists():
-        from shoal.tasks.custom import load
-
-        load(config.task)
-    if "mesh.fsdp" in known and config.mesh != MeshSection():
-        from shoal.mesh import make_roles
-
-        make_roles(config.mesh)
 
 
 def check_trainable(config: Config) -> None:
@@ -126,10 +110,7 @@ def check_task(section: TaskSection) -> None:
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
     """A line for each combination of settings that is allowed but probably a mistake."""
-    from shoal.run.parts import max_support
-    from shoal.trainer.loop import sampling_params
-
-    a, s, truncated = config.algorithm, config.sampling, sampling_params(config.sampling).truncated
+    a, s, truncated = config.algorithm, config.sampling, is_truncated(config.sampling)
     if a.loss.startswith("gspo") and max(a.clip_low, a.clip_high) > 0.01:
         yield (f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
                "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
@@ -162,8 +143,6 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 def unread_settings(config: Config) -> Iterator[str]:
     """A line for each key that has no effect, or an unexpected one, with the rest of the configuration."""
-    from shoal.trainer.update import needs_all_groups
-
     a = config.algorithm
     yield from unread_bounds(config)
     if a.aggregation_tokens and a.aggregation != "seq-mean-token-sum-norm":
@@ -177,7 +156,7 @@ def unread_settings(config: Config) -> Iterator[str]:
         yield f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there"
     if kl_in_reward and a.kl_weighted:
         yield "algorithm.kl_weighted=true has no effect on a KL penalty in the reward"
-    if a.zero_std_groups == "exclude" and needs_all_groups(a, bool(config.teacher.path)):
+    if a.zero_std_groups == "exclude" and (a.kl_coef > 0 or a.entropy_coef > 0 or config.teacher.path):
         yield ("algorithm.zero_std_groups=exclude has no effect where a KL penalty, an entropy bonus or a teacher acts "
                "on every group")
     shifted = config.reward.overlong_buffer_tokens or kl_in_reward
@@ -204,68 +183,56 @@ def unread_bounds(config: Config) -> Iterator[str]:
                "algorithm.num_minibatches or algorithm.num_epochs above 1")
 
 
-# ---- findings of the doctor
+# ---- findings
 
 
 def check_settings(config: Config, findings: Findings) -> None:
     """Reports settings that the run would refuse, and those that are probably mistakes."""
-    from shoal.run.parts import num_updates
-
-    report, before = Reporter(findings, "configuration"), len(findings.found)
+    check, before = Check(findings, "configuration"), len(findings.found)
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
-    with report.errors():
+    with check.errors():
         check_trainable(config)
     for text in algorithm_warnings(config):
-        report.warning(text)
+        check.warning(text)
     usual = "1e-6 for a large model, 5e-5 for a tiny one"
     if o.lr == 0:
-        report.wrong(f"optimizer.lr=0: nothing would be learned; {usual}")
+        check.wrong(f"optimizer.lr=0: nothing would be learned; {usual}")
     elif o.lr > HIGHEST_LR:
-        report.wrong(f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}")
+        check.wrong(f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}")
     if o.warmup_steps >= updates > 0 and o.lr > 0:
-        report.warning(f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
-                       f"{updates} updates; lower it")
+        check.warning(f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
+                      f"{updates} update{'s' * (updates > 1)}; lower it")
     if config.steps == 0:
-        report.warning("steps=0: the run would only evaluate; set it to 1 or more", "steps")
+        check.warning("steps=0: the run would only evaluate; set it to 1 or more", "steps")
     if 0 < s.temperature < 0.3 or s.temperature > 1.5:
-        report.warning(f"sampling.temperature={s.temperature:g}: groups of "
-                       f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual")
+        check.warning(f"sampling.temperature={s.temperature:g}: groups of "
+                      f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual")
     if config.reward.weights and not any(config.reward.weights):
-        report.wrong("reward.weights are all 0, so is every reward: set one above 0")
+        check.wrong("reward.weights are all 0, so is every reward: set one above 0")
     if config.algorithm.kl_coef >= 1:
-        report.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual")
-    if not config.resume:
-        _check_run_folder(config, report)
+        check.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual")
     if len(findings.found) == before:
-        report.ok(step_line(config))
+        check.ok(step_text(config))
 
 
-def _check_run_folder(config: Config, report: Reporter) -> None:
-    with report.errors():
-        key = "base_output_directory"
-        place = check_local(config.base_output_directory, key)
-        place = named_folder(place, config.run_name) if config.run_name else place
-        check_place(place / "any", key)
-        if config.run_name and is_run(place):
-            report.ok(f"{place} is a run already, which `shoal train` would resume")
-        elif config.run_name and place.is_dir() and any(place.iterdir()):
-            report.wrong(f"{place} holds something that is no run: choose another run_name", "run_name")
+def check_run_folder(config: Config) -> str:
+    """A note if the run is there already. ShoalError if its folder cannot be made."""
+    if config.resume:
+        return ""
+    key = "base_output_directory"
+    place = check_local(config.base_output_directory, key)
+    place = named_folder(place, config.run_name) if config.run_name else place
+    check_place(place / "any", key)
+    if config.run_name and is_run(place):
+        return f"{place} is a run already, which `shoal train` would resume"
+    if config.run_name and place.is_dir() and any(place.iterdir()):
+        raise ShoalError(f"{place} holds something that is no run: choose another run_name")
+    return ""
 
 
 def check_size(config: Config, parameters: int, findings: Findings) -> None:
     """Reports settings that do not suit the model's size."""
     if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
-        Reporter(findings, "configuration").warning(
+        Check(findings, "configuration").warning(
             f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
             "usual")
-
-
-def step_line(config: Config) -> str:
-    """The size of one step.
-
-    >>> step_line(Config())
-    'this step = 32 x 8 completions, 1 update'
-    """
-    b, a = config.batch, config.algorithm
-    updates = a.num_epochs * a.num_minibatches
-    return f"this step = {b.prompts_per_step} x {b.group_size} completions, {updates} update{'s' * (updates > 1)}"

@@ -19,7 +19,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.source import publish_to
-from shoal.run.parts import max_support
+from shoal.run.derived import max_support
 from shoal.run.preflight.memory import Program
 from shoal.run.preflight.reward import score
 from shoal.sampler.engine import Engine

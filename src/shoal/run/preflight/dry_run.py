@@ -1,0 +1,81 @@
+"""`--dry-run`: judges a configuration as its run would, before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.config.keys import keys_of
+from shoal.config.schema import Config, MeshSection
+from shoal.report.findings import Check, Finding, Findings
+from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings
+from shoal.tasks.task import Task, load_by_name
+
+LARGE_STEP = 1 << 24
+"""Tokens of a step above which JAX is started, to hold its memory against the devices'."""
+
+GENERATED = ("words", "countdown")
+"""Tasks whose questions are made here, unless they have a path."""
+
+
+def check_dry_run(config: Any) -> list[Finding]:
+    """What a run would warn of; ShoalError for what it would refuse. The user's own model and data are checked if they
+    are on this machine. JAX is imported for these alone, and started for a mesh or a step of LARGE_STEP tokens."""
+    check_before_weights(config)
+    known, findings = keys_of(type(config)), Findings()
+    is_training = isinstance(config, Config)
+    if is_training:
+        check_settings(config, findings)
+        check_run_folder(config)
+    own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection()
+    own_model = "model.path" in known and Path(config.model.path).expanduser().is_dir()
+    own_data = "task.name" in known and config.task.path and Path(config.task.path).expanduser().exists()
+    task = load_by_name(config.task, config.reward) if own_data and (is_training or config.task.name == "custom") \
+        else None
+    if is_training and (own_data or own_model):
+        _check_inputs(config, task, own_model, findings)
+    if own_mesh or (is_training and _tokens(config) > LARGE_STEP):
+        from shoal.mesh import make_roles
+
+        roles = make_roles(config.mesh)
+        if is_training and (own_model or config.model.path == "tiny"):
+            from shoal.run.loading import make_model, open_model
+            from shoal.run.preflight.memory import check_memory
+
+            loaded = open_model(config.model, roles.trainer, None)
+            model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
+            findings.extend([check_memory(config, model, roles, loaded.tokenizer)])
+    return findings.at("wrong", "warning")
+
+
+def _tokens(config: Config) -> int:
+    """Tokens of a step, if every prompt and completion is as long as it may be."""
+    s, b = config.sampling, config.batch
+    prompts = b.prompts_per_device or b.prompts_per_step
+    return prompts * b.group_size * (s.max_prompt_tokens + s.max_completion_tokens)
+
+
+def _check_inputs(config: Config, task: Task | None, own_model: bool, findings: Findings) -> None:
+    """Checks tokenizer, template and data, as far as they are on this machine."""
+    from shoal.model.tokenizer import Tokenizer
+    from shoal.run.loading import resolve_model
+    from shoal.run.parts import open_data
+    from shoal.run.preflight.inputs import check_prompts, check_tokenizer
+
+    if not own_model and config.model.path != "tiny":
+        return
+    spec = resolve_model(config.model)
+    tokenizer = Tokenizer.load(spec.folder, config.model.template)
+    tokenizer.check_vocabulary(spec.architecture)
+    check_tokenizer(tokenizer, (*spec.notes, *tokenizer.notes), findings)
+    if task is None and config.task.name in GENERATED and not config.task.path:
+        task = load_by_name(config.task, config.reward)
+    if task is None:
+        return
+    count = config.task.num_questions or None
+    task = replace(task, evaluations={name: rows[:count] for name, rows in task.evaluations.items()})
+    if each := config.batch.prompts_per_device:  # on one device at least
+        config = replace(config, batch=replace(config.batch, prompts_per_step=each))
+    open_data(config, task, tokenizer, Check(findings, "data", "task.path").warning)
+    check_prompts(config, task, tokenizer, findings)

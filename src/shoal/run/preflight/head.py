@@ -1,0 +1,87 @@
+"""The head of a run: a dozen lines on what it will do, and with what; then the warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.config.schema import Config
+from shoal.mesh import Roles
+from shoal.model.hf_config import read_config
+from shoal.model.transformer import Model
+from shoal.report.console import Console
+from shoal.report.findings import Findings
+from shoal.rewards.pool import RewardPool
+from shoal.run.derived import step_text
+from shoal.run.loading import LoadedModel
+from shoal.run.parts import RunData
+from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, devices_text, set_sizes
+from shoal.run.preflight.memory import check_memory, parameter_count
+from shoal.run.preflight.reward import check_first_prompt
+from shoal.run.preflight.settings import check_settings, check_size
+from shoal.tasks.task import Task
+from shoal.text import shorten
+
+FIRST_PROMPT = 240
+"""Characters of the first prompt that are shown."""
+
+
+def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None, loaded: LoadedModel, model: Model,
+               data: RunData, console: Console, findings: Findings) -> None:
+    """Checks what can be checked before weights are read, prints the head, then the warnings.
+
+    `findings`: those that there are already. `pool`: None for a resumed run, whose reward was tried when it began.
+    Raises ShoalError for a reward that cannot work, and for a job that needs more memory than there is."""
+    tokenizer = loaded.tokenizer
+    check_settings(config, findings)
+    check_size(config, parameter_count(model.architecture), findings)
+    check_devices(config, roles, findings)
+    check_tokenizer(tokenizer, loaded.notes, findings)
+    lengths = check_prompts(config, task, tokenizer, findings)
+    rewards = check_first_prompt(config, tokenizer, data.first, pool) if pool else []
+    memory = check_memory(config, model, roles, tokenizer)
+    findings.extend([*rewards, memory])
+    text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
+    lines = {
+        "devices": devices_text(roles),
+        "model": model_text(config, loaded, model),
+        **data_lines(task),
+        "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items()),
+        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
+        "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
+        "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
+        "memory": memory.text,
+    }
+    for name, line in lines.items():
+        if line:
+            console.note(f"{name}: {line}")
+    console.note(step_text(config))
+    Findings(console).extend(findings.at("wrong", "warning"))
+
+
+def model_text(config: Config, loaded: LoadedModel, model: Model) -> str:
+    """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`"""
+    family = (loaded.config or read_config(loaded.folder)).get("model_type")
+    place = "" if str(loaded.folder) == config.model.path else f", from {loaded.folder}"
+    return f"{config.model.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
+           f"{model.dtype.name}{place}"
+
+
+def data_lines(task: Task) -> dict[str, str]:
+    """The files that were read, with their rows; the training rows that are kept, and why others are not."""
+    report, count = task.data, len(task.train)
+    if not (report.train_files or report.held_out_files):
+        return {"data": f"{task.name}, {count:,} training prompts"}
+    read = sum(report.train_files.values())
+    kept = f"{count:,} of {read:,} rows" if read else "none"
+    if report.dropped:
+        kept += "; dropped: " + ", ".join(f"{number:,} {reason}" for reason, number in report.dropped.items())
+    return {"data": f"trains on {files_text(report.train_files) or 'nothing'}; holds out "
+                    f"{files_text(report.held_out_files) or 'nothing'}", "training prompts": kept}
+
+
+def files_text(files: Mapping[str, int]) -> str:
+    """`data/train-0.parquet and 3 more files (7,473 rows)`"""
+    if not files:
+        return ""
+    more = f" and {len(files) - 1} more file{'s' * (len(files) > 2)}" if len(files) > 1 else ""
+    return f"{next(iter(files))}{more} ({sum(files.values()):,} rows)"

@@ -204,7 +204,7 @@ class Job:
             with report.check("teacher", "teacher.path").errors():
                 self.teacher = find_teacher(config, loaded, roles.reference, None).architecture
         self.model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
-        self.engines = run_engines(config, self.model, roles.sampler, loaded.tokenizer)
+        self.engines = dict(run_engines(config, self.model, roles.sampler, loaded.tokenizer))
         self.available = available_memory(roles.trainer.mesh.devices.flat)
 
     def check(self, asked: tuple[Task, RewardPool, PromptStream] | None) -> None:

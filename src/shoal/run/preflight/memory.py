@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,14 @@ def parameter_count(a: Architecture) -> int:
     return sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a), is_leaf=is_param_spec))
 
 
-def run_engines(config: Config, model: Model, role: Role, tokenizer: Tokenizer) -> dict[str, Engine]:
-    """The engines of a run: for training's groups, greedy answers and pass@k's groups. Nothing is compiled."""
+def run_engines(config: Config, model: Model, role: Role, tokenizer: Tokenizer) -> Iterator[tuple[str, Engine]]:
+    """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups. Nothing is
+    compiled."""
     make = training_engines(config, model.on(role), tokenizer)
-    engines = {"training": make(Purpose.TRAIN, config.batch.group_size), "evaluation": make(Purpose.EVALUATE, 1)}
-    return engines | ({"pass@k": make(Purpose.EVALUATE, config.pass_k)} if config.pass_k else {})
+    yield "training", make(Purpose.TRAIN, config.batch.group_size)
+    yield "evaluation", make(Purpose.EVALUATE, 1)
+    if config.pass_k:
+        yield "pass@k", make(Purpose.EVALUATE, config.pass_k)
 
 
 def static_budget(config: Config, model: Model, roles: Roles, teacher: Architecture | None,
@@ -184,11 +187,12 @@ def static_budget(config: Config, model: Model, roles: Roles, teacher: Architect
     return budget
 
 
-def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, least: str = "at most") -> Finding:
-    """Whether a job fits: what each device needs and has, and if that is tight, the change that saves most."""
+def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, bound: str = "at most") -> Finding:
+    """Whether a job fits: what each device needs and has, and if that is tight, the change that saves most. `bound`:
+    `at least` where activations are unknown."""
     total = budget.total * available.sharing
     shared = f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""
-    text = f"{gib(budget.total)}{shared} {least}, in the {budget.phase} phase ({budget.describe()})"
+    text = f"{bound} {gib(budget.total)}{shared}, in the {budget.phase} phase ({budget.describe()})"
     if not available.free:
         return Finding("memory", "ok", f"{text}; the device does not report its memory")
     text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
@@ -202,11 +206,13 @@ def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemor
 
 def check_memory(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer) -> Finding:
     """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's memory."""
-    budget = static_budget(config, model, roles, None, run_engines(config, model, roles.sampler, tokenizer))
-    available = available_memory(roles.trainer.mesh.devices.flat)
-    found = judge_memory(config, budget, available, "at least")
-    if found.level == "wrong" and budget.total * available.sharing > available.total:
-        raise ShoalError(found.text)
+    available, engines, found = available_memory(roles.trainer.mesh.devices.flat), {}, None
+    for name, engines[name] in run_engines(config, model, roles.sampler, tokenizer):
+        budget = static_budget(config, model, roles, None, engines)
+        found = judge_memory(config, budget, available, "at least")
+        if found.level == "wrong" and budget.total * available.sharing > available.total:
+            raise ShoalError(found.text)
+    assert found is not None
     return found
 
 

@@ -1,0 +1,144 @@
+"""The head of a run, and a dry run: both say what the doctor would say, before weights are read."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tiny_runs import Workshop
+
+from shoal import cli
+from shoal.config.loading import compose
+from shoal.report.console import Console
+from shoal.report.findings import Findings
+from shoal.run.assembly import open_devices, open_task
+from shoal.run.loading import make_model, open_run_model
+from shoal.run.parts import open_data
+from shoal.run.preflight import memory
+from shoal.run.preflight.head import data_lines, print_head
+from shoal.run.preflight.memory import AvailableMemory
+from shoal.run.resume import ResumePlan
+from shoal.tasks.task import DataReport, Task
+from shoal.types import ShoalError
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+
+
+def head_of(workshop: Workshop, *changes: str) -> list[str]:
+    """The lines at the start of a run, as far as they need no weights."""
+    config, _ = compose("train", workshop.words("head", "reward.workers=0", *changes)[1:])
+    plan, out = ResumePlan(config), io.StringIO()
+    with ExitStack() as stack:
+        task, pool = open_task(config, (), stack)
+        config, roles = open_devices(plan, Console(out))
+        loaded = open_run_model(config.model, None, roles.trainer)
+        model, findings = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens), Findings()
+        data = open_data(config, task, loaded.tokenizer, lambda text: None)
+        print_head(config, roles, task, pool, loaded, model, data, Console(out), findings)
+    return out.getvalue().splitlines()
+
+
+def test_a_run_says_what_it_will_do_with_what(workshop):
+    lines = dict(line.split(": ", 1) for line in head_of(workshop) if not line.startswith(("warning", "this step")))
+    assert lines["devices"].startswith("1 of 8 x cpu (cpu), JAX ")
+    assert f"{workshop.model} (qwen3), " in lines["model"] and lines["model"].endswith("parameters, float32")
+    assert lines["evaluation"] == "4 held_out" and lines["prompts"] == "11 to 12 tokens, each answered by at most 12"
+    assert lines["first prompt"].endswith("=") and lines["rewards of known answers"].startswith("right ")
+    assert lines["memory"].startswith("at least ") and "KV caches" in lines["memory"]
+    assert len(lines) <= 12
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ("optimizer.lr=0", "WRONG configuration: optimizer.lr=0: nothing would be learned"),
+    ("model.template={{ messages[-1].content }}<|im_end|>", "template: the prompt ends with <|im_end|>"),
+    ("sampling.max_prompt_tokens=20 task.path={long}", "data: 5 of 9 prompts checked have more than "),
+    ("reward={constant}", "WRONG reward: right, wrong, empty, repeated and tag-stuffed answers all score"),
+    ("task.path={templated}", "template: the question holds special tokens itself"),
+    ("mesh.fsdp=1", "devices: 1 of 8 devices are used: mesh.fsdp=-1 takes them all"),
+])
+def test_what_the_doctor_warns_of_a_run_warns_of(workshop, tmp_path, change, text):
+    (tmp_path / "constant.py").write_text("def f(completions, **_): return [0.5] * len(completions)\n")
+    for name, question in (("long", "{} + 17 = ?{}"), ("templated", "<|im_start|>user\n{} + 17 = ?{}<|im_end|>")):
+        rows = [{"question": question.format(10 + i, "9" * 30 * (1 - i % 2)), "answer": f"#### {27 + i}"}
+                for i in range(10)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paths = {"{constant}": f"{tmp_path}/constant.py:f", "{long}": f"{tmp_path}/long.jsonl",
+             "{templated}": f"{tmp_path}/templated.jsonl"}
+    for name, path in paths.items():
+        change = change.replace(name, path)
+    words = [change] if "{{" in change else change.split()
+    extra = ["sampling.max_prompt_tokens=64"] if "templated" in change else []
+    assert any(line.startswith(f"warning: {text}") for line in head_of(workshop, *extra, *words))
+
+
+def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"))
+    with pytest.raises(ShoalError, match=r"too little: .* of 0.1 MiB free \(a small machine\)"):
+        head_of(workshop)
+    monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"))
+    assert any(line.startswith("warning: WRONG memory: too little") for line in head_of(workshop))
+
+
+@pytest.mark.parametrize(("report", "lines"), [
+    (DataReport(), {"data": "gsm8k, 0 training prompts"}),
+    (DataReport({"a/train-0.parquet": 4000, "a/train-1.parquet": 3473}, {"a/test.parquet": 1319}, {"no number": 12}),
+     {"data": "trains on a/train-0.parquet and 1 more file (7,473 rows); holds out a/test.parquet (1,319 rows)",
+      "training prompts": "0 of 7,473 rows; dropped: 12 no number"}),
+])
+def test_files_are_named_with_their_rows(report, lines):
+    assert data_lines(Task("gsm8k", [], {}, (), data=report)) == lines
+
+
+# ---- dry run
+
+
+def dry_run(capsys, *words: str) -> tuple[int, str]:
+    code = cli.main([*words, "--dry-run"])
+    out, err = capsys.readouterr()
+    return code, "".join(line for line in out.splitlines(True) if "warning:" in line) + err
+
+
+def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):
+    code, text = dry_run(capsys, "train", "batch.group_size=1000000", f"base_output_directory={tmp_path}")
+    assert code == 2 and "too little: " in text and "batch.group_size (now 1000000)" in text
+
+
+def test_a_dry_run_shows_the_warnings_of_the_run(capsys, workshop, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"question": f"<|im_start|>{i} + 1", "answer": f"#### {i + 1}"} for i in range(9)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    code, text = dry_run(capsys, *workshop.words("never", f"task.path={data}", "optimizer.warmup_steps=2"))
+    assert code == 0 and not workshop.runs.exists()
+    for part in ("# warning: configuration: optimizer.warmup_steps=2", "# warning: template: the question holds"):
+        assert part in text
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ("sampling.temperature=0", "sampling.temperature=0"),
+    ("batch.prompts_per_step=21", "20 prompts, fewer than batch.prompts_per_step=21"),
+    ("sampling.max_prompt_tokens=5", "no question of held_out has at most 5 tokens"),
+    ("base_output_directory={taken}", "is a file"),
+])
+def test_a_dry_run_refuses_what_the_data_does_not_allow(capsys, workshop, change, text):
+    code, error = dry_run(capsys, *workshop.words("never", change.replace("{taken}", str(workshop.rewards))))
+    assert code == 2 and error.startswith("error: ") and text in error
+
+
+def test_what_is_printed_is_kept(tmp_path: Path):
+    out, log = io.StringIO(), tmp_path / "log.txt"
+    for terminal in (False, True):
+        console = Console(out, terminal=terminal, notebook=False)
+        console.note("before there was a folder")
+        console.keep_log(log)
+        console.heading("training")
+        console.warning("one\ud83d")
+        console.table(("a", "b"), [("1", "2")])
+    assert log.read_text() == "before there was a folder\n== training\nwarning: one\\ud83d\na  b\n1  2\n" * 2
+    console.keep_log(tmp_path / "missing" / "log.txt")
+    console.note("no run ends for a log that cannot be written")

@@ -467,7 +467,7 @@ def everything(console: Console) -> None:
     with console:
         console.heading(ODD)
         console.note(ODD)
-        console.first_prompt(ODD * 200)
+        console.passage("first prompt", ODD * 200)
         for step in range(1, 4):
             console.step(step, 3, METRICS_OF_A_STEP)
             console.warning(ODD)

@@ -165,7 +165,7 @@ def check_data(config: Config, task: Task, loaded: LoadedModel, report: Report) 
         check.ok(f"{len(task.train):,} prompts of {lengths}, {used:,} are asked for; "
                  + ", ".join(f"{number:,} {name}" for name, number in sets.items()))
     text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
-    report.console.first_prompt(text)
+    report.console.passage("first prompt", text)
     report.result["first_prompt"] = text
     return data.prompts
 

@@ -76,10 +76,6 @@ class Console:
         """One line that asks for attention. A repetition is only counted; the summary shows the counts."""
         self._write_once(f"warning: {one_line(text)}", "yellow")
 
-    def first_prompt(self, text: str) -> None:
-        """The first prompt of the run as the model reads it, decoded."""
-        self.passage("first prompt", text)
-
     def passage(self, title: str, text: str) -> None:
         """A text of many lines under its title, indented; the end of a very long one is left out."""
         self._write(f"{one_line(title)}:", "dim")

@@ -206,14 +206,13 @@ def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemor
 
 def check_memory(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer) -> Finding:
     """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's memory."""
-    available, engines, found = available_memory(roles.trainer.mesh.devices.flat), {}, None
-    for name, engines[name] in run_engines(config, model, roles.sampler, tokenizer):
-        budget = static_budget(config, model, roles, None, engines)
-        found = judge_memory(config, budget, available, "at least")
-        if found.level == "wrong" and budget.total * available.sharing > available.total:
-            raise ShoalError(found.text)
-    assert found is not None
-    return found
+    available, found = available_memory(roles.trainer.mesh.devices.flat), []
+    for name, engine in run_engines(config, model, roles.sampler, tokenizer):  # one by one: a huge one is not made
+        budget = static_budget(config, model, roles, None, {name: engine})
+        found.append((budget.total, judge_memory(config, budget, available, "at least")))
+        if found[-1][1].level == "wrong" and budget.total * available.sharing > available.total:
+            raise ShoalError(found[-1][1].text)
+    return max(found, key=lambda one: one[0])[1]
 
 
 # ---- the keys that take less

@@ -203,33 +203,30 @@ def score(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequenc
 
 def reward_findings(probe: Probe) -> list[Finding]:
     """Faults of the reward that the scores show, the gravest first; one `ok` line without faults."""
-    found = [Finding("reward", "warning", f"{text} (reward.on_error lets the run continue)", _KEY)
-             for text in probe.failures[:1]]
-    totals = {kind: probe.total(kind) for kind in probe.rows}
+    found: list[tuple[Level, str]] = [("warning", f"{text} (reward.on_error lets the run continue)")
+                                      for text in probe.failures[:1]]
     silent = [name for name in probe.functions if all(np.isnan(row[name]) for row in probe.rows.values())]
     if silent and len(silent) == len(probe.functions):
-        found.append(Finding("reward", "wrong", f"{', '.join(silent)} gave no number for any answer tried: nothing "
-                             "would be learned; return a number, or set reward.functions to another", _KEY))
+        found.append(("wrong", f"{', '.join(silent)} gave no number for any answer tried: nothing would be learned; "
+                      "return a number, or set reward.functions to another"))
     elif silent:
-        found.append(Finding("reward", "warning", f"{', '.join(silent)} gave no number for any answer tried: only the "
-                             "other functions would count; fix it, or remove it from reward.functions", _KEY))
+        found.append(("warning", f"{', '.join(silent)} gave no number for any answer tried: only the other functions "
+                      "would count; fix it, or remove it from reward.functions"))
+    totals = {kind: probe.total(kind) for kind in probe.rows}
     if not all(np.isnan(total) for total in totals.values()):
-        found += [Finding("reward", level, text, _KEY) for level, text in _compare_totals(probe, totals)]
+        found += _compare_totals(probe, totals)
     if not found:
-        found.append(Finding("reward", "ok", probe.describe(), ""))
-    return found
+        return [Finding("reward", "ok", probe.describe())]
+    return [Finding("reward", level, text, _KEY) for level, text in found]
 
 
 def _compare_totals(probe: Probe, totals: Mapping[str, float]) -> Iterable[tuple[Level, str]]:
-    same = len({round(total, 9) for total in totals.values() if not np.isnan(total)}) == 1
-    if same and not probe.form:
-        yield "warning", (f"an empty answer and some text score the same, {totals['empty']:.3g} (the data has no gold "
-                          "answer to make others of): make sure that the reward tells answers apart")
-        return
-    if same:
-        yield "wrong", (f"right, wrong, empty, repeated and tag-stuffed answers all score {totals['right']:.3g}: "
-                        "without differences in a group nothing is learned; set reward.functions to one that tells "
-                        "them apart")
+    if len({round(total, 9) for total in totals.values() if not np.isnan(total)}) == 1:
+        yield ("wrong", f"right, wrong, empty, repeated and tag-stuffed answers all score {totals['right']:.3g}: "
+               "without differences in a group nothing is learned; set reward.functions to one that tells them apart"
+               ) if probe.form else (
+            "warning", f"an empty answer and some text score the same, {totals['empty']:.3g} (the data has no gold "
+            "answer to make others of): make sure that the reward tells answers apart")
         return
     right = totals.get("right", np.nan)
     if probe.form and not right > totals["wrong"]:

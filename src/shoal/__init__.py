@@ -133,6 +133,6 @@ def _console(resolved: Any) -> Any:
     from shoal.report.console import Console
 
     console = Console()
-    for note in resolved.notes:
+    for note in resolved.start_lines:
         console.note(note)
     return console

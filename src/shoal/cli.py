@@ -193,7 +193,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     from shoal.report.console import Console
 
     console = Console()
-    for note in resolved.notes:
+    for note in resolved.start_lines:
         console.note(note)
     entry = "responses:score_responses" if command == "eval" and config.responses else ENTRIES[command]
     module, _, function = entry.partition(":")

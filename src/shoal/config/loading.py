@@ -47,6 +47,12 @@ class Resolved:
     became: tuple[str, ...] = ()  # a line for each flag of another system that was given
     origins: Mapping[str, str] = field(default_factory=dict)  # key -> `command line`, `mine.yml:4`, `recipe trl`
 
+    @property
+    def start_lines(self) -> list[str]:
+        """The notes, and in one line what the other flags of other systems became."""
+        rest = [line for line in self.became if line not in self.notes]
+        return [*self.notes, *(["flags: " + "; ".join(rest)] if rest else [])]
+
     def explain(self, message: str) -> str:
         """An error's text with the origin of each key in it: a flag, or a file's line."""
         return with_origins(message, self.origins)

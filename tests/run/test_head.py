@@ -89,7 +89,7 @@ def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatc
     (DataReport(), {"data": "gsm8k, 0 training prompts"}),
     (DataReport({"a/train-0.parquet": 4000, "a/train-1.parquet": 3473}, {"a/test.parquet": 1319}, {"no number": 12}),
      {"data": "trains on a/train-0.parquet and 1 more file (7,473 rows); holds out a/test.parquet (1,319 rows)",
-      "training prompts": "0 of 7,473 rows; dropped: 12 no number"}),
+      "training prompts": "0 of 7,473 rows; dropped: 12 (no number)"}),
 ])
 def test_files_are_named_with_their_rows(report, lines):
     assert data_lines(Task("gsm8k", [], {}, (), data=report)) == lines

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,35 +130,31 @@ def advise(config: Config, model: Model, trial: StepTrial, times: Times, budget:
 
     run, used = max(times.run_seconds, 1e-9), roles.trainer.mesh.size
     sampling, update = (config.steps * seconds / run for seconds in (times.sample_seconds, times.update_seconds))
-    found = []
-    gain = (1 - used / num_devices) * (sampling + update)
-    found.append(Advice(f"mesh.fsdp=-1: {num_devices} devices instead of {used}, up to {100 * gain:.0f}% less time",
-                        "mesh.fsdp", gain))
     slots = config.sampling.slots_per_device * roles.sampler.mesh.size
     completions = config.batch.prompts_per_step * config.batch.group_size
+    found = [Advice(f"mesh.fsdp=-1: {num_devices} devices instead of {used}", "mesh.fsdp",
+                    (1 - used / num_devices) * (sampling + update))]
     if 0 < slots < completions:
-        gain = (1 - slots / completions) * sampling
         found.append(Advice(f"sampling.slots_per_device=0: all {completions} completions of a step at once instead of "
-                            f"{slots}, up to {100 * gain:.0f}% less time", "sampling.slots_per_device", gain))
+                            f"{slots}", "sampling.slots_per_device", (1 - slots / completions) * sampling))
     found += _less_padding(config, trial, roles.trainer.row_shards, update, budget.update.get("activations", 0), fits)
     if model.remat == "full" and fits(activation_bytes(model.architecture, trial.shape.tokens, model.dtype)):
-        gain = DOTS_GAIN * update
-        found.append(Advice(f"model.remat=dots (now {config.model.remat}): there is memory for it, about "
-                            f"{100 * gain:.0f}% less time", "model.remat", gain))
+        found.append(Advice(f"model.remat=dots (now {config.model.remat}): there is memory for it", "model.remat",
+                            DOTS_GAIN * update))
     share = times.evaluation_seconds / run
     if share >= 0.5 and num_updates(config):
-        found.append(Advice(f"task.num_questions: evaluation is {100 * share:.0f}% of the run; a quarter of the "
-                            f"questions would take {75 * share:.0f}% less time", "task.num_questions", 0.75 * share))
+        found.append(Advice(f"task.num_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
+                            "task.num_questions", 0.75 * share))
     best = max(found, key=lambda advice: advice.gain)
     if best.gain >= LEAST_GAIN:
-        return best
+        return replace(best, text=f"{best.text}; up to {100 * best.gain:.0f}% less time")
     name, seconds = max((("sampling", times.sample_seconds), ("the reward", times.reward_seconds),
                          ("the update", times.update_seconds)), key=lambda item: item[1])
     return Advice(f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step")
 
 
 def _less_padding(config: Config, trial: StepTrial, shards: int, share: float, activations: int,
-                  fits: Any) -> list[Advice]:
+                  fits: Callable[[float], bool]) -> Iterator[Advice]:
     """Other values of batch.micro_tokens that compute less padding and fit."""
     b = config.batch
 
@@ -170,12 +166,9 @@ def _less_padding(config: Config, trial: StepTrial, shards: int, share: float, a
         return -(-rows // shape.rows) * shape.tokens, shape
 
     now, shape = computed(b.micro_tokens)
-    found = []
     for micro in (b.micro_tokens // 2, b.micro_tokens * 2, b.micro_tokens * 4):
         tokens, other = computed(micro)
         saved = 1 - tokens / now
         if saved > 0 and fits(activations * (other.tokens / shape.tokens - 1)):
-            found.append(Advice(f"batch.micro_tokens={micro} (now {b.micro_tokens}): {100 * saved:.0f}% fewer tokens "
-                                f"computed in the update, {100 * saved * share:.0f}% less time", "batch.micro_tokens",
-                                saved * share))
-    return found
+            yield Advice(f"batch.micro_tokens={micro} (now {b.micro_tokens}): {100 * saved:.0f}% fewer tokens computed "
+                         "in the update", "batch.micro_tokens", saved * share)

@@ -74,7 +74,7 @@ def data_lines(task: Task) -> dict[str, str]:
     read = sum(report.train_files.values())
     kept = f"{count:,} of {read:,} rows" if read else "none"
     if report.dropped:
-        kept += "; dropped: " + ", ".join(f"{number:,} {reason}" for reason, number in report.dropped.items())
+        kept += "; dropped: " + ", ".join(f"{number:,} ({reason})" for reason, number in report.dropped.items())
     return {"data": f"trains on {files_text(report.train_files) or 'nothing'}; holds out "
                     f"{files_text(report.held_out_files) or 'nothing'}", "training prompts": kept}
 

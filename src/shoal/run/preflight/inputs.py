@@ -77,7 +77,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     if too_long := int((lengths > limit).sum()):
         (check.warning if too_long < len(lengths) else check.wrong)(
             f"{too_long} of {len(lengths)} prompts checked have more than sampling.max_prompt_tokens={limit} tokens "
-            f"(the longest {lengths.max():,}): they are dropped; raise it")
+            f"(the longest {lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: raise it")
     evaluated = evaluation_completions(config, set_sizes(task))
     trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
     if config.steps and evaluated > 2 * trained:

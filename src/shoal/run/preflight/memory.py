@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
@@ -83,31 +81,6 @@ def _read_number(file: Path) -> int | None:
 
 
 # ---- needed
-
-
-class Program:
-    """A jitted function that is compiled once a shape and reports the seconds and the memory this took."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.compiled: dict[Any, Any] = {}
-        self.seconds = 0.0  # spent compiling
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in jax.tree.leaves((args, kwargs)))
-        if key not in self.compiled:
-            started = time.perf_counter()
-            self.compiled[key] = self.function.lower(*args, **kwargs).compile()
-            self.seconds += time.perf_counter() - started
-        return self.compiled[key](*args, **kwargs)
-
-    @property
-    def extra_bytes(self) -> int:
-        """The most memory that a call needs on a device besides its arguments: temporaries, and results that overwrite
-        none. 0 if the compiler does not report it."""
-        found = [analysis for program in self.compiled.values() if (analysis := program.memory_analysis())]
-        return max((one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
-                    for one in found), default=0)
 
 
 @dataclass

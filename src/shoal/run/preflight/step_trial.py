@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,6 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.source import publish_to
 from shoal.run.derived import max_support
-from shoal.run.preflight.memory import Program
 from shoal.run.preflight.reward import score
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
@@ -35,6 +35,31 @@ SAMPLING_SECONDS = 20.0
 """Seconds of sampling, without compilation, after which the rest of the batch is cancelled."""
 NUM_MICRO_BATCHES = 3
 """Micro-batches that are computed: the first warms up, the others are timed."""
+
+
+class Program:
+    """A jitted function that is compiled once a shape and reports the seconds and the memory this took."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: dict[Any, Any] = {}
+        self.seconds = 0.0  # spent compiling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in jax.tree.leaves((args, kwargs)))
+        if key not in self.compiled:
+            started = time.perf_counter()
+            self.compiled[key] = self.function.lower(*args, **kwargs).compile()
+            self.seconds += time.perf_counter() - started
+        return self.compiled[key](*args, **kwargs)
+
+    @property
+    def extra_bytes(self) -> int:
+        """The most memory that a call needs on a device besides its arguments: temporaries, and results that overwrite
+        none. 0 if the compiler does not report it."""
+        found = [analysis for program in self.compiled.values() if (analysis := program.memory_analysis())]
+        return max((one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
+                    for one in found), default=0)
 
 
 @dataclass

@@ -19,12 +19,12 @@ import numpy as np
 import oracle
 import pytest
 from proof_data import Update, UpdateResult, by_shoal, layout
+from scoring import score
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.compat.differences import DIFFERENCES
 from shoal.config.loading import compose
 from shoal.config.schema import Config, RewardSection, TaskSection
-from shoal.rewards.scores import score
 from shoal.tasks.gsm8k import blank
 from shoal.trainer.loss import Objective
 from shoal.trainer.step_table import step_advantages

@@ -12,12 +12,12 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from scoring import score
 from tiny_runs import PLAIN, Workshop, groups, metrics, quick_compilation
 
 import shoal
 from shoal import cli
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.custom import parse_template
 from shoal.tasks.data import Published, evaluating, read_splits

@@ -70,7 +70,7 @@ class Recorder:
     _solved: SolvedProblem | None = None
 
     def __post_init__(self) -> None:
-        self._groups = GroupWriter(self.folder.write_groups)
+        self._groups = GroupWriter(self.folder.write_groups, self.folder.path)
 
     # -- steps
 

@@ -26,13 +26,20 @@ class Loop:
         async def wait() -> Any:
             return await wanted
 
+        def run_and_close() -> Any:
+            try:
+                return runner.run(wait())
+            finally:
+                if self._runner is None:  # closed meanwhile
+                    runner.close()
+
         # With a factory, the thread's current loop is left as it is.
-        self._runner = self._runner or asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        runner = self._runner = self._runner or asyncio.Runner(loop_factory=asyncio.new_event_loop)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self._runner.run(wait())
-        self._thread, result = _in_thread(self._runner.run, wait())
+            return runner.run(wait())
+        self._thread, result = _in_thread(run_and_close)
         return result.result()
 
     def close(self) -> None:
@@ -49,13 +56,13 @@ class Loop:
         _in_thread(runner.close)[0].join(CLOSE_SECONDS)
 
 
-def _in_thread(function: Callable[..., Any], *args: Any) -> tuple[threading.Thread, Future[Any]]:
+def _in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, Future[Any]]:
     """Calls a function in a daemon thread: unlike an executor's, nothing waits for it at the end of the process."""
     result: Future[Any] = Future()
 
     def work() -> None:
         try:
-            result.set_result(function(*args))
+            result.set_result(function())
         except BaseException as error:
             result.set_exception(error)
 

@@ -63,8 +63,8 @@ class RewardPool:
     """
 
     def __init__(self, functions: Sequence[RewardFunction], section: RewardSection, max_steps: int = 0) -> None:
-        if len({one.name for one in functions}) < len(functions):
-            raise ValueError(f"expected functions each with its own name; got {[one.name for one in functions]}")
+        if not functions or len({one.name for one in functions}) < len(functions):
+            raise ValueError(f"expected one function or more, each of its own name; got {[f.name for f in functions]}")
         self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
         self._remote = [one for one in functions if not one.builtin] if section.workers else []
         self._here = [one for one in functions if one not in self._remote]

@@ -66,15 +66,15 @@ class RewardWatch:
     def add_scores(self, batch: Batch, scores: Scores, trial: bool) -> None:
         """Counts groups in a row for whose completions every function returned None. The known answers of a trial are
         as different as groups, but never enough alone."""
-        for judged in (scores.valid.reshape(-1, 1) if trial else scores.valid).any(axis=1):
-            self._unscored = 0 if judged else self._unscored + (not scores.failures)
+        for judged in scores.valid.reshape(-1, 1) if trial else scores.valid:
+            self._unscored = 0 if judged.any() else self._unscored + (not scores.failures)
         if trial:
             self._unscored = min(self._unscored, NUM_UNSCORED - 1)
         elif self._unscored >= NUM_UNSCORED and self.section.max_failed_share < 1:
             names = ", ".join(scores.components)
             raise ShoalError(f"{names} returned None for every completion of {self._unscored} groups in a row, the "
                              f"last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a number for "
-                             "what can be judged (reward.max_failed_share=1 goes on without)")
+                             "what can be judged, or set reward.max_failed_share=1 (no limit)")
 
     def add_change(self, one: RewardFunction, name: str) -> None:
         """Warns, once a function, that a call has changed the value of this name in a worker."""

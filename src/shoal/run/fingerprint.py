@@ -104,7 +104,7 @@ def _local_imports(file: Path) -> list[Path]:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
     except (ImportError, SyntaxError, ValueError):
         return []
-    found = {Path(module.__file__) for module in finder.modules.values() if module.__file__}
+    found = {Path(path) for module in finder.modules.values() if (path := getattr(module, "__file__", None))}
     return sorted(path for path in found - {file} if path.is_file())
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from shoal.report.console import Console
 from shoal.report.figures import duration
+from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
 from shoal.report.group_metrics import add_group_metrics
 from shoal.report.group_writer import GroupWriter
@@ -19,6 +20,7 @@ from shoal.report.groups import TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, evaluation_scalars
 from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
+from shoal.report.watch import Watch
 from shoal.types import Group
 
 SECONDS_TO_STOP = 3.0
@@ -64,6 +66,8 @@ class Recorder:
     evaluations: dict[int, Figures] = field(default_factory=dict)  # by version
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
+    watch: Watch = field(default_factory=Watch)
+    warned: list[Finding] = field(default_factory=list)  # since the loop last asked
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion
     _wrong_at_first: WrongAnswers = field(default_factory=dict)
@@ -111,6 +115,7 @@ class Recorder:
             self._groups.put(number, record.groups, record.advantages, record.logprobs)
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
+        self._warn(self.watch.step(number, result, record.groups))
         if result.get("update/skipped"):
             self.console.warning("an update was skipped: its gradient was not finite (metric update/skipped)")
         if result.get("groups/unscorable"):
@@ -133,6 +138,12 @@ class Recorder:
             self.failures[failure.function, failure.kind] += 1
             if self.failures[failure.function, failure.kind] == 1:
                 self.console.warning(failure.text)
+
+    def _warn(self, found: Sequence[Finding]) -> None:
+        for finding in found:
+            if finding.level == "warning":  # what is wrong becomes the run's error
+                self.console.warning(finding.text)
+        self.warned += found
 
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
@@ -163,6 +174,8 @@ class Recorder:
             if self.keep_groups:
                 self._groups.put(version, [group for group in groups if group.subset == subset])
         self.evaluations[version] = figures
+        main = next(iter(figures), "")
+        self._warn(self.watch.evaluation(version, self.evaluations.get(0, {}).get(main, {}), figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
         """Accuracy on the main set by evaluated version; the mean reward where the task defines no right answer."""
@@ -182,7 +195,7 @@ class Recorder:
         """What a checkpoint must hold, as JSON."""
         failures = [[*key, count] for key, count in self.failures.items()]
         return {"dropped": self.prompts_dropped, "failures": failures, "seconds": dict(self.seconds),
-                "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
+                "watch": self.watch.state(), "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
 
     def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
         """Continues after `version`: removes what the folder holds of later steps, and the evaluation of `version`
@@ -191,6 +204,7 @@ class Recorder:
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
+        self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
         self.folder.rewind(version, evaluated)
         if missing := self.folder.missing_steps(version):

@@ -195,7 +195,8 @@ class Recorder:
         """What a checkpoint must hold, as JSON."""
         failures = [[*key, count] for key, count in self.failures.items()]
         return {"dropped": self.prompts_dropped, "failures": failures, "seconds": dict(self.seconds),
-                "watch": self.watch.state(), "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
+                "totals": dict(self.totals), "watch": self.watch.state(),
+                "seconds_total": time.perf_counter() - self.started}
 
     def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
         """Continues after `version`: removes what the folder holds of later steps, and the evaluation of `version`

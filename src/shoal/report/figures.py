@@ -25,6 +25,37 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def number_text(value: float, digits: int = 3) -> str:
+    """A number as a person writes it: so many significant digits, no exponent where few zeros do, 0 for noise.
+
+    >>> [number_text(value) for value in (0.41234, 2.17e-14, 0.00002, 1234.5)]
+    ['0.412', '0', '0.00002', '1,234']
+    """
+    if abs(value) < 1e-9:
+        return "0"
+    if not 1e-5 <= abs(value) < 1e12:
+        return f"{value:.{digits}g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def trend(values: Sequence[float]) -> str:
+    """The values as a row of bars, the smallest lowest, the largest highest; nothing for fewer than two.
+
+    >>> trend([0.1, 0.2, 0.15, 0.4])
+    '▁▃▂█'
+    """
+    known = [value for value in values if math.isfinite(value)]
+    if len(known) < 2:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    return "".join(BARS[round((len(BARS) - 1) * (value - low) / span)] if span else BARS[0] for value in known)
+
+
 def duration(seconds: float) -> str:
     """Minutes and seconds, with hours if any: 0:05, 1:02:03."""
     if not math.isfinite(seconds):
@@ -54,7 +85,7 @@ def _share(value: float) -> str:
 
 
 _FORMS: dict[str, Callable[[float], str]] = {
-    "number": lambda value: f"{value:.3g}", "share": _share, "tokens": lambda value: f"{value:.1f}", "speed": _speed,
+    "number": number_text, "share": _share, "tokens": lambda value: f"{value:.1f}", "speed": _speed,
 }
 
 
@@ -69,6 +100,8 @@ def _is_number(value: Any) -> bool:
 
 def figure_text(name: str, value: Any) -> str:
     """One figure as text: shares in percent, seconds with their unit, other numbers in a few digits."""
+    if value is None:
+        return "-"
     if not _is_number(value):
         return one_line(value)
     number = float(value)
@@ -80,7 +113,7 @@ def figure_text(name: str, value: Any) -> str:
         return _speed(number)
     if name.endswith("seconds") or name.startswith("seconds"):
         return f"{number:.1f} s"
-    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}"
+    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else number_text(number, 4)
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
@@ -175,4 +208,6 @@ def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     difference = float(new[name]) - float(old[name])
     if not math.isfinite(difference):
         return ""
-    return f"{100 * difference:+.1f} points" if _is_share(name) else f"{difference:+.3g}"
+    if _is_share(name):
+        return f"{100 * difference:+.1f} points"
+    return ("+" if difference >= 0 else "") + number_text(difference)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
-from shoal.report.figures import BARS, evaluation_text, figure_text, one_line, summary_rows, text_table
-from shoal.report.notebook import NotebookProgress, in_notebook
+from shoal.report.figures import BARS, evaluation_text, one_line, summary_rows, text_table
+from shoal.report.notebook import NotebookProgress, in_notebook, show_table
 from shoal.report.progress import AnswerLines, LiveLine, StepLines
 from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
@@ -91,14 +91,14 @@ class Console:
         self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
 
     def summary(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]],
-                solved: SolvedProblem | None = None, facts: Mapping[str, Any] | None = None) -> None:
+                solved: SolvedProblem | None = None, facts: str = "") -> None:
         """The end: a table of figures by set of questions before and after, facts, a solved problem, counts.
 
         `before`, `after`: name of the set -> its figures, as given to `evaluation`."""
         if rows := summary_rows(before, after):
             self.table(("", "before", "after", "change"), rows)
-        for name, value in (facts or {}).items():
-            self.text(f"{one_line(name)}: {figure_text(name, value)}")
+        if facts:
+            self.text(one_line(facts))
         if solved is not None:
             self._write("a problem that was wrong before and is right after:", "bold")
             for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),
@@ -116,6 +116,9 @@ class Console:
     def table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         """Rows under their head, the first column to the left, the others to the right."""
         self.close()
+        if self._notebook:
+            show_table(head, rows, "\n".join(text_table(head, rows)))
+            return
         if self._rich is None:
             for line in text_table(head, rows):
                 self._write(line)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.report.metrics import wilson_interval
+from shoal.text import count
 
 STEP_FIGURES = (
     ("reward/mean", "reward", "number"),
@@ -73,7 +74,9 @@ def step_figures(metrics: Mapping[str, float]) -> list[str]:
     return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
 
 
-def _speed(value: float) -> str:
+def _speed(value: float | None) -> str:
+    if value is None:
+        return "-"
     for limit, divisor, letter in ((1e6, 1e6, "M"), (1e3, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / divisor:.1f}{letter} tokens/s"
@@ -123,7 +126,7 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     parts = [_named_figure(name, figures, figures.get("sampled_protocol") if name == sampled else None)
              for name in names]
     terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
-    terms += [f"{figures[name]} {unit}" for name, unit in _NUMBERS.items() if figures.get(name) is not None]
+    terms += [count(figures[name], unit) for name, unit in _NUMBERS.items() if figures.get(name) is not None]
     answers = figures.get("num_responses", figures.get("num_questions"))
     about = "; ".join(part for part in (", ".join(terms), _interval_text(names, figures, answers)) if part)
     if about:
@@ -131,7 +134,12 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-_NUMBERS = {"num_responses": "responses", "num_questions": "questions"}
+_NUMBERS = {"num_responses": "response", "num_questions": "question"}
+
+
+def is_shown_figure(name: str, figures: Mapping[str, Any]) -> bool:
+    """True for a figure of an evaluation that stands for itself."""
+    return name in ("step", "name", "num_questions") or not _is_detail(name, figures)
 
 
 def _is_detail(name: str, figures: Mapping[str, Any]) -> bool:
@@ -179,7 +187,7 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
         old, new = before.get(subset, {}), after.get(subset, {})
         about = new or old
         terms = ", ".join(filter(None, [str(about.get("protocol", "")),
-                                        f"{about['num_questions']} questions" if "num_questions" in about else ""]))
+                                        count(about["num_questions"], "question") if "num_questions" in about else ""]))
         for name in dict.fromkeys([*old, *new]):
             hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/") or _is_detail(name, about)
             if hidden or not _is_number(old.get(name, new.get(name))):
@@ -188,6 +196,13 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
             title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == main and terms else "")
             rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))
     return rows
+
+
+def summary_facts(summary: Mapping[str, Any]) -> str:
+    """What a finished run took, in one line."""
+    return (f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
+            f"{_speed(summary['sample_tokens_per_second'])}, training {_speed(summary['train_tokens_per_second'])}, "
+            f"{count(summary['num_compilations'], 'program')} compiled")
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,15 +14,15 @@ from shoal.report.notebook import NotebookProgress
 LINES_A_RUN = 40
 FIRST_STEPS = 3
 QUIET_SECONDS = 60.0
-"""A run prints its first steps, then about LINES_A_RUN lines at equal distances, and one a minute at least."""
+"""A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a minute."""
 
 TREND_LINES = 8
 """Lines whose mean rewards the trend shows."""
 
 
 class Pace:
-    """The time that is left, by the mean duration of the last steps. The first, and those that compiled a program, do not
-    count: they would make it jump."""
+    """The time that is left, by the mean duration of the last steps. The first step, and steps that compile a program,
+    are left out, since they would make it jump."""
 
     def __init__(self, start: float, window: int = 20) -> None:
         self.start = self._last = start
@@ -147,12 +147,14 @@ class LiveLine:
         from rich.table import Column
         from rich.text import Text
 
+        bar_width = 20 if console.width >= 100 else 8
+
         class Figures(RenderableColumn):
             def render(self, task: Any) -> Any:
-                text = fitting(task.fields["parts"], max(console.width - BAR_WIDTH - 9, 10))
+                text = fitting(task.fields["parts"], max(console.width - bar_width - 9, 10))
                 return Text(printable(text), no_wrap=True, overflow="crop")
 
-        self._progress = Progress(TextColumn("step"), BarColumn(bar_width=BAR_WIDTH),
+        self._progress = Progress(TextColumn("step"), BarColumn(bar_width=bar_width),
                                   Figures("", table_column=Column(ratio=1)), console=console, auto_refresh=False,
                                   expand=True, transient=True)
         self._bar = self._progress.add_task("", total=1, parts=[""])
@@ -169,6 +171,3 @@ class LiveLine:
         if self._runs:
             self._progress.stop()
         self._runs = False
-
-
-BAR_WIDTH = 20

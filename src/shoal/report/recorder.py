@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.report.console import Console
-from shoal.report.figures import duration
+from shoal.report.figures import duration, summary_facts
 from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
 from shoal.report.group_metrics import add_group_metrics
@@ -21,6 +21,7 @@ from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, evaluation_scalars
 from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
 from shoal.report.watch import Watch
+from shoal.text import count
 from shoal.types import Group
 
 SECONDS_TO_STOP = 3.0
@@ -80,7 +81,8 @@ class Recorder:
 
     def begin_training(self, first: int) -> None:
         if self.steps > first:
-            self.console.heading(f"training, {self.steps} steps" + (f", from step {first + 1} on" if first else ""))
+            begin = f", from step {first + 1} on" if first else ""
+            self.console.heading(f"training, {count(self.steps, 'step')}{begin}")
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
@@ -154,7 +156,7 @@ class Recorder:
         """Says how many completions are needed, and how long that took last time."""
         rate = self._evaluation_rate
         about = f", about {duration(rate * num_completions)}" if rate is not None else ""
-        self.console.heading(f"evaluation of version {version}, {num_completions:,} completions{about}")
+        self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
 
     def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], num_completions: int,
                    seconds: float) -> None:
@@ -237,12 +239,10 @@ class Recorder:
             "prompts_dropped": self.prompts_dropped,
             "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
             "run_folder": str(self.folder.path)}
-        facts = {name: summary[name] for name in
-                 ("seconds_total", "sample_tokens_per_second", "train_tokens_per_second", "num_compilations")}
         self.console.heading("before and after")
-        self.console.summary(summary["before"], summary["after"], self._solved, facts)
-        for failed, count in summary["reward_failures"].items():
-            self.console.warning(f"reward function {failed} for {count} completions")
+        self.console.summary(summary["before"], summary["after"], self._solved, summary_facts(summary))
+        for failed, number in summary["reward_failures"].items():
+            self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
         return summary
 

@@ -1,4 +1,4 @@
-"""Text for people: the nearest of some names, one line of a long text."""
+"""Text for people: the nearest of some names, a number with its noun, one line of a long text."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ def suggest(name: str, names: Sequence[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; there are: {', '.join(names)}" if names else ""
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun, in one or many.
+
+    >>> count(1, "step"), count(1319, "question"), count(2, "entry", "entries")
+    ('1 step', '1,319 questions', '2 entries')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def shorten(text: str, limit: int = 80) -> str:

@@ -381,6 +381,21 @@ def test_a_result_shows_itself(result):
     assert "&lt;b&gt;" in evil._repr_html_() and "<b>" not in evil._repr_html_()
 
 
+def test_evaluations_groups_and_differences_are_tables_in_a_notebook(result, tmp_path, monkeypatch):
+    evaluations = result.evaluations._repr_html_()
+    assert "<th>accuracy</th>" in evaluations and "held_out" in evaluations and "accuracy_interval" not in evaluations
+    groups = result.groups(1)
+    assert groups._repr_html_().count("<tr>") == 1 + len(groups) and "best completion" in groups._repr_html_()
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr(notebook, "_ipython_display", lambda: lambda data, raw: shown.append(data))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
+    other = shutil.copytree(result.folder, tmp_path / "other")
+    lines = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(lines.replace('"loss": ', '"loss": 1'))
+    assert shoal.diff(result.folder, other)["first_metrics"]["step"] == 1
+    assert any("<th>other</th>" in data["text/html"] for data in shown)
+
+
 def test_a_run_is_read_back(result, workshop, tmp_path):
     again = shoal.load_run(str(result.folder))
     assert again == result and again.metrics.columns == result.metrics.columns

@@ -340,6 +340,9 @@ class TrainSection:
     retire_above: float = 1.0
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
+    on_warning: Literal["continue", "stop"] = "continue"
+    """What a warning during training does (no group with variance, truncated completions, a reward that never varies,
+    accuracy below the start's): stop saves a checkpoint and ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
@@ -408,8 +411,11 @@ class ReportSection:
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)
+    print_every: int = 0
+    """Steps between two printed lines; 0 for about 40 lines in a run. Metrics are recorded at every step."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
+        require(self.print_every >= 0, "report.print_every", self.print_every, "0 (auto) or more")
         require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from shoal.report.console import Console
-from shoal.report.figures import duration
+from shoal.report.figures import duration, summary_facts
+from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
 from shoal.report.group_metrics import add_group_metrics
 from shoal.report.group_writer import GroupWriter
@@ -19,6 +20,8 @@ from shoal.report.groups import TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, evaluation_scalars
 from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
+from shoal.report.watch import Watch
+from shoal.text import count
 from shoal.types import Group
 
 SECONDS_TO_STOP = 3.0
@@ -64,6 +67,8 @@ class Recorder:
     evaluations: dict[int, Figures] = field(default_factory=dict)  # by version
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
+    watch: Watch = field(default_factory=Watch)
+    warned: list[Finding] = field(default_factory=list)  # since the loop last asked
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion
     _wrong_at_first: WrongAnswers = field(default_factory=dict)
@@ -76,7 +81,8 @@ class Recorder:
 
     def begin_training(self, first: int) -> None:
         if self.steps > first:
-            self.console.heading(f"training, {self.steps} steps" + (f", from step {first + 1} on" if first else ""))
+            begin = f", from step {first + 1} on" if first else ""
+            self.console.heading(f"training, {count(self.steps, 'step')}{begin}")
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
@@ -111,6 +117,7 @@ class Recorder:
             self._groups.put(number, record.groups, record.advantages, record.logprobs)
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
+        self._warn(self.watch.step(number, result, record.groups))
         if result.get("update/skipped"):
             self.console.warning("an update was skipped: its gradient was not finite (metric update/skipped)")
         if result.get("groups/unscorable"):
@@ -134,6 +141,12 @@ class Recorder:
             if self.failures[failure.function, failure.kind] == 1:
                 self.console.warning(failure.text)
 
+    def _warn(self, found: Sequence[Finding]) -> None:
+        for finding in found:
+            if finding.level == "warning":  # what is wrong becomes the run's error
+                self.console.warning(finding.text)
+        self.warned += found
+
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
 
@@ -143,7 +156,7 @@ class Recorder:
         """Says how many completions are needed, and how long that took last time."""
         rate = self._evaluation_rate
         about = f", about {duration(rate * num_completions)}" if rate is not None else ""
-        self.console.heading(f"evaluation of version {version}, {num_completions:,} completions{about}")
+        self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
 
     def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], num_completions: int,
                    seconds: float) -> None:
@@ -163,6 +176,8 @@ class Recorder:
             if self.keep_groups:
                 self._groups.put(version, [group for group in groups if group.subset == subset])
         self.evaluations[version] = figures
+        main = next(iter(figures), "")
+        self._warn(self.watch.evaluation(version, self.evaluations.get(0, {}).get(main, {}), figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
         """Accuracy on the main set by evaluated version; the mean reward where the task defines no right answer."""
@@ -182,7 +197,8 @@ class Recorder:
         """What a checkpoint must hold, as JSON."""
         failures = [[*key, count] for key, count in self.failures.items()]
         return {"dropped": self.prompts_dropped, "failures": failures, "seconds": dict(self.seconds),
-                "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
+                "totals": dict(self.totals), "watch": self.watch.state(),
+                "seconds_total": time.perf_counter() - self.started}
 
     def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
         """Continues after `version`: removes what the folder holds of later steps, and the evaluation of `version`
@@ -191,6 +207,7 @@ class Recorder:
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
+        self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
         self.folder.rewind(version, evaluated)
         if missing := self.folder.missing_steps(version):
@@ -222,12 +239,10 @@ class Recorder:
             "prompts_dropped": self.prompts_dropped,
             "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
             "run_folder": str(self.folder.path)}
-        facts = {name: summary[name] for name in
-                 ("seconds_total", "sample_tokens_per_second", "train_tokens_per_second", "num_compilations")}
         self.console.heading("before and after")
-        self.console.summary(summary["before"], summary["after"], self._solved, facts)
-        for failed, count in summary["reward_failures"].items():
-            self.console.warning(f"reward function {failed} for {count} completions")
+        self.console.summary(summary["before"], summary["after"], self._solved, summary_facts(summary))
+        for failed, number in summary["reward_failures"].items():
+            self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
         return summary
 

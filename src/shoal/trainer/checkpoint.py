@@ -87,8 +87,12 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._prune()
 
+    def versions(self) -> list[int]:
+        """The versions that have a checkpoint, in order."""
+        return sorted(self._manager.all_steps())
+
     def _prune(self) -> None:
-        saved, scores = sorted(self._manager.all_steps()), self._scores
+        saved, scores = self.versions(), self._scores
         scored = sorted((v for v in saved if v in scores), key=lambda v: (scores[v], v))
         keep = {*saved[-self.keep_last:], *(scored[-self.keep_best:] if self.keep_best else [])}
         for version in saved:

@@ -1,14 +1,17 @@
 """Turns the rewards of a group into advantages: float64 on the host, before anything is packed.
 
-Each function has the signature of `Advantage` and stands in `ADVANTAGES` under the name that a user sets. `valid[P, G]`
-is False where a sibling is missing or unscorable: whatever its reward holds, NaN included, it is left out of every mean
-and deviation, and its advantage is 0. A NaN at a valid place is not hidden: it spreads over its group (in `gdpo`, the
-NaN of one function means that this function could not judge the completion).
+Each function has a row in `shoal.config.algorithm_parts`, and takes what it needs of these:
+
+    estimator(rewards[P, G], valid[P, G], components=, weights=, lengths=, **settings) -> float64[P, G]
+
+`valid` is False where a sibling is missing or unscorable: whatever its reward holds, NaN included, it is left out of
+every mean and deviation, and its advantage is 0. A NaN at a valid place is not hidden: it spreads over its group.
+`components[F, P, G]` are the values of the F reward functions, NaN where one could not judge, `weights[F]` their
+weights. `lengths[P, G]` are numbers of sampled tokens, None where forms that whiten over the step count each completion
+once (verl counts it once a token). Settings are those that the row names.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -16,21 +19,6 @@ from jaxtyping import Bool, Float, Int
 Rewards = Float[np.ndarray, "P G"]
 Valid = Bool[np.ndarray, "P G"]
 Lengths = Int[np.ndarray, "P G"]
-
-
-class Advantage(Protocol):
-    """rewards[P, G], valid[P, G] -> advantages float64[P, G]. Each form reads the settings that it needs.
-
-    `components[F, P, G]` are the values of the F reward functions, NaN where one could not judge, `weights[F]` their
-    weights. `lengths[P, G]` are numbers of sampled tokens, given where the forms that whiten over the step count each
-    completion once a token (verl) rather than once.
-    """
-
-    def __call__(
-        self, rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
-        components: Float[np.ndarray, "F P G"] | None = None, weights: Float[np.ndarray, "F"] | None = None,
-        lengths: Lengths | None = None,
-    ) -> Float[np.ndarray, "P G"]: ...
 
 
 def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
@@ -117,20 +105,6 @@ def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_e
 def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """0 everywhere: a teacher's log-probs are the only signal."""
     return np.zeros(rewards.shape)
-
-
-ADVANTAGES: dict[str, Advantage] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "batch_std": batch_std,
-    "reinforce++": reinforce_pp,
-    "reinforce++-baseline": reinforce_pp_baseline,
-    "maxrl": maxrl,
-    "gdpo": gdpo,
-    "none": none,
-}
-"""By the names of `algorithm.advantage`."""
 
 
 def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:

@@ -76,7 +76,7 @@ class Learner:
         self.model, self.objective = model, objective
         self.optimizer, self.layout, init, apply = _optimizer_programs(
             model.architecture, model.role, section, num_updates)
-        zero, accumulate, score = _gradient_programs(model, objective, objective.functions)
+        zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
             "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
         self._in_flight: deque[Any] = deque()
@@ -174,11 +174,8 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
 
 
 @lru_cache(PROGRAMS_KEPT)
-def _gradient_programs(model: Model, objective: Objective, functions: tuple) -> tuple[Callable, Callable, Callable]:
-    """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone.
-
-    `functions` are those that the objective's names mean: registering another under a name compiles other programs.
-    """
+def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
+    """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone."""
     # Log-probs (None) keep the layout of rows: only their own process reads them.
     everywhere = model.role.replicated
     sums = Accumulated(shardings(model.architecture, model.role), everywhere, everywhere, everywhere)

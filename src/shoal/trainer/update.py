@@ -16,6 +16,7 @@ import numpy as np
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.kl import token_kl
+from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, choose_shape, pack
@@ -141,8 +142,8 @@ class Updater:
         lengths = np.where(table.truncated, 0, table.lengths) if a.mask_truncated else table.lengths
         weights = np.zeros(table.valid.shape)
         # The denominator is that of these members, the whole mini-batch, whatever micro-batches it is packed into.
-        weights[members] = token_weights(a.aggregation, lengths[members], table.valid[members], counts[members],
-                                         a.aggregation_tokens or self.max_tokens)
+        weights[members] = token_weights(AGGREGATIONS[a.aggregation].load(), lengths[members], table.valid[members],
+                                         counts[members], a.aggregation_tokens or self.max_tokens)
         return pack(groups, included, table.advantages, weights, shape, self.temperature, old_logprobs,
                     ref_logprobs, teacher_bonus, self.max_support)
 
@@ -182,7 +183,7 @@ class Updater:
             loss_mask[position] = groups[group].completions[index].loss_mask
         # One group at a time: one compiled shape whatever the number of groups, and little memory.
         kl = np.stack([
-            np.asarray(token_kl(a.kl, *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
+            np.asarray(token_kl(KL_ESTIMATORS[a.kl].load(), *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
                                 clamp_value=a.kl_clamp_value), np.float64)
             for arrays in zip(old_logprobs, ref_logprobs, loss_mask, strict=True)])
         trained = loss_mask & ~table.truncated[..., None] if a.mask_truncated else loss_mask

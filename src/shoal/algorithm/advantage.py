@@ -52,6 +52,7 @@ def dr_grpo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
 def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """r - mean of the other valid siblings. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for
     Free!" (2019); for language models RLOO, arXiv 2402.14740."""
+    # r less the others' mean is (r - mean) n / (n - 1): scaled, a group of equal rewards stays exactly 0.
     number = valid.sum(axis=1, keepdims=True)
     return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
 
@@ -81,6 +82,7 @@ def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """(r - mean) / mean of the group: with rewards 0 and 1 the mean gradient is that of a truncated log-likelihood of
     success. Defined for rewards of 0 or more, where it is at most G - 1: a group with a reward below 0, or with none
     above 0, has advantage 0. MaxRL, arXiv 2602.02710."""
+    # Near a mean of 0 the quotient has no bound: with a penalty below 0, (1, -0.99) would have advantages of 199.
     number = np.maximum(valid.sum(axis=1, keepdims=True), 1)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / number
     undefined = (mean <= 0) | (np.where(valid, rewards, 0.0) < 0).any(axis=1, keepdims=True)
@@ -97,6 +99,7 @@ def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_e
     scale = np.ones(len(parts)) if weights is None else weights
     total = np.zeros(rewards.shape)
     for part, weight in zip(parts, scale, strict=True):
+        # As 0 a completion that one function could not judge would move that function's mean for its siblings.
         judged = valid & ~np.isnan(part)
         total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode)
     return _whitened_groups(total, valid, lengths, std_ddof, std_eps, std_eps_mode)
@@ -114,6 +117,7 @@ def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
     """x - mean, where each x counts `counts` times; 0 where it counts nothing."""
+    # Masked before the product: 0 times the NaN of an invalid sibling is NaN.
     kept = np.where(counts, values, 0.0).astype(np.float64)
     mean = (counts * kept).sum(axis=axis, keepdims=True) / np.maximum(counts.sum(axis=axis, keepdims=True), 1)
     return np.where(counts, kept - mean, 0.0)

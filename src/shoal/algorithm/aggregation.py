@@ -26,6 +26,7 @@ def token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
 def seq_mean_token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     """1 / (completions x tokens of this one): every completion weighs the same. GRPO: DeepSeekMath,
     arXiv 2402.03300, eq. 3."""
+    # A token of a long wrong answer then weighs less than one of a short: the length bias that Dr. GRPO removes.
     return 1.0 / (max(counted.sum(), 1) * np.maximum(lengths, 1.0))
 
 
@@ -44,6 +45,7 @@ def seq_mean_token_sum_norm(lengths: Lengths, counted: Counted, constant: int) -
 def prompt_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     """1 / (prompts x tokens of this prompt's completions): every prompt weighs the same, and within it every token.
     ScaleRL, arXiv 2510.13786."""
+    # A prompt all of whose completions are empty still counts: that it has no token is no reason to raise the others.
     tokens = np.where(counted, lengths, 0).sum(axis=1, keepdims=True)
     prompts = max(counted.any(axis=1).sum(), 1)
     return np.broadcast_to(1.0 / (prompts * np.maximum(tokens, 1)), lengths.shape)

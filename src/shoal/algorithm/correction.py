@@ -18,7 +18,7 @@ from shoal.algorithm.segments import segment_mean, segment_sum
 def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
     """w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training" (2025); the lower bound is TRL's."""
-    return jnp.clip(w, floor or None, cap)
+    return jnp.clip(w, floor, cap)
 
 
 def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:

@@ -20,6 +20,7 @@ def k1(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 
 def k2(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the true KL."""
+    # The score function's part of KL's gradient is E[(lp - ref) grad lp]: exactly this value's own derivative.
     return log_ratio**2 / 2
 
 

@@ -63,9 +63,13 @@ class KL(Part):
 
 @dataclass(frozen=True)
 class Correction(Part):
-    """An importance weight; `floor` is its own lower bound, that of `correction_floor=-1`."""
+    """An importance weight."""
 
-    floor: float = 0.0
+    floor: float = 0.0  # its own lower bound
+
+    def lower_bound(self, correction_floor: float) -> float:
+        """The lower bound of the weight: `correction_floor`, or with -1 its own."""
+        return self.floor if correction_floor == -1 else correction_floor
 
 
 _DEVIATION = ("std_ddof", "std_eps", "std_eps_mode")

@@ -267,13 +267,9 @@ class AlgorithmSection:
         require(self.clip_dual == 0 or self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "0 (off) or above 1")
         require(self.correction_floor >= 0 or self.correction_floor == -1, "algorithm.correction_floor",
                 self.correction_floor, "-1 (the correction's own), 0 (none) or more")
-        require(self.least_correction <= self.correction_cap, "algorithm.correction_floor", self.least_correction,
+        floor = CORRECTIONS[self.correction].lower_bound(self.correction_floor)
+        require(floor <= self.correction_cap, "algorithm.correction_floor", floor,
                 f"at most algorithm.correction_cap ({self.correction_cap:g})")
-
-    @property
-    def least_correction(self) -> float:
-        """`correction_floor`, resolved."""
-        return CORRECTIONS[self.correction].floor if self.correction_floor == -1 else self.correction_floor
 
     @property
     def uses_rewards(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -54,7 +53,7 @@ class Objective:
 
     @classmethod
     def of(cls, a: AlgorithmSection) -> Objective:
-        loss = POLICY_LOSSES[a.loss]
+        loss, correction = POLICY_LOSSES[a.loss], CORRECTIONS[a.correction]
         return cls(
             loss=loss.load(),
             settings=tuple(loss.settings(a).items()),
@@ -65,9 +64,9 @@ class Objective:
             kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
             kl_weighted=a.kl_weighted,
             entropy_coef=a.entropy_coef,
-            correction=None if a.correction == "none" else CORRECTIONS[a.correction].load(),
+            correction=None if a.correction == "none" else correction.load(),
             correction_level=a.correction_level,
-            correction_bounds=(a.correction_cap, a.least_correction),
+            correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)),
         )
 
     @property
@@ -98,15 +97,14 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     before = jnp.pad(own, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
     chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
-    project = partial(_project, model, parameters)
+
+    def project(hidden: jax.Array) -> jax.Array:
+        return model.role.constrain(logits(model, parameters, hidden), "rows", None, "vocab")
+
     support_ids = None if batch.support_ids is None else batch.support_ids.reshape(rows, slots * size, -1)
     values = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk,
                             support_ids, entropy_gradient)
     return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in values)
-
-
-def _project(model: Model, parameters: Params, hidden: jax.Array) -> jax.Array:
-    return model.role.constrain(logits(model, parameters, hidden), "rows", None, "vocab")
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:

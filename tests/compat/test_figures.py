@@ -23,6 +23,7 @@ from scoring import score
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.compat.differences import DIFFERENCES
+from shoal.config.algorithm_parts import AGGREGATIONS as PARTS
 from shoal.config.loading import compose
 from shoal.config.schema import Config, RewardSection, TaskSection
 from shoal.tasks.gsm8k import blank
@@ -107,7 +108,7 @@ class Ours:
         entropies, [P, G, C]."""
         a, valid = self.config.algorithm, self.update.valid
         counts = np.isin(np.arange(valid.size).reshape(valid.shape), range(valid.size) if rows is None else rows)
-        weights = token_weights(a.aggregation, self.update.lengths, valid, counts,
+        weights = token_weights(PARTS[a.aggregation].load(), self.update.lengths, valid, counts,
                                 a.aggregation_tokens or self.config.sampling.max_completion_tokens)
         gradients = np.zeros((2, *valid.shape, 6))
         for found, into in zip(self.got.gradients(weights), gradients, strict=True):

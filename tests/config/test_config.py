@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
 from shoal.config.keys import COMMANDS, Key, keys_of
@@ -399,8 +400,9 @@ def any_value(key):
         return st.lists(items, max_size=3).map(tuple)
     if key.type is str:
         return TEXT | st.sampled_from(HARD_TEXTS)
-    return {int: st.integers(-2, 1000), float: st.floats(0, 1), bool: st.booleans()}.get(
-        key.type, st.sampled_from(getattr(key.type, "__args__", ())))
+    if key.choices:
+        return st.sampled_from(key.choices)
+    return {int: st.integers(-2, 1000), float: st.floats(0, 1), bool: st.booleans()}[key.type]
 
 
 @settings(max_examples=25, deadline=None)
@@ -466,8 +468,9 @@ def test_sections_are_frozen():
 
 
 def read_names() -> set[str]:
-    """Every attribute that the package outside config/ reads (`x.split`, not the call `x.split()`), or gets by name."""
-    names: set[str] = set()
+    """Every attribute that the package outside config/ reads (`x.split`, not the call `x.split()`), or gets by name,
+    and the settings of policy losses and advantages, which each function takes by name."""
+    names = {key for parts in (POLICY_LOSSES, ADVANTAGES) for part in parts.values() for key in part.reads}
     for path in PACKAGE.rglob("*.py"):
         if "config" in path.relative_to(PACKAGE).parts:
             continue

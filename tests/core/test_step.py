@@ -25,10 +25,11 @@ from small import (
 )
 from tiny_runs import quick_compilation
 
-from shoal.algorithm.policy_loss import POLICY_LOSSES, grpo
+from shoal.algorithm.policy_loss import clipped
+from shoal.config.schema import AlgorithmSection
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
-from shoal.trainer.loss import batch_logprobs, batch_loss
+from shoal.trainer.loss import Objective, batch_logprobs, batch_loss
 
 BY_TOKEN = ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
 AS_IT_RUNS = ("test_no_buffer",)
@@ -181,7 +182,7 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
     (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
 
     def norm() -> tuple[float, int]:
-        one = learner(QWEN3)
+        one = learner(QWEN3, Objective.of(AlgorithmSection()))
         state = one.init(parameters)
         total, _ = one.accumulate(None, state, batch)
         _, applied = one.apply(state, total)
@@ -190,11 +191,11 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
     first = norm()
     assert norm() == first == (first[0], 1)
 
-    def doubled(*arguments):
-        token_loss, metrics = grpo(*arguments)
-        return 2 * token_loss, metrics
+    def doubled(*arguments, **settings):
+        token_loss, low, high = clipped(*arguments, **settings)
+        return 2 * token_loss, low, high
 
-    monkeypatch.setitem(POLICY_LOSSES, "grpo", doubled)
+    monkeypatch.setattr("shoal.algorithm.policy_loss.clipped", doubled)
     assert norm()[0] == pytest.approx(2 * first[0], rel=1e-6)
 
 

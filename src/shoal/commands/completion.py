@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from shoal.commands.help import options_of, topics_of
 from shoal.config.arguments import find_key, names_of
@@ -82,7 +82,7 @@ def _key_offers(config_type: type, word: str) -> list[str]:
 def _values(key: Key) -> list[Any]:
     if key.type is bool:
         return ["true", "false"]
-    return list(get_args(key.type)) if get_origin(key.type) is Literal else []
+    return list(key.choices)
 
 
 _BASH = r"""# shoal's completion for bash: source <(shoal completion bash)

@@ -107,7 +107,7 @@ def check_task(job: Preflight) -> None:
         return
     with reward_reporter(job).errors():
         source = TaskSection(num_questions=1) if replaced else config.task  # rewards of your own need no data
-        scored = load_task(source, config.reward, job.reward_functions, config.algorithm.advantage != "none")
+        scored = load_task(source, config.reward, job.reward_functions, config.algorithm.uses_rewards)
         scored = with_overlong(scored, config.reward, config.sampling.max_completion_tokens)
         job.pool = job.stack.enter_context(closing(RewardPool(scored.rewards, config.reward, config.steps)))
         if job.task is not None:

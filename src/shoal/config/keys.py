@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.config.schema import (
     Config,
@@ -58,6 +58,11 @@ class Key:
         return self.name.rpartition(".")[0]
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it accepts; empty for every value of its type."""
+        return choices_of(self.type)
+
+    @property
     def type_text(self) -> str:
         return type_text(self.type)
 
@@ -69,10 +74,17 @@ class Key:
 _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"}
 
 
+def choices_of(wanted: Any) -> tuple[str, ...]:
+    """The values of a Literal, or the names of a registry as in `Annotated[str, registry]`; empty for other types."""
+    if get_origin(wanted) is Annotated:
+        return tuple(wanted.__metadata__[0])  # read anew each time: a part may be registered late
+    return get_args(wanted) if get_origin(wanted) is Literal else ()
+
+
 def type_text(wanted: Any) -> str:
-    """A type in a user's words: `integer`, `a | b` for a Literal, `list of text` for a tuple."""
-    if get_origin(wanted) is Literal:
-        return " | ".join(map(str, get_args(wanted)))
+    """A type in a user's words: `integer`, `a | b` for a choice, `list of text` for a tuple."""
+    if choices := choices_of(wanted):
+        return " | ".join(choices)
     if get_origin(wanted) is tuple:
         element = get_args(wanted)[0]
         return "list of text" if element is str else f"list of {type_text(element)}s"
@@ -92,7 +104,7 @@ def command_of(config_type: type) -> str:
 @functools.cache
 def keys_of(config_type: type) -> Mapping[str, Key]:
     """Every key by its dotted name, in the order of the schema."""
-    types, helps, found = get_type_hints(config_type), _help_texts(config_type), {}
+    types, helps, found = get_type_hints(config_type, include_extras=True), _help_texts(config_type), {}
     for field in dataclasses.fields(config_type):
         wanted = types[field.name]
         if dataclasses.is_dataclass(wanted):

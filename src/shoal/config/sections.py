@@ -7,8 +7,15 @@ A section validates itself: a bad value raises `ShoalError` with the key, the va
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from shoal.config.algorithm_parts import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+)
 from shoal.types import ShoalError
 
 
@@ -163,8 +170,7 @@ class AlgorithmSection:
     name: str = ""
     """A paper's settings, loaded under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help train
     algorithm`)."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo",
-                       "none"] = "grpo"
+    advantage: Annotated[str, ADVANTAGES] = "grpo"
     """Advantage estimator: how the rewards of a group become advantages. none ignores rewards (distillation from a
     teacher alone)."""
     std_ddof: int = 1
@@ -177,7 +183,7 @@ class AlgorithmSection:
     whiten_over: Literal["completions", "tokens"] = "completions"
     """reinforce++, reinforce++-baseline, gdpo: whether the mean and deviation of a step's advantages count each
     completion once, or once for each of its tokens (verl)."""
-    loss: Literal["grpo", "gspo", "gspo-token", "cispo", "gmpo", "sapo"] = "grpo"
+    loss: Annotated[str, POLICY_LOSSES] = "grpo"
     """Policy loss."""
     clip_low: float = 0.2
     """Lower clipping epsilon: the ratio is clipped below 1 - clip_low (gmpo: exp(-clip_low))."""
@@ -194,7 +200,7 @@ class AlgorithmSection:
     """sapo: temperature of the gate for positive advantages."""
     sapo_negative: float = 1.05
     """sapo: temperature of the gate for negative advantages."""
-    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl: Annotated[str, KL_ESTIMATORS] = "k3"
     """KL estimator, by Schulman's names: k1 is the log-ratio, k2 half its square, k3 unbiased and never negative."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the reference (beta of TRL and MaxText); 0 loads no reference."""
@@ -210,13 +216,12 @@ class AlgorithmSection:
     use_bias_correction_kl)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
-                         "prompt-mean"] = "token-mean"
+    aggregation: Annotated[str, AGGREGATIONS] = "token-mean"
     """How token losses are averaged (verl's loss_agg_mode, TRL's loss_type), over the whole batch of an update."""
     aggregation_tokens: int = 0
     """seq-mean-token-sum-norm: the constant length to divide by (verl's loss_scale_factor); 0 for
     sampling.max_completion_tokens."""
-    correction: Literal["none", "tis", "mis", "icepop"] = "none"
+    correction: Annotated[str, CORRECTIONS] = "none"
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
     w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
@@ -224,8 +229,9 @@ class AlgorithmSection:
     of that product."""
     correction_cap: float = 2.0
     """Upper bound of the correction weight; inf for none."""
-    correction_floor: float = 0.0
-    """Lower bound of the correction weight; 0 for none, except icepop: 0.5, as in its paper."""
+    correction_floor: float = -1.0
+    """Lower bound of the correction weight; 0 for none, -1 for the correction's own: 0.5 for icepop, as in its paper,
+    and none for the others."""
     match_sampling_support: bool = True
     """Compute the trainer's log-probs over the tokens that top_k, top_p and min_p kept in sampling; false biases the
     ratio."""
@@ -249,18 +255,26 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         require(self.std_ddof in (0, 1), "algorithm.std_ddof", self.std_ddof, "0 or 1")
-        require(0 <= self.clip_low <= 1 or self.loss == "gmpo", "algorithm.clip_low", self.clip_low,
+        require(0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms, "algorithm.clip_low", self.clip_low,
                 "a number in [0, 1]")
         for name in ("std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input", "kl_clamp_value", "entropy_coef",
-                     "correction_floor", "aggregation_tokens"):
+                     "aggregation_tokens"):
             require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "0 or more")
         for name in ("sapo_positive", "sapo_negative", "correction_cap"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
         for name in ("num_epochs", "num_minibatches", "max_sampling_rounds"):
             require(getattr(self, name) >= 1, f"algorithm.{name}", getattr(self, name), "1 or more")
         require(self.clip_dual == 0 or self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "0 (off) or above 1")
-        require(self.correction_floor <= self.correction_cap, "algorithm.correction_floor", self.correction_floor,
+        require(self.correction_floor >= 0 or self.correction_floor == -1, "algorithm.correction_floor",
+                self.correction_floor, "-1 (the correction's own), 0 (none) or more")
+        floor = CORRECTIONS[self.correction].lower_bound(self.correction_floor)
+        require(floor <= self.correction_cap, "algorithm.correction_floor", floor,
                 f"at most algorithm.correction_cap ({self.correction_cap:g})")
+
+    @property
+    def uses_rewards(self) -> bool:
+        """False if a teacher is the only signal."""
+        return ADVANTAGES[self.advantage].uses_rewards
 
 
 @dataclass(frozen=True)

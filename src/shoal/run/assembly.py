@@ -123,7 +123,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
 def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitStack,
               task: Task | None = None) -> tuple[Task, RewardPool]:
     """The task, and the worker processes that score its completions."""
-    task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
+    task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.uses_rewards)
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
     return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))
 

@@ -156,11 +156,13 @@ class Run:
         prompts = self.prompts.state() if self.config.algorithm.dynamic_sampling else None
         try:
             yield
+        # Any other exception is a fault of the program: what it left behind is not worth a checkpoint.
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
                 self.prompts.restore(prompts)
             self.request_again()
             stopped_before_first = isinstance(reason, StopRequested) and version in self.recorder.evaluations
+            # The first update of a step donates the moments: from then on there is nothing left to save.
             if (version > 0 or stopped_before_first) and is_intact(state):
                 self.save(version, state)
             raise
@@ -224,6 +226,7 @@ class Run:
             useful = sum(map(self.is_useful, groups))
             if useful >= wanted:
                 break
+            # As many as the share of useful groups so far asks for, so that one more round mostly suffices.
             count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
             if not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
                 break

@@ -14,6 +14,7 @@ import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
+from shoal.config.algorithm_parts import AGGREGATIONS
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.rewards.pool import RewardPool
@@ -137,7 +138,7 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
     """Part of an update on the trial's groups, those without variance included: times, and the trainer's log-probs."""
     table, groups = StepTable.of(trial.groups, config.algorithm), _all_valid(trial.groups)
     valid = np.ones_like(table.valid)
-    weights = token_weights(config.algorithm.aggregation, table.lengths, valid, valid,
+    weights = token_weights(AGGREGATIONS[config.algorithm.aggregation].load(), table.lengths, valid, valid,
                             config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens)
     sampled = {(p, g): c.logprobs for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
     batches = pack(groups, range(len(groups)), np.nan_to_num(table.advantages), weights, trial.shape,

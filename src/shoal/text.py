@@ -34,7 +34,8 @@ def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None
     """
     found = nearest(key, names)
     last, theirs = key.rpartition(".")[2], found.rpartition(".")[2]
-    is_near = max(likeness(key, found), likeness(last, theirs)) >= CLOSE or (len(last) > 3 and theirs.startswith(last))
+    is_part = min(len(last), len(theirs)) > 3 and (theirs.startswith(last) or last.startswith(theirs))
+    is_near = is_part or max(likeness(key, found), likeness(last, theirs)) >= CLOSE
     return f", did you mean {(shown or {}).get(found, found)}?" if is_near else ""
 
 

@@ -420,7 +420,7 @@ def test_every_topic_is_described():
     (["train", "--config-name", "gs"], ["gsm8k"]),
     (["train", "--config-name=gs"], ["--config-name=gsm8k"]),
     (["doctor", "gs"], ["gsm8k.yml"]),
-    (["train", "--m"], ["--multirun", "--model.", "--mesh.", "--model="]),
+    (["train", "--m"], ["--multirun", "--model.", "--mesh.", "--model=", "--max_staleness="]),
     (["eval", "--mu"], []),
     (["train", "--help", "op"], ["optimizer"]),
     (["export", "fr"], ["from="]),

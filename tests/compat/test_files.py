@@ -74,7 +74,7 @@ def test_what_matters_and_has_no_counterpart_is_named_all_at_once():
     with pytest.raises(ShoalError) as caught:
         load("grpo_gsm8k.yaml")
     text = str(caught.value)
-    assert "train_model.lora.enabled=true is not supported: LoRA" in text
+    assert "train_model.lora.enabled=true: LoRA is not supported yet" in text
     assert "train.kl_to_inference_coeff=1e-2 is not supported" in text
     assert text.count("grpo_gsm8k.yaml:") == 2 and "\n" not in text
 

@@ -26,7 +26,7 @@ def script(shell: str) -> str:
     """The completion script of a shell."""
     if shell not in SCRIPTS:
         raise ShoalError(f"completion: expected one of {', '.join(SCRIPTS)}, came {shell or 'nothing'}"
-                         + did_you_mean(shell, SCRIPTS))
+                         + did_you_mean(shell, SCRIPTS).replace(",", ";"))
     return SCRIPTS[shell].replace("ASK", COMPLETE)
 
 

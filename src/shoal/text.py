@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 CLOSE = 0.75
 """Likeness from which a name is taken for a misspelling."""
@@ -24,6 +24,19 @@ def nearest(key: str, names: Iterable[str]) -> str:
         return max(whole, 0.9 * part + 0.1 * whole)
 
     return max(names, key=score)
+
+
+def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
+    """`, did you mean X?` where a name is near, else nothing. `shown`: names as they are written in the text.
+
+    >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
+    (', did you mean optimizer.lr?', '')
+    """
+    found = nearest(key, names)
+    last, theirs = key.rpartition(".")[2], found.rpartition(".")[2]
+    is_part = min(len(last), len(theirs)) > 3 and (theirs.startswith(last) or last.startswith(theirs))
+    is_near = is_part or max(likeness(key, found), likeness(last, theirs)) >= CLOSE
+    return f", did you mean {(shown or {}).get(found, found)}?" if is_near else ""
 
 
 def suggest(name: str, names: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.loading import compute_dtype, make_model, open_model
 from shoal.run.parts import engine_maker, prepare_sets
+from shoal.run.preflight.settings import check_model
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import ROWS, Task
@@ -34,6 +35,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
              console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
     """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
     output = check_writable(config.output, "output") if config.output else None
+    check_model(config.model)
     with console or Console() as console, ExitStack() as stack:
         with evaluating():
             task = task or load_task(config.task, config.reward, reward_functions)

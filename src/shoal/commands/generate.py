@@ -18,6 +18,7 @@ from shoal.report.console import Console
 from shoal.rollout.publication import publish_to
 from shoal.run.loading import compute_dtype, make_model, open_model
 from shoal.run.parts import engine_maker
+from shoal.run.preflight.settings import check_model
 from shoal.sampler.engine import drain
 from shoal.trainer.loop import sampling_params
 from shoal.types import Address, Completion, Prompt, Purpose, SampleRequest, ShoalError
@@ -28,6 +29,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     used before the first token is sampled."""
     require_given(config, "prompts", "output")
     output = check_writable(config.output, "output")
+    check_model(config.model)
     with console or Console() as console:
         prompts = read_prompts(check_local(config.prompts, "prompts"))
         role = make_roles(config.mesh).sampler

@@ -26,7 +26,7 @@ from shoal.config.schema import (
     ReplayConfig,
     RescoreConfig,
 )
-from shoal.text import CLOSE, likeness, nearest
+from shoal.text import CLOSE, did_you_mean, likeness
 from shoal.types import ShoalError
 
 COMMANDS: Mapping[str, type] = {
@@ -37,6 +37,15 @@ COMMANDS: Mapping[str, type] = {
     "pretrain": PretrainConfig,
 }
 """Command -> the dataclass that holds its settings."""
+
+RENAMED: Mapping[str, str] = {
+    "sampling.max_kept_tokens": "sampling.max_support", "algorithm.std_eps_as": "algorithm.std_eps_mode",
+    "algorithm.kl_in": "algorithm.kl_placement", "algorithm.replay_truncation": "algorithm.match_sampling_support",
+    "algorithm.mask_cut": "algorithm.mask_truncated", "algorithm.filter_by": "algorithm.dynamic_sampling_by",
+    "algorithm.degenerate": "algorithm.zero_std_groups", "train.publish_every": "train.weight_sync_interval",
+    "checkpoint.checkpoint_period": "checkpoint.every", "report.groups_format": "report.groups", "width": "hidden_size",
+}
+"""Key of an earlier version -> its name now."""
 
 
 @dataclass(frozen=True)
@@ -145,19 +154,30 @@ def _help_texts(config_type: type) -> dict[str, str]:
     return texts
 
 
+VERY_CLOSE = 0.85
+"""Likeness from which a name is taken for a misspelt flag, though something in it is not supported."""
+
+
 class UnknownKey(ShoalError):
     """Raised for a key that does not exist; `name` is what was given."""
 
     name: str
 
 
-def unknown_key(key: str, config_type: type, names: Mapping[str, str]) -> UnknownKey:
-    """The error for a key that does not exist; `names` maps every accepted name to its dotted key."""
-    name = _nearest_by_help(key, config_type) or nearest(key, names)
-    meant = name if names[name] == name else f"{name} ({names[name]})"
-    command = command_of(config_type)
-    listed = f" `shoal {command} --help` lists all keys" if command else ""
-    error = UnknownKey(f"{key}: there is no such key, did you mean {meant}?{listed}")
+def unknown_key(key: str, config_type: type, names: Mapping[str, str], flags: Mapping[str, str],
+                reason: str = "") -> UnknownKey:
+    """The error for a key that does not exist: its new name, the nearest name, or else `reason`. `names` and `flags`
+    map every name that is accepted, ours and other systems', to dotted keys."""
+    if (now := RENAMED.get(key, "")) in names:
+        error = UnknownKey(f"{key}: this key is called {now} now")
+    elif reason and not did_you_mean(key, names) and not any(likeness(key, flag) > VERY_CLOSE for flag in flags):
+        error = UnknownKey(f"{key}: {reason}")
+    else:
+        shown = {name: name if name == of else f"{name} ({of})" for name, of in (*names.items(), *flags.items())}
+        by_help = _nearest_by_help(key, config_type)
+        meant = f", did you mean {by_help}?" if by_help else did_you_mean(key, shown, shown) or ";"
+        listed = f"`shoal {command_of(config_type)} --help` lists all keys"
+        error = UnknownKey(f"{key}: there is no such key{meant} {listed}")
     error.name = key
     return error
 

@@ -173,6 +173,8 @@ def _report_lines(config_type: type, chain: Chain, settings: Mapping[str, Settin
         for one in in_effect:
             before = next((found[one.key].value for found in reversed(chain.settings[:number]) if one.key in found),
                           keys[one.key].default)
+            if isinstance(one.value, Late) and one.key not in late[one.value][0]:
+                continue
             if one.rank == "own" or before != values[one.key]:
                 became.append(f"{one.key}={shown(values[one.key]) or 'empty'}")
         flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())

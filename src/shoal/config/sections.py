@@ -18,11 +18,21 @@ from shoal.config.algorithm_parts import (
 )
 from shoal.types import ShoalError
 
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
+"""Ends of the names of data files."""
+
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
     """Raises the one error form for a value out of its range."""
     if not condition:
         raise ShoalError(f"{key}={value!r}: expected {wanted}")
+
+
+def at_least(section: object, head: str, least: float, *names: str, note: str = "") -> None:
+    """Raises ShoalError for a field below `least`. `head`: the key before the field; `note`: what `least` means."""
+    for name in names:
+        value = getattr(section, name)
+        require(value >= least, f"{head}{name}", value, f"{least}{note and f' ({note})'} or more")
 
 
 @dataclass(frozen=True)
@@ -75,9 +85,11 @@ class TaskSection:
     """countdown: how many numbers may be combined to reach the target."""
 
     def __post_init__(self) -> None:
-        require(self.num_questions >= 0, "task.num_questions", self.num_questions, "0 (all) or more")
+        require("/" not in self.name and not self.name.endswith(DATA_SUFFIXES), "task.name", self.name,
+                f"the name of a task; for your own data write task=custom task.path={self.name}")
+        at_least(self, "task.", 0, "num_questions", note="all")
         require(1 <= self.num_steps <= 8, "task.num_steps", self.num_steps, "1 to 8")
-        require(self.max_value >= 20, "task.max_value", self.max_value, "20 or more")
+        at_least(self, "task.", 20, "max_value")
         require(2 <= self.num_numbers <= 6, "task.num_numbers", self.num_numbers, "2 to 6")
         for entry in self.columns:
             wanted, equals, theirs = entry.partition("=")
@@ -117,11 +129,11 @@ class RewardSection:
     def __post_init__(self) -> None:
         require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
         require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
-        require(self.memory_gib >= 0, "reward.memory_gib", self.memory_gib, "0 (no limit) or more")
+        at_least(self, "reward.", 0, "memory_gib", note="no limit")
         require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
                 "-1 (a fifth), 0 (off) or more")
-        require(self.overlong_penalty >= 0, "reward.overlong_penalty", self.overlong_penalty, "0 or more")
-        require(self.workers >= 0, "reward.workers", self.workers, "0 (in this process) or more")
+        at_least(self, "reward.", 0, "overlong_penalty")
+        at_least(self, "reward.", 0, "workers", note="in this process")
         if self.weights and self.functions:
             require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
                     f"{len(self.functions)} numbers, one for each of reward.functions")
@@ -154,15 +166,12 @@ class SamplingSection:
     """Completions sampled at once on each device; 0 for all of a step."""
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "sampling.temperature", self.temperature, "0 (greedy) or more")
-        require(self.top_k >= 0, "sampling.top_k", self.top_k, "0 (off) or more")
+        at_least(self, "sampling.", 0, "temperature", note="greedy")
+        at_least(self, "sampling.", 0, "top_k", note="off")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
-        require(self.max_support >= 1, "sampling.max_support", self.max_support, "1 or more")
-        require(self.max_prompt_tokens >= 1, "sampling.max_prompt_tokens", self.max_prompt_tokens, "1 or more")
-        require(self.max_completion_tokens >= 1, "sampling.max_completion_tokens", self.max_completion_tokens,
-                "1 or more")
-        require(self.slots_per_device >= 0, "sampling.slots_per_device", self.slots_per_device, "0 (auto) or more")
+        at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
+        at_least(self, "sampling.", 0, "slots_per_device", note="auto")
 
 
 @dataclass(frozen=True)
@@ -287,7 +296,7 @@ class TeacherSection:
     """Weight of the teacher's term."""
 
     def __post_init__(self) -> None:
-        require(self.coef >= 0, "teacher.coef", self.coef, "0 or more")
+        at_least(self, "teacher.", 0, "coef")
 
 
 @dataclass(frozen=True)
@@ -310,11 +319,8 @@ class OptimizerSection:
     """Added to the root of AdamW's second moment."""
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, "optimizer.lr", self.lr, "0 or more")
-        require(self.eps >= 0, "optimizer.eps", self.eps, "0 or more")
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
-        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
-        require(self.clip_grad_norm >= 0, "optimizer.clip_grad_norm", self.clip_grad_norm, "0 (off) or more")
+        at_least(self, "optimizer.", 0, "lr", "eps", "warmup_steps", "weight_decay")
+        at_least(self, "optimizer.", 0, "clip_grad_norm", note="off")
         require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "a number in [0, 1)")
         require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "a number in [0, 1)")
 
@@ -332,11 +338,10 @@ class BatchSection:
     prompt. It replaces micro-batch size and gradient accumulation: it changes memory, never the result."""
 
     def __post_init__(self) -> None:
-        require(self.prompts_per_device >= 0, "batch.prompts_per_device", self.prompts_per_device, "0 (off) or more")
-        require(self.prompts_per_step >= 1, "batch.prompts_per_step", self.prompts_per_step, "1 or more")
+        at_least(self, "batch.", 0, "prompts_per_device", note="off")
+        at_least(self, "batch.", 1, "prompts_per_step", "micro_tokens")
         require(self.group_size >= 2, "batch.group_size", self.group_size,
                 "2 or more: a group of one has nothing to be compared with")
-        require(self.micro_tokens >= 1, "batch.micro_tokens", self.micro_tokens, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -360,9 +365,9 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
-        require(self.evaluate_every >= 0, "train.evaluate_every", self.evaluate_every, "0 (only at the ends) or more")
+        at_least(self, "train.", 0, "evaluate_every", note="only at the ends")
         require(self.pass_k >= -1, "train.pass_k", self.pass_k, "-1 (auto), 0 (off) or more")
-        require(self.weight_sync_interval >= 1, "train.weight_sync_interval", self.weight_sync_interval, "1 or more")
+        at_least(self, "train.", 1, "weight_sync_interval")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
                 self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")
 
@@ -402,10 +407,9 @@ class CheckpointSection:
     """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated version is then saved."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", self.every,
-                "0 (only the last step) or more")
-        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "1 or more")
-        require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 (off) or more")
+        at_least(self, "checkpoint.", 0, "every", note="only the last step")
+        at_least(self, "checkpoint.", 1, "keep_last")
+        at_least(self, "checkpoint.", 0, "keep_best", note="off")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from shoal.types import ShoalError
 
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
 
 def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
     """The folder of a model: a local one, the packaged one under the name `tiny`, or a downloaded one of a hub id.
@@ -23,7 +25,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         return folder
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+    if HUB_ID.fullmatch(str(path)):
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {folder}. Give a folder, a hub id (org/name), or `tiny`.")
 

@@ -68,7 +68,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     """The run of a plan. Raises ShoalError for whatever is wrong with the configuration, before the run folder exists;
     what must be closed at the end is pushed on `stack`."""
     started, compilations = time.perf_counter(), CompilationCounter()
-    check_before_weights(plan.config, functions_given=bool(reward_functions) or task is not None)
+    check_before_weights(plan.config, bool(reward_functions) or task is not None, resumed=plan.run is not None)
     check_sinks(plan.config.report)
     for text in algorithm_warnings(plan.config):
         console.warning(text)

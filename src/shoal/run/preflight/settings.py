@@ -33,10 +33,11 @@ CHECKED = tuple(name for name in TASKS if name != "custom")
 # ---- errors
 
 
-def check_before_weights(config: Any, functions_given: bool = False) -> None:
+def check_before_weights(config: Any, functions_given: bool = False, resumed: bool = False) -> None:
     """Raises ShoalError for the settings of any command that cannot work, before weights are read.
 
-    `functions_given`: reward functions come from Python. Models and data on the hub are not checked."""
+    `functions_given`: reward functions come from Python. `resumed`: the run has the model's files in its own folder.
+    Models and data on the hub are not checked."""
     known = keys_of(type(config))
     for key in ("base_output_directory", "output", "to"):
         if key in known:
@@ -46,12 +47,12 @@ def check_before_weights(config: Any, functions_given: bool = False) -> None:
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
             raise no_reward(config.task.name)
-        if config.run_name:
-            named_folder(config.base_output_directory, config.run_name)
+        named = config.run_name and named_folder(config.base_output_directory, config.run_name)
+        resumed = resumed or bool(config.resume or (named and is_run(named)))
     if "model.path" in known:
-        check_model(config.model)
+        check_model(config.model, exists=resumed)
     if "teacher.path" in known and config.teacher.path:
-        check_model(ModelSection(path=config.teacher.path), "teacher.path")
+        check_model(ModelSection(path=config.teacher.path), key="teacher.path")
     if "task.name" in known:
         check_task(config.task)
 
@@ -90,9 +91,15 @@ def check_trainable(config: Config) -> None:
                          "by their rewards, which are ignored; change one of the two")
 
 
-def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model in cloud storage, of an unknown name, or in a local folder of an unknown family."""
+def check_model(section: ModelSection, exists: bool = False, key: str = "model.path") -> None:
+    """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing (unless it is
+    known that the model `exists`), or in a local folder of an unknown family."""
+    from shoal.model.hub import HUB_ID
+
     local = check_local(section.path, key)
+    if not (exists or section.path == ModelSection.path or local.exists() or HUB_ID.fullmatch(section.path)):
+        raise ShoalError(f"{key}={section.path}: there is no model folder {local}. Give a folder, a hub id (org/name), "
+                         "or `tiny`.")
     check_local(section.tokenizer, "model.tokenizer")
     if section.name and "/" not in section.name:
         from shoal.model.names import model_named

@@ -23,7 +23,7 @@ from shoal.compat import maxtext_checkpoint as maxtext
 from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelSection
 from shoal.mesh import make_roles
 from shoal.model import hf, names
-from shoal.model.names import MODELS, Named, model_named
+from shoal.model.names import MODELS, NamedModel, model_named
 from shoal.model.transformer import is_param_spec, param_specs, shardings
 from shoal.report.console import Console
 from shoal.run.loading import copy_model_files, open_model, resolve_model
@@ -335,7 +335,7 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
 
 def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
     """Makes the model in a folder the one that a name of MaxText's stands for."""
-    monkeypatch.setattr(names, "MODELS", {**MODELS, name: Named("org/model", hf.architecture_of(folder))})
+    monkeypatch.setattr(names, "MODELS", {**MODELS, name: NamedModel("org/model", hf.architecture_of(folder))})
 
 
 def test_names_decide_the_order_of_rotary_dimensions(tmp_path, monkeypatch):

@@ -404,15 +404,15 @@ def test_a_run_gets_a_config_of_its_own(tmp_path):
     folder, other = folder_of(tmp_path / "hf"), folder_of(tmp_path / "other", "qwen3", "chatml")
     items = save_maxtext(tmp_path / "m", maxtext_tree(folder, True, True))
     section = ModelSection(path=str(items), tokenizer=str(folder))
-    opened = open_model(section, ROLE, Console())
+    opened = open_model(section, Console())
     assert opened.config is None and opened.folder == folder
     copy_model_files(opened, tmp_path / "same")
     assert (tmp_path / "same" / "config.json").read_text() == (folder / "config.json").read_text()
-    opened = open_model(ModelSection(path=str(folder), tokenizer=str(other)), ROLE, Console())
+    opened = open_model(ModelSection(path=str(folder), tokenizer=str(other)), Console())
     copy_model_files(opened, tmp_path / "kept")
     assert hf.architecture_of(tmp_path / "kept") == hf.architecture_of(folder)
     assert (tmp_path / "kept" / "tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
-    assert opened.tokenizer.eos_ids == open_model(ModelSection(path=str(other)), ROLE, Console()).tokenizer.eos_ids
+    assert opened.tokenizer.eos_ids == open_model(ModelSection(path=str(other)), Console()).tokenizer.eos_ids
 
 
 # Refusals
@@ -576,7 +576,7 @@ def test_a_checkpoint_of_a_run_is_converted(place, tmp_path):
     a, folder = hf.architecture_of(place / "hf"), place / "hf"
     roles = make_roles(MeshSection(), jax.devices()[:1])
     run = tmp_path / "run"
-    copy_model_files(open_model(ModelSection(path=str(folder)), ROLE, Console()), run / "model")
+    copy_model_files(open_model(ModelSection(path=str(folder)), Console()), run / "model")
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1)
     checkpoints.save(3, learner(a, where=roles).init(hf.load(folder, a, roles.trainer)), {})
     checkpoints.close()

@@ -149,6 +149,7 @@ def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
 def with_prompts(config: Config, roles: Roles) -> Config:
     """The configuration with `batch.prompts_per_step` made from `batch.prompts_per_device`, where that is set."""
     each, devices, parts = config.batch.prompts_per_device, roles.trainer.mesh.size, config.algorithm.num_minibatches
+    # Counted here and not with the configuration: the number of devices is known only now.
     if not each:
         return config
     if parts > each * devices:
@@ -184,6 +185,7 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFold
     config = plan.config
     folder = stack.enter_context(
         RunFolder(plan.run) if plan.run else RunFolder.create(config.base_output_directory, config.run_name))
+    # Given twice at once, a command finds no run in either process; the lock decides which of them makes it.
     if not plan.run and is_run(folder.path):
         raise ShoalError(f"another process has just started the run {folder.path}: give the same command again to "
                          "resume it")
@@ -219,6 +221,7 @@ def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, sou
 
 def resume_command(folder: Path, config: Config) -> str:
     """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
+    # The folder holds no code: a shell could not load what was passed to shoal.train.
     from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
     if from_python:
         return f'shoal.train(resume="{folder}", ...), with its task and reward'
@@ -228,8 +231,10 @@ def resume_command(folder: Path, config: Config) -> str:
 def peak_bytes() -> int:
     """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
     stats: Any = jax.local_devices()[0].memory_stats()
+    # Devices of the CPU backend have no figures of memory.
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     import resource
 
+    # Linux gives KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

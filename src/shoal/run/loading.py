@@ -70,6 +70,7 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console) ->
     weights."""
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
+    # The run's own files: what `model.path` names may have changed since, or be gone.
     stored = resolve_model(replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template=""))
     first = replace(stored, load=lambda role, dtype: open_model(section, console).load(role, dtype))
     return check_tokenizer(first, console)
@@ -120,6 +121,7 @@ def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
 def find_teacher(config: Config, student: ModelSpec, console: Console | None) -> ModelSpec:
     """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
     teacher = open_model(replace(config.model, path=config.teacher.path, name="", tokenizer="", template=""), console)
+    # By vocabulary, not by family: log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
                          f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family")
@@ -163,6 +165,7 @@ def copy_model_files(model: ModelSpec, target: Path) -> None:
     """Copies tokenizer, chat template and config.json, so that checkpoints need nothing else. config.json comes last:
     it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
+    # The template may be the user's own; exported, the model must be asked as it was trained.
     if model.tokenizer.template:
         (target / "chat_template.jinja").write_text(model.tokenizer.template, encoding="utf-8")
     names = [name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"]

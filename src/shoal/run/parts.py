@@ -26,6 +26,7 @@ def max_support(config: Config) -> int:
     s = config.sampling
     if not (sampling_params(s).truncated and config.algorithm.match_sampling_support):
         return 0
+    # Not more than top_k: further ids would be padding, 4 bytes for each token of a step.
     return min(s.max_support, s.top_k or s.max_support)
 
 
@@ -86,6 +87,7 @@ def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
         if dropped := len(prepared) - len(sets[subset]):
             warn(f"{dropped} of {len(prepared)} questions of {subset} have more than "
                  f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are dropped")
+        # An empty set would have no figures, and a run on it would end without saying what it reached.
         if not sets[subset]:
             raise ShoalError(f"no question of {subset} has at most {sampling.max_prompt_tokens} tokens: raise "
                              "sampling.max_prompt_tokens")

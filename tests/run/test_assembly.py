@@ -451,11 +451,12 @@ def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
     from tiny_models import write_model_with_tokenizer
 
     from shoal.model.tokenizer import Tokenizer
-    from shoal.run.loading import LoadedModel, copy_model_files
+    from shoal.run.loading import ModelSpec, copy_model_files
 
     write_model_with_tokenizer(tmp_path / "model", "qwen3", "chatml", 0)
-    given = Tokenizer.load(tmp_path / "model", "{{ messages[0]['content'] }} ->")
-    copy_model_files(LoadedModel(tmp_path / "model", None, given, None), tmp_path / "run")  # type: ignore[arg-type]
+    template = "{{ messages[0]['content'] }} ->"
+    spec = ModelSpec(tmp_path / "model", None, None, template=template)  # type: ignore[arg-type]
+    copy_model_files(spec, tmp_path / "run")
     again = Tokenizer.load(tmp_path / "run")
     messages = [{"role": "user", "content": "hello"}]
     assert again.render(messages) == "hello ->" != Tokenizer.load(tmp_path / "model").render(messages)

@@ -25,7 +25,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Findings, gib
 from shoal.rewards.pool import RewardPool
 from shoal.run.assembly import with_prompts
-from shoal.run.loading import LoadedModel, find_teacher, make_model, open_model
+from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, training_engines
 from shoal.run.preflight.estimate import Advice, add_measured, advise, estimate_times, evaluation_completions
 from shoal.run.preflight.inputs import check_data, check_devices, check_template, check_tokenizer, set_sizes
@@ -65,8 +65,8 @@ class Preflight:
     task: Task | None = None
     pool: RewardPool | None = None
     roles: Roles | None = None
-    loaded: LoadedModel | None = None
-    teacher: LoadedModel | None = None
+    loaded: ModelSpec | None = None
+    teacher: ModelSpec | None = None
     first: Prepared | None = None
     result: dict[str, Any] = field(default_factory=lambda: {
         "ok": False, "findings": [], "first_prompt": "", "rewards": [], "agreement": {}, "memory": {}, "time": {},
@@ -134,7 +134,7 @@ def check_model(job: Preflight) -> None:
     """Loads tokenizer and architecture of the model, and of the teacher."""
     assert job.roles is not None
     try:
-        job.loaded = open_model(job.config.model, job.roles.trainer, None)
+        job.loaded = open_model(job.config.model, None)
     except ShoalError as error:
         text = str(error)
         template = "template=" in text or "chat template" in text
@@ -143,7 +143,7 @@ def check_model(job: Preflight) -> None:
     check_tokenizer(job.loaded.tokenizer, job.findings)
     if job.config.teacher.path:
         with Reporter(job.findings, "teacher", "teacher.path").errors():
-            job.teacher = find_teacher(job.config, job.loaded, job.roles.reference, None)
+            job.teacher = find_teacher(job.config, job.loaded, None)
 
 
 def check_prompts(job: Preflight, console: Console) -> None:
@@ -201,7 +201,7 @@ def check_step(job: Preflight, trial: bool) -> None:
         report_memory(job, budget, available)
         return
     try:
-        parameters = job.loaded.load()
+        parameters = job.loaded.load(roles.trainer, jnp.float32)
         if not check_weights(job, parameters) or not trial:
             return
         tried = try_first_step(job, model, engines["training"], parameters)

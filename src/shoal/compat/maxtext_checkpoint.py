@@ -290,8 +290,8 @@ class MaxTextFormat:
         tokenizer = hub.locate(section.tokenizer or hub_id, weights=False)
         checkpoint = self.open(found, name, tokenizer, section.scan_layers)
         a = checkpoint.architecture
-        config = None if hf_config.own_config(a, tokenizer) else hf_config.made_config(a, tokenizer)
-        return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),))
+        config = None if hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
+        return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template)
 
     def open(self, found: Path, model_name: str, reference: Path | None, scan_layers: bool) -> MaxTextCheckpoint:
         name = "" if "/" in model_name else model_name

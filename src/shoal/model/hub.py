@@ -18,6 +18,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
     downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is no such model.
     """
+    # Before folders are looked at: a run must not change because a folder `tiny` lies where it is started.
     if str(path) == "tiny":
         return _packaged("tiny")
     folder = Path(path).expanduser()
@@ -40,6 +41,7 @@ def _packaged(name: str) -> Path:
 def _download(repository: str, token: str | None, weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    # No subfolders: they hold the same weights in other formats. No *.bin: pickles are never read.
     patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     subject = f"{repository} is no local folder, and as a hub id"
     try:

@@ -22,7 +22,7 @@ from shoal.report.sink import Background, evaluation_scalars
 from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
 from shoal.report.watch import Watch
 from shoal.text import count
-from shoal.types import Group
+from shoal.types import Failure, Group, RolloutStats
 
 SECONDS_TO_STOP = 3.0
 """What a service for metrics may take to end when somebody asked the run to stop."""
@@ -48,15 +48,15 @@ class StepRecord:
 class Recorder:
     """Turns what happened into metrics, files and lines on the screen. Groups are written by a thread.
 
-    `read_clock` gives the sampler's seconds and tokens since the last call, `compilations` the number of programs
-    compiled so far, `mfu` the share of the devices' peak rate that a step used: of groups, the (group, completion)
-    that were trained on, seconds."""
+    `read_stats` gives the source's figures since the last call, `compilations` the number of programs compiled so far,
+    `mfu` the share of the devices' peak rate that a step used: of groups, the (group, completion) that were trained on,
+    seconds."""
 
     folder: RunFolder
     console: Console
     steps: int
     keep_groups: bool
-    read_clock: Callable[[], Any]
+    read_stats: Callable[[], RolloutStats]
     compilations: Callable[[], int]
     peak_bytes: Callable[[], int]
     sinks: Sequence[Background] = ()
@@ -86,7 +86,7 @@ class Recorder:
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
-        number, metrics, clock = record.step + 1, record.metrics, self.read_clock()
+        number, metrics, stats = record.step + 1, record.metrics, self.read_stats()
         started = time.perf_counter()
         add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
         metrics.add("groups/discarded", record.num_discarded)
@@ -94,13 +94,13 @@ class Recorder:
         metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
-        self._add_rewards(metrics, clock)
+        self._add_rewards(metrics, stats)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
-        metrics.add("tokens/sampled", clock.tokens)
-        metrics.add("time/sample_seconds", clock.sample_seconds)
-        metrics.add("time/reward_seconds", clock.reward_seconds)
-        metrics.add("throughput/sample_tokens_per_second", clock.tokens, clock.sample_seconds)
+        metrics.add("tokens/sampled", stats.tokens)
+        metrics.add("time/sample_seconds", stats.sample_seconds)
+        metrics.add("time/reward_seconds", stats.reward_seconds)
+        metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.sample_seconds)
         metrics.add("time/step_seconds", record.seconds)
         metrics.add("memory/peak_bytes", self.peak_bytes())
         metrics.add("compilations", self.compilations())
@@ -124,17 +124,17 @@ class Recorder:
             self.console.warning("some groups have fewer than two scorable completions (metric groups/unscorable)")
         return result
 
-    def _add_rewards(self, metrics: MetricSet, clock: Any) -> None:
+    def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """What reward functions logged, and the completions that they failed on."""
-        for name, values in clock.logged.items():
+        for name, values in stats.logged.items():
             metrics.add(logged_name(name), sum(values), len(values))
-        failed = [failure for failure in clock.failures if failure.completion is not None]
+        failed = [failure for failure in stats.failures if failure.completion is not None]
         metrics.add("rewards/failed", len(failed))
         for failure in failed:
             metrics.add(f"rewards/failed/{failure.function}", 1)
-        self._warn_of(clock.failures)
+        self._warn_of(stats.failures)
 
-    def _warn_of(self, failures: Sequence[Any]) -> None:
+    def _warn_of(self, failures: Sequence[Failure]) -> None:
         """Shows the first example of each way in which a reward function failed; all are counted."""
         for failure in failures:
             self.failures[failure.function, failure.kind] += 1
@@ -163,7 +163,7 @@ class Recorder:
         """Records the figures of one version by data set, and its greedy answers."""
         self.spent("evaluate", seconds)
         self._evaluation_rate = seconds / num_completions if num_completions else None
-        self._warn_of(self.read_clock().failures)  # read here: an evaluation's tokens are not the next step's
+        self._warn_of(self.read_stats().failures)  # read here: an evaluation's tokens are not the next step's
         if version == 0:
             self._wrong_at_first = wrong_answers(groups)
             self.folder.write_first_answers(self._wrong_at_first)

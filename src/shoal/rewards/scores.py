@@ -12,24 +12,9 @@ import numpy as np
 
 from shoal.rewards.calls import WRONG, Batch, CallResult, call, call_async, unused
 from shoal.rewards.event_loop import Loop
-from shoal.types import RewardFunction, ShoalError
+from shoal.types import Failure, RewardFunction, ShoalError
 
 Policy = Literal["error", "zero", "skip"]
-Kind = Literal["raised", "timed out", "died", "not a number"]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A completion for which a function gave no value because it failed.
-
-    >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' after ...")
-    """
-
-    function: str
-    row: int  # of the data
-    completion: int | None  # its index in the group; None where a call of several failed and none of them alone
-    kind: Kind
-    text: str  # one line that names function, step, what happened and the place
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from small import learner, random_groups
 from test_sampler import SMALL, make, model, play, request, weights
-from tiny_runs import quick_compilation
 
 from shoal.config.loading import compose
 from shoal.config.schema import AlgorithmSection, BatchSection, RewardSection
@@ -30,11 +29,7 @@ from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
+pytestmark = pytest.mark.compile_quickly
 
 
 # ---- truncation

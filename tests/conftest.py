@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("test_resume", "test_learning", "test_objectives_runs", "test_assembly", "test_step", "test_mesh",
-           "test_examples")
+LONGEST = ("test_resume", "test_assembly", "test_learning", "test_step", "test_objectives_runs", "test_mesh",
+           "test_examples", "test_compat_runs", "test_python")
 """Files that take minutes: begun first, so that no worker ends with one of them while the other has nothing to do."""
 
 

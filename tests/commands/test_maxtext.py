@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from small import shoal_logits
 from tiny_models import write_model, write_model_with_tokenizer
-from tiny_runs import by_path, quick_compilation, same_bits
+from tiny_runs import by_path, same_bits
 
 from shoal import cli
 from shoal.commands.convert import convert
@@ -29,15 +28,11 @@ from shoal.report.console import Console
 from shoal.run.loading import copy_model_files, open_model, resolve_model
 from shoal.types import ShoalError
 
+pytestmark = pytest.mark.compile_quickly
+
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
 ODD = {"hidden_size": 24, "intermediate_size": 52, "num_attention_heads": 6, "num_key_value_heads": 3,
        "head_dim": 10, "num_hidden_layers": 3}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation() -> Iterator[None]:
-    with quick_compilation():
-        yield
 
 
 def folder_of(folder: Path, family: str = "llama3", style: str = "llama3", **changes: Any) -> Path:

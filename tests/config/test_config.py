@@ -17,11 +17,11 @@ from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
 from shoal.config.keys import COMMANDS, Key, keys_of
-from shoal.config.loading import PACKAGED, compose, convert, from_overrides, recompose
+from shoal.config.loading import PACKAGED, compose, from_overrides, recompose
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
 from shoal.config.text import difference_from_defaults, require_given, to_dict, to_yaml
 from shoal.config.translator import translator
-from shoal.config.values import get_value
+from shoal.config.values import build, convert_value, get_value, leaves_of
 from shoal.text import nearest
 from shoal.types import ShoalError
 
@@ -406,6 +406,13 @@ def any_value(key):
     return {int: st.integers(-2, 1000), float: st.floats(0, 1), bool: st.booleans()}[key.type]
 
 
+def converted(config, changes):
+    """The configuration of its values as JSON has them, and of changes by key."""
+    keys = keys_of(type(config))
+    plain = dict(leaves_of(type(config), json.loads(json.dumps(to_dict(config))))) | changes
+    return build(type(config), {name: convert_value(keys[name], value) for name, value in plain.items()})
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_yaml_composes_to_the_same(tmp_path_factory, data):
@@ -416,14 +423,14 @@ def test_yaml_composes_to_the_same(tmp_path_factory, data):
     for name in chosen:
         value = data.draw(any_value(keys[name]), label=name)
         try:
-            config = convert(type(config), to_dict(config), {name: value})
+            config = converted(config, {name: value})
         except ShoalError:
             continue  # out of the key's range
         assert get_value(config, name) == value
     file = tmp_path_factory.mktemp("yaml") / "config.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert compose(command, [str(file)])[0] == config
-    assert convert(type(config), json.loads(json.dumps(to_dict(config)))) == config
+    assert converted(config, {}) == config
 
 
 def test_resolved_text_is_the_run_folders(tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
+from tiny_runs import Workshop, checkpoints, groups, metrics
 
 from shoal.config.loading import compose
 from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
@@ -21,6 +21,8 @@ from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
 from shoal.trainer.loop import Run, Schedule, sampling_params
 from shoal.types import Example, GroupRequest, Purpose, ShoalError
+
+pytestmark = pytest.mark.compile_quickly
 
 # ---- the schedule
 
@@ -333,17 +335,6 @@ def test_that_the_data_is_learnt_is_said_once():
 
 
 # ---- with the real source
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
 
 
 def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from small import learner, random_groups
 from test_sampler import SMALL, make, model, play, request, weights
-from tiny_runs import quick_compilation
 
 from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES, Advantage, PolicyLoss
 from shoal.config.keys import keys_of
@@ -33,11 +32,7 @@ from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
+pytestmark = pytest.mark.compile_quickly
 
 
 # ---- truncation

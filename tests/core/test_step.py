@@ -4,7 +4,6 @@ of all tokens x vocabulary exists, a gradient that is not finite changes nothing
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
@@ -23,7 +22,7 @@ from small import (
     relative,
     roles,
 )
-from tiny_runs import quick_compilation
+from tiny_runs import forget_programs
 
 from shoal.algorithm.policy_loss import clipped
 from shoal.config.schema import AlgorithmSection
@@ -31,15 +30,9 @@ from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss
 
+pytestmark = pytest.mark.compile_quickly
+
 BY_TOKEN = ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
-AS_IT_RUNS = ("test_no_buffer",)
-"""Tests that read the compiled program itself."""
-
-
-@pytest.fixture(autouse=True)
-def compiled_quickly(request):
-    with nullcontext() if request.node.name.startswith(AS_IT_RUNS) else quick_compilation():
-        yield
 
 
 def flattened(batch: LearnerBatch) -> LearnerBatch:
@@ -178,6 +171,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
 
 
 def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_taken(monkeypatch):
+    forget_programs()
     parameters = random_parameters(QWEN3)
     (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
 
@@ -199,6 +193,7 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
     assert norm()[0] == pytest.approx(2 * first[0], rel=1e-6)
 
 
+@pytest.mark.compile_quickly(False)  # it reads the compiled program itself
 def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
     """T = 12 x 64 completion tokens, V = 1009, 8 tokens of each of 2 rows a chunk: the compiled update holds logits of
     a chunk and none of all tokens; without chunks it holds them, so the search can find one."""

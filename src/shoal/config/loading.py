@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import COMMA_LISTS, Arguments, find_key, key_of, names_of, read_arguments, split_list
+from shoal.config.arguments import COMMA_LISTS, Arguments, key_of, names_of, read_arguments, split_list
 from shoal.config.chain import (
     PACKAGED,
     Chain,
@@ -219,13 +219,3 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
         folder, _, name = label.partition(" ")
         verb = "brings its preset" if folder == "task" else "differs from Shoal's defaults in"
         yield f"{folder}={name} {verb}: {', '.join(texts)}"
-
-
-# ---- back to text
-
-
-def convert(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
-    """The dataclass of plain nested values, with `own` by dotted key over them; raises ShoalError for a bad value."""
-    flat = {find_key(config_type, name).name: value for name, value in leaves_of(config_type, values)} | dict(own or {})
-    keys = keys_of(config_type)
-    return build(config_type, {name: convert_value(keys[name], value) for name, value in flat.items()})

@@ -1,28 +1,50 @@
 """Eight simulated CPU devices for every test, most use the first one alone; programs compiled once; the order."""
 
+from __future__ import annotations
+
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Of the environment, so that processes under test have them too. Many tests compile the same small programs: once in a
+# run is enough, and once for several runs.
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parent.parent / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
-import jax
 import pytest
 
-jax.config.update("jax_default_matmul_precision", "highest")
-# Many tests compile the same small programs: once in a run is enough, and once for several runs.
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+if TYPE_CHECKING:
+    from tiny_runs import Workshop
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("test_resume", "test_learning", "test_objectives_runs", "test_assembly", "test_step", "test_mesh",
-           "test_examples")
+LONGEST = ("test_resume", "test_assembly", "test_learning", "test_step", "test_objectives_runs", "test_mesh",
+           "test_examples", "test_compat_runs", "test_python")
 """Files that take minutes: begun first, so that no worker ends with one of them while the other has nothing to do."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from tiny_runs import compile_quickly  # here, so that the process that only hands tests out needs no JAX
+
+    mark = item.get_closest_marker("compile_quickly")
+    compile_quickly(mark is not None and mark.args != (False,))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    from tiny_runs import Workshop
+
+    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)

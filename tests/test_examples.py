@@ -17,18 +17,11 @@ NOTEBOOK = EXAMPLES / "own_task.ipynb"
 SCRIPT = EXAMPLES / "own_task.py"
 
 
-CACHE = Path(__file__).parent.parent / ".pytest_cache" / "examples"
-"""What one example compiles the other need not."""
-
-
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One device, a cache of their own, no user's settings."""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
+    """No user's settings."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "MPLBACKEND"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MPLBACKEND", raising=False)
 
 
 def test_the_script_is_short_and_runs(environment, tmp_path):

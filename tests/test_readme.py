@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tiny_runs import quick_compilation
 
 from shoal.cli import main
 
@@ -45,6 +44,7 @@ def resolve(name: str) -> Any:
     raise AssertionError(f"README names {name}, which is not there")
 
 
+@pytest.mark.compile_quickly
 def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
     """Each function of the list is called, and by those above it: the source's two and the trainer's four are two
     branches under the loop."""
@@ -65,14 +65,13 @@ def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
                 callers[name].add(codes[above.f_code])
             above = above.f_back
 
-    with quick_compilation():
-        sys.setprofile(watch)
-        try:
-            code = main(["train", "steps=1", "task.num_questions=2", "train.pass_k=0", "batch.prompts_per_step=4",
-                         "sampling.max_completion_tokens=16",
-                         f"base_output_directory={tmp_path}"])
-        finally:
-            sys.setprofile(None)
+    sys.setprofile(watch)
+    try:
+        code = main(["train", "steps=1", "task.num_questions=2", "train.pass_k=0", "batch.prompts_per_step=4",
+                     "sampling.max_completion_tokens=16",
+                     f"base_output_directory={tmp_path}"])
+    finally:
+        sys.setprofile(None)
     assert code == 0
     assert seen == set(names)
     command, job, loop, take, engine, groups, update, accumulate, loss, forward = names

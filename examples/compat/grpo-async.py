@@ -5,7 +5,7 @@ Sampling and training do not overlap yet: they take turns in one process.
 
 import sys
 
-from shoal.cli import door
+from shoal.cli import run_as
 
 if __name__ == "__main__":
-    sys.exit(door("grpo-async"))
+    sys.exit(run_as("grpo-async"))

@@ -2,7 +2,7 @@
 
 import sys
 
-from shoal.cli import door
+from shoal.cli import run_as
 
 if __name__ == "__main__":
-    sys.exit(door("grpo"))
+    sys.exit(run_as("grpo"))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.tasks.task import Task
     from shoal.types import RewardFunction
 
-__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "evaluate", "load_run", "train"]
+__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate", "load_run", "train"]
 
 CHECKPOINT_FORMATS["maxtext"] = "shoal.compat.maxtext_checkpoint:FORMAT"
 GSM8K_PRESETS.update({name: f"shoal.compat.gsm8k_rewards:{name.upper()}"
@@ -82,6 +82,14 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     data = _task_of_data(task, held_out, correct, config, functions)
     cache_by_configuration()
     return run(config, functions, _console(resolved), data)
+
+
+def diff(run: Any, other: Any) -> dict[str, Any]:
+    """Compares two run folders, prints (in a notebook: shows) what differs, and returns it; as `shoal diff`."""
+    from shoal.commands.diff import diff
+    from shoal.config.schema import DiffConfig
+
+    return diff(DiffConfig(str(run), str(other)))
 
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:

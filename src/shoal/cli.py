@@ -9,18 +9,19 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.commands.completion import ASK, candidates, script
+from shoal.commands.completion import COMPLETE, candidates, script
 from shoal.commands.help import command_help, dry_run, options_of, overview
-from shoal.compat.token import blank_token
-from shoal.config.arguments import CONFIG_NAMES, PRESET, WORDS, words_text
+from shoal.compat.token import redact_token
+from shoal.config.arguments import POSITIONALS, argument_for, is_file_option, is_file_word, positionals_text
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.run.cache import cache_by_environment
-from shoal.text import nearest
+from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ INTERRUPTED_EXIT_CODE = 130
 BROKEN_PIPE_EXIT_CODE = 141
 
 HELP = ("-h", "--help")
-DRY_RUN = ("--dry-run", "--dry_run")
-MULTIRUN = ("-m", "--multirun")
 OTHER_WORDS = ("help", "completion")
 """First words that are no commands with settings."""
 
@@ -52,7 +51,8 @@ MEMORY_EXPLAINED = ("train", "eval", "generate")
 def program() -> int:
     """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
     _hide_token()
-    if sys.argv[1:] and sys.argv[1] in COMMANDS and not {*HELP, *DRY_RUN, *MULTIRUN} & set(sys.argv):
+    words = sys.argv[1:]
+    if words and words[0] in COMMANDS and not any(map(_switch, words)) and not {*HELP} & {*words}:
         use_huge_pages()
     return main()
 
@@ -60,11 +60,11 @@ def program() -> int:
 def _hide_token() -> None:
     """Moves a hub token that was typed into the environment, out of the process's arguments, which others can read."""
     with contextlib.suppress(ShoalError):
-        sys.argv[:] = blank_token(sys.argv)
-        sys.orig_argv[:] = blank_token(sys.orig_argv)
+        sys.argv[:] = redact_token(sys.argv)
+        sys.orig_argv[:] = redact_token(sys.orig_argv)
 
 
-DOORS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+ENTRY_POINTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "grpo_demo": ("train", "grpo", ()),
     "train_rl": ("train", "rl", ()),
     "grpo": ("train", "grpo_gsm8k", ()),
@@ -77,24 +77,24 @@ MAXTEXT_ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
 """Flags that MaxText's trainers also read from the environment."""
 
 
-def door(name: str) -> int:
-    """An entry point of another system, with the words that were typed after it."""
-    sys.argv[1:] = door_words(name, sys.argv[1:])
+def run_as(name: str) -> int:
+    """Runs an entry point of another system with the words that were typed after it."""
+    sys.argv[1:] = entry_point_words(name, sys.argv[1:])
     return program()
 
 
-def door_words(name: str, words: Sequence[str]) -> list[str]:
+def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
     """The words of `shoal` that stand for those of an entry point: the user's file and words lie over its own.
 
-    >>> door_words("grpo-async", ["env.repeats=4"])
+    >>> entry_point_words("grpo-async", ["env.repeats=4"])
     ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
     """
-    command, preset, first = DOORS[name]
+    command, preset, first = ENTRY_POINTS[name]
     if preset in ("grpo", "rl"):
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
-    begins = int(bool(words) and words[0].endswith((".yml", ".yaml")) and "=" not in words[0])
-    named = begins or any(word.partition("=")[0] in (*CONFIG_NAMES, "config_file") for word in words)
-    chosen = [PRESET if named else "--config-name", preset]
+    begins = int(bool(words) and is_file_word(words[0]))
+    named = begins or any(map(is_file_option, words))
+    chosen = ["--preset" if named else "--config-name", preset]
     return [command, *words[:begins], *chosen, *first, *words[begins:]]
 
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Such a mistake is one line on stderr; any other exception is a bug and keeps its traceback.
     """
     try:
-        return _run(blank_token(sys.argv[1:] if argv is None else argv))
+        return _run(redact_token(sys.argv[1:] if argv is None else argv))
     except ShoalError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -125,7 +125,7 @@ def _run(words: list[str]) -> int:
         print(f"shoal {_version()}")
         return 0
     command, *rest = words
-    if command == ASK:
+    if command == COMPLETE:
         print("".join(f"{found}\n" for found in candidates(rest)), end="")
     elif command == "completion":
         print(script(" ".join(rest)), end="")
@@ -134,25 +134,36 @@ def _run(words: list[str]) -> int:
     elif any(word in HELP for word in rest):
         first = next(place for place, word in enumerate(rest) if word in HELP)
         topics = [word for word in rest[first:] if word not in HELP and "=" not in word]
-        print(command_help(_known(command), topics))
+        print(command_help(_known(command, rest), topics))
     else:
-        return _run_command(_known(command), rest)
+        return _run_command(_known(command, rest), rest)
     return 0
 
 
-def _known(command: str) -> str:
-    """The command; ShoalError where there is none of that name."""
-    if command not in COMMANDS:
-        known = (*COMMANDS, *OTHER_WORDS)
-        raise ShoalError(f"{command}: there is no such command, did you mean {nearest(command, known)}? "
-                         f"Commands: {', '.join(known)}")
-    return command
+def _known(word: str, rest: Sequence[str] = ()) -> str:
+    """The command that the first word names; ShoalError where there is none of that name."""
+    if word in COMMANDS:
+        return word
+    known = (*COMMANDS, *OTHER_WORDS)
+    later = next((other for other in rest if other in COMMANDS), "")
+    meant = word if "=" in word or word.startswith("-") else argument_for("train", word)
+    if later or meant:
+        reason = f"the command comes first: `shoal {later or 'train'} {word if later else meant}`."
+    else:
+        reason = f"there is no such command{did_you_mean(word, known) or '.'}"
+    raise ShoalError(f"{word}: {reason} Commands: {', '.join(known)}")
+
+
+def _switch(word: str) -> str:
+    """`dryrun` for `--dry-run` in any spelling, `multirun` for `--multirun` and `-m`; empty for any other word."""
+    name = re.sub("[-_]", "", word.removesuffix("=true")) if word.startswith("--") else {"-m": "multirun"}.get(word, "")
+    return name if name in ("dryrun", "multirun") else ""
 
 
 def _run_command(command: str, words: list[str]) -> int:
-    only_shown, swept = any(word in DRY_RUN for word in words), any(word in MULTIRUN for word in words)
-    words = [word for word in words if word not in (*DRY_RUN, *MULTIRUN)]
-    if swept:
+    switches = {*map(_switch, words)}
+    only_shown, words = "dryrun" in switches, [word for word in words if not _switch(word)]
+    if "multirun" in switches:
         return _sweep(command, words, only_shown)
     config, resolved = _compose(command, words)
     if only_shown:
@@ -222,9 +233,9 @@ def _sweep(command: str, words: list[str], only_shown: bool) -> int:
 
 def _check_words(command: str, config: Any) -> None:
     """ShoalError where a positional argument is missing."""
-    for key in WORDS.get(command, ()):
+    for key in POSITIONALS.get(command, ()):
         if not getattr(config, key):
-            raise ShoalError(f"expected `shoal {command} {words_text(command)}`: {key.upper()} is missing, "
+            raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing, "
                              f"{keys_of(type(config))[key].help}")
 
 

@@ -179,7 +179,8 @@ def shared_devices(section: MeshSection, available: int) -> list[int]:
                          "roles then share all devices")
     trainer = sizes.get("mesh.trainer", available)
     numbers = trainer if isinstance(trainer, list) else list(range(trainer))
-    if any(_own_devices(key, size, numbers, available) for key, size in sizes.items() if key != "mesh.trainer"):
+    others = [(key, size) for key, size in sizes.items() if key != "mesh.trainer"]
+    if any(_differs_from_trainer(key, size, numbers, available) for key, size in others):
         replicas = f" (replicas of {section.sampler_tensor})" if section.sampler_tensor else ""
         raise ShoalError(f"{shown}{replicas}: sampler or reference on other devices than the trainer are not supported "
                          "yet; leave mesh.sampler and mesh.reference out, all roles then share the trainer's devices")
@@ -216,7 +217,7 @@ def devices_asked(key: str, text: str, available: int) -> int | list[int]:
         raise wrong from None
 
 
-def _own_devices(key: str, size: int | list[int], trainer: Sequence[int], available: int) -> bool:
+def _differs_from_trainer(key: str, size: int | list[int], trainer: Sequence[int], available: int) -> bool:
     """True if a role's devices differ from the trainer's: a number means the last ones for the sampler, and those after
     the trainer's for the reference."""
     if isinstance(size, list):

@@ -1,9 +1,9 @@
-"""Text for people: the nearest of some names, one line of a long text."""
+"""Text for people: the nearest of some names, a number with its noun, one line of a long text."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 CLOSE = 0.75
 """Likeness from which a name is taken for a misspelling."""
@@ -26,6 +26,19 @@ def nearest(key: str, names: Iterable[str]) -> str:
     return max(names, key=score)
 
 
+def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
+    """`, did you mean X?` where a name is near, else nothing. `shown`: names as they are written in the text.
+
+    >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
+    (', did you mean optimizer.lr?', '')
+    """
+    found = nearest(key, names)
+    last, theirs = key.rpartition(".")[2], found.rpartition(".")[2]
+    is_part = min(len(last), len(theirs)) > 3 and (theirs.startswith(last) or last.startswith(theirs))
+    is_near = is_part or max(likeness(key, found), likeness(last, theirs)) >= CLOSE
+    return f", did you mean {(shown or {}).get(found, found)}?" if is_near else ""
+
+
 def suggest(name: str, names: Sequence[str]) -> str:
     """The end of an error about an unknown name: the nearest right one, else all of them.
 
@@ -36,6 +49,15 @@ def suggest(name: str, names: Sequence[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; there are: {', '.join(names)}" if names else ""
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun, in one or many.
+
+    >>> count(1, "step"), count(1319, "question"), count(2, "entry", "entries")
+    ('1 step', '1,319 questions', '2 entries')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def shorten(text: str, limit: int = 80) -> str:

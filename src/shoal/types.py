@@ -11,6 +11,7 @@ Words, used in code, metrics and documents alike:
     example      one row of a data set: a prompt and the columns that rewards read
     group        the G completions of one prompt, with rewards: the unit of sampling, advantages, records and metrics
     completion   the tokens after a prompt; `loss_mask` is True at those that the model sampled itself
+    slot         room for one completion beside its prompt: S in a row of a micro-batch, G a group in the sampler
     version      the number of steps that the weights had been trained for
     sampler_logprobs, old_logprobs, ref_logprobs
                  log-probs of the same tokens: the sampler's when it sampled them, the trainer's before the first
@@ -28,7 +29,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -269,24 +270,59 @@ class GroupRequest:
     subset: str = "train"
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A completion for which a reward function gave no value because it failed.
+
+    >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' after ...")
+    """
+
+    function: str
+    row: int  # of the data
+    completion: int | None  # its index in the group; None where a call of several failed and none of them alone
+    kind: Literal["raised", "timed out", "died", "not a number"]
+    text: str  # one line that names function, step, what happened and the place
+
+
+@dataclass
+class RolloutStats:
+    """Seconds, tokens and reward failures of a `RolloutSource` since they were last read."""
+
+    sample_seconds: float = 0.0
+    reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
+    tokens: int = 0
+    logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
+    failures: list[Failure] = field(default_factory=list)
+
+
 class Sampler(Protocol):
-    """Samples tokens; it knows nothing of rewards."""
+    """Samples completions of one version's weights; it knows nothing of rewards. `run_until_idle` drives it.
+
+    A process elsewhere implements it as well as `Engine` does: docs/architecture.md, "A sampler on another machine".
+    """
 
     def load(self, version: int, params: Params) -> None:
-        """Sets the weights to sample from. RuntimeError while a request is in progress."""
+        """Sets the weights to sample from, and the number that their tokens carry. RuntimeError unless idle."""
         ...
 
-    def submit(self, requests: Sequence[SampleRequest]) -> None: ...
-    def step(self) -> bool:
-        """Starts the next piece of device work without waiting for it; False if there is none to start now."""
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too long."""
         ...
 
-    def collect(self) -> list[Completion]:
-        """The completions that have finished; waits for the oldest piece of work in flight if none has."""
+    def collect(self) -> dict[int, list[Completion]]:
+        """The requests that have finished, by id: all completions of each, in order of their index.
+
+        Waits for a while if none has; may be empty. What is still queued goes on while the caller handles these.
+        """
         ...
 
-    def cancel(self, id: int) -> None:
-        """Ends a request: what it has sampled comes out of `collect` with `StopReason.CANCELLED`."""
+    @property
+    def idle(self) -> bool:
+        """True if nothing is queued, in progress or left to collect."""
+        ...
+
+    def release_memory(self) -> None:
+        """Frees weights and caches until the next `load`: an update needs their memory. RuntimeError unless idle."""
         ...
 
 
@@ -321,12 +357,23 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def published_shapes(self) -> Params:
+        """Shapes, type and layout of published weights: a checkpoint restores older versions to them."""
+        ...
+
+    def read_stats(self) -> RolloutStats:
+        """The figures since they were last read."""
+        ...
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold: the addresses of pending requests and the published weights."""
+        """What a checkpoint must hold: `pending`, the addresses of pending training groups as JSON, and `published`,
+        the weights by version."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """Checks, after the pending groups were requested again, that they are those of `state`."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends worker processes and releases weights."""
+        ...

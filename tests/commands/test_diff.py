@@ -7,12 +7,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import Workshop, metrics, quick_compilation, read_lines, rewrite_groups
+from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
 from shoal.commands.diff import diff, find_divergence, likely_keys
 from shoal.commands.group_difference import GroupDifference, step_difference
@@ -20,11 +20,7 @@ from shoal.config.schema import DiffConfig
 from shoal.report.groups import StoredGroup
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Iterator[Workshop]:
-    with quick_compilation():
-        yield Workshop(tmp_path_factory.mktemp("workshop"))
+pytestmark = pytest.mark.compile_quickly
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tiny_models import save_tensors
-from tiny_runs import Workshop, quick_compilation
+from tiny_runs import Workshop
 
 from shoal import cli
 from shoal.commands import doctor as doctor_module
@@ -40,6 +40,8 @@ from shoal.run.task import load_task
 from shoal.trainer.curriculum import Prepared
 from shoal.types import Example, ShoalError
 
+pytestmark = pytest.mark.compile_quickly
+
 REWARDS = '''
 import re, time
 def text_of(c): return c if isinstance(c, str) else c[0]["content"]
@@ -62,17 +64,10 @@ def letters(completions, **kw): return [sum(map(ord, text_of(c))) % 3 for c in c
 '''
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
-
-
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
-    made = Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
-    (made.folder / "probed.py").write_text(REWARDS)
-    return made
+def workshop(workshop: Workshop) -> Workshop:
+    (workshop.folder / "probed.py").write_text(REWARDS)
+    return workshop
 
 
 def words(workshop: Workshop, *changes: str) -> list[str]:

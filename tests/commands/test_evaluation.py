@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import PLAIN, Workshop, quick_compilation, read_lines
+from tiny_runs import PLAIN, Workshop, read_lines
 
 import shoal
 from shoal import cli
@@ -22,6 +21,8 @@ from shoal.tasks.task import Task
 from shoal.trainer.curriculum import Prepared
 from shoal.trainer.evaluation import Evaluator, score_greedy, score_sampled
 from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
+
+pytestmark = pytest.mark.compile_quickly
 
 # ---- by hand
 
@@ -184,12 +185,6 @@ def test_progress_is_printed_early_and_then_every_ten_seconds():
 
 
 # ---- shoal eval
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Iterator[Workshop]:
-    with quick_compilation():
-        yield Workshop(tmp_path_factory.mktemp("evaluation"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from small import shoal_logits
 from tiny_models import write_model, write_model_with_tokenizer
-from tiny_runs import by_path, quick_compilation, same_bits
+from tiny_runs import by_path, same_bits
 
 from shoal import cli
 from shoal.commands.convert import convert
@@ -23,21 +22,17 @@ from shoal.compat import maxtext_checkpoint as maxtext
 from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelSection
 from shoal.mesh import make_roles
 from shoal.model import hf, names
-from shoal.model.names import MODELS, Named, model_named
+from shoal.model.names import MODELS, NamedModel, model_named
 from shoal.model.transformer import is_param_spec, param_specs, shardings
 from shoal.report.console import Console
 from shoal.run.loading import copy_model_files, open_model, resolve_model
 from shoal.types import ShoalError
 
+pytestmark = pytest.mark.compile_quickly
+
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
 ODD = {"hidden_size": 24, "intermediate_size": 52, "num_attention_heads": 6, "num_key_value_heads": 3,
        "head_dim": 10, "num_hidden_layers": 3}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation() -> Iterator[None]:
-    with quick_compilation():
-        yield
 
 
 def folder_of(folder: Path, family: str = "llama3", style: str = "llama3", **changes: Any) -> Path:
@@ -335,7 +330,7 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
 
 def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
     """Makes the model in a folder the one that a name of MaxText's stands for."""
-    monkeypatch.setattr(names, "MODELS", {**MODELS, name: Named("org/model", hf.architecture_of(folder))})
+    monkeypatch.setattr(names, "MODELS", {**MODELS, name: NamedModel("org/model", hf.architecture_of(folder))})
 
 
 def test_names_decide_the_order_of_rotary_dimensions(tmp_path, monkeypatch):
@@ -404,15 +399,15 @@ def test_a_run_gets_a_config_of_its_own(tmp_path):
     folder, other = folder_of(tmp_path / "hf"), folder_of(tmp_path / "other", "qwen3", "chatml")
     items = save_maxtext(tmp_path / "m", maxtext_tree(folder, True, True))
     section = ModelSection(path=str(items), tokenizer=str(folder))
-    opened = open_model(section, ROLE, Console())
+    opened = open_model(section, Console())
     assert opened.config is None and opened.folder == folder
     copy_model_files(opened, tmp_path / "same")
     assert (tmp_path / "same" / "config.json").read_text() == (folder / "config.json").read_text()
-    opened = open_model(ModelSection(path=str(folder), tokenizer=str(other)), ROLE, Console())
+    opened = open_model(ModelSection(path=str(folder), tokenizer=str(other)), Console())
     copy_model_files(opened, tmp_path / "kept")
     assert hf.architecture_of(tmp_path / "kept") == hf.architecture_of(folder)
     assert (tmp_path / "kept" / "tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
-    assert opened.tokenizer.eos_ids == open_model(ModelSection(path=str(other)), ROLE, Console()).tokenizer.eos_ids
+    assert opened.tokenizer.eos_ids == open_model(ModelSection(path=str(other)), Console()).tokenizer.eos_ids
 
 
 # Refusals
@@ -576,7 +571,7 @@ def test_a_checkpoint_of_a_run_is_converted(place, tmp_path):
     a, folder = hf.architecture_of(place / "hf"), place / "hf"
     roles = make_roles(MeshSection(), jax.devices()[:1])
     run = tmp_path / "run"
-    copy_model_files(open_model(ModelSection(path=str(folder)), ROLE, Console()), run / "model")
+    copy_model_files(open_model(ModelSection(path=str(folder)), Console()), run / "model")
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1)
     checkpoints.save(3, learner(a, where=roles).init(hf.load(folder, a, roles.trainer)), {})
     checkpoints.close()

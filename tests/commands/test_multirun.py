@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tiny_runs import Workshop, quick_compilation
 
 from shoal import cli
 from shoal.commands import multirun
@@ -262,24 +261,23 @@ def test_a_process_is_a_shoal_of_its_own(capfd, monkeypatch):
     assert "seed='x'" in capfd.readouterr().err
 
 
-def test_real_runs_and_resuming(tmp_path, capfd, monkeypatch):
+@pytest.mark.compile_quickly
+def test_real_runs_and_resuming(workshop, capfd, monkeypatch):
     """The runs themselves, in this process: one that cannot be, and one that is skipped when it is finished."""
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
-    with quick_compilation():
-        workshop = Workshop(tmp_path, num_hidden_layers=1)
-        words = workshop.words("sweep", "steps=0", "train.pass_k=0", "reward.workers=0", "mesh.data=64,1")
-        assert cli.main([*words, "--multirun"]) == 1
-        out, err = capfd.readouterr()
-        assert "mesh.data=64" in err and err.count("error: ") == 1
-        root = workshop.runs / "sweep"
-        failed, done = json.loads((root / "multirun.json").read_text())["runs"]
-        assert (failed["state"], failed["exit_code"]) == ("failed (2)", 2) and not (root / "0").exists()
-        assert done["state"] == "done" and done["seconds_total"] > 0
-        assert f"run 2 of 2: mesh.data=1 {root / '1'}" in out and "evaluation of version 0" in out
-        assert cli.main([*words, "--multirun"]) == 1
-        out = capfd.readouterr().out
-        assert "evaluation of version 0" not in out
-        assert json.loads((root / "multirun.json").read_text())["runs"][1] == done
+    words = workshop.words("sweep", "steps=0", "train.pass_k=0", "reward.workers=0", "mesh.data=64,1")
+    assert cli.main([*words, "--multirun"]) == 1
+    out, err = capfd.readouterr()
+    assert "mesh.data=64" in err and err.count("error: ") == 1
+    root = workshop.runs / "sweep"
+    failed, done = json.loads((root / "multirun.json").read_text())["runs"]
+    assert (failed["state"], failed["exit_code"]) == ("failed (2)", 2) and not (root / "0").exists()
+    assert done["state"] == "done" and done["seconds_total"] > 0
+    assert f"run 2 of 2: mesh.data=1 {root / '1'}" in out and "evaluation of version 0" in out
+    assert cli.main([*words, "--multirun"]) == 1
+    out = capfd.readouterr().out
+    assert "evaluation of version 0" not in out
+    assert json.loads((root / "multirun.json").read_text())["runs"][1] == done
 
 
 def test_ctrl_c_reaches_the_run_and_is_waited_for(tmp_path):

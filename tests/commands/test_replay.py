@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_runs import Workshop, checkpoints, quick_compilation
+from tiny_runs import checkpoints
 
 from shoal.commands.replay import check_prompt, describe_completion_difference, replay
 from shoal.config.schema import MeshSection, ReplayConfig
@@ -21,11 +20,7 @@ from shoal.report.reading import read_config, read_groups
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError
 
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Iterator[Workshop]:
-    with quick_compilation():
-        yield Workshop(tmp_path_factory.mktemp("workshop"))
+pytestmark = pytest.mark.compile_quickly
 
 
 @pytest.fixture(scope="module")

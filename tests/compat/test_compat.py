@@ -51,7 +51,7 @@ def words_of(line: str) -> list[str]:
         words.pop(0)
     start = next(place for place, word in enumerate(words) if "compat" in word)
     name = words[start].rpartition("/")[2].rpartition("compat.")[2].removesuffix(".py")
-    return cli.door_words(name, words[start + 1:])
+    return cli.entry_point_words(name, words[start + 1:])
 
 
 def dry_run(words: list[str]) -> tuple[str, str]:
@@ -171,23 +171,23 @@ def test_what_touches_something_would_be_seen(code, part, tmp_path):
     assert ran.returncode and part in ran.stderr
 
 
-def test_maxtexts_doors_read_the_environment(monkeypatch):
+def test_maxtexts_entry_points_read_the_environment(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICES_FRACTION", "0.5")
     monkeypatch.setenv("SAMPLER_DEVICES_FRACTION", "0.5")
-    words = cli.door_words("grpo_demo", ["trainer_devices_fraction=0.25"])
+    words = cli.entry_point_words("grpo_demo", ["trainer_devices_fraction=0.25"])
     config, _ = compose(words[0], words[1:])
     assert (config.mesh.trainer, config.mesh.sampler) == ("0.25", "0.5")
-    assert cli.door_words("grpo", []) == ["train", "--config-name", "grpo_gsm8k"]
+    assert cli.entry_point_words("grpo", []) == ["train", "--config-name", "grpo_gsm8k"]
 
 
-def test_the_asynchronous_door_lets_samples_be_a_version_old():
-    assert cli.door_words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
-    assert cli.door_words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
-    assert cli.door_words("train_rl", ["a/rl.yml", "steps=1"]) == [
-        "train", "a/rl.yml", "--preset", "rl", "steps=1"]
-    for name in cli.DOORS:
+def test_the_asynchronous_entry_point_lets_samples_be_a_version_old():
+    words = cli.entry_point_words
+    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
+    assert words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
+    assert words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "--preset", "rl", "steps=1"]
+    for name in cli.ENTRY_POINTS:
         text = (ROOT / "examples" / "compat" / f"{name}.py").read_text()
-        assert f'door("{name}")' in text and len(text.splitlines()) < 12
+        assert f'run_as("{name}")' in text and len(text.splitlines()) < 12
 
 
 # ---- the token

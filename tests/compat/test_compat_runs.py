@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -12,25 +11,26 @@ import yaml
 from safetensors.numpy import load_file
 from test_compat import FOLDER, TOKEN, lines_of, words_of
 from tiny_models import write_model_with_tokenizer
-from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
+from tiny_runs import Workshop, checkpoints, groups, metrics
 
 from shoal import cli
 from shoal.commands import multirun
 from shoal.config.loading import compose
 from shoal.config.schema import Config
 
+pytestmark = pytest.mark.compile_quickly
+
 PLAIN = "model.template={{ messages[-1].content }}="
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Iterator[Workshop]:
-    with quick_compilation():
-        made = Workshop(tmp_path_factory.mktemp("compat"), num_hidden_layers=1, max_position_embeddings=2048)
-        for name, count in (("train", 8), ("test", 4)):
-            rows = [{"key": i, "prompt": f"Say {i} without commas.", "instruction_id_list": ["punctuation:no_comma"],
-                     "kwargs": [{}]} for i in range(count)]
-            (made.folder / f"ifeval_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        yield made
+def workshop(tmp_path_factory) -> Workshop:
+    made = Workshop(tmp_path_factory.mktemp("compat"), num_hidden_layers=1, max_position_embeddings=2048)
+    for name, count in (("train", 8), ("test", 4)):
+        rows = [{"key": i, "prompt": f"Say {i} without commas.", "instruction_id_list": ["punctuation:no_comma"],
+                 "kwargs": [{}]} for i in range(count)]
+        (made.folder / f"ifeval_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -19,12 +19,13 @@ import numpy as np
 import oracle
 import pytest
 from proof_data import Update, UpdateResult, by_shoal, layout
+from scoring import score
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.compat.differences import DIFFERENCES
+from shoal.config.algorithm_parts import AGGREGATIONS as PARTS
 from shoal.config.loading import compose
 from shoal.config.schema import Config, RewardSection, TaskSection
-from shoal.rewards.scores import score
 from shoal.tasks.gsm8k import blank
 from shoal.trainer.loss import Objective
 from shoal.trainer.step_table import step_advantages
@@ -107,7 +108,7 @@ class Ours:
         entropies, [P, G, C]."""
         a, valid = self.config.algorithm, self.update.valid
         counts = np.isin(np.arange(valid.size).reshape(valid.shape), range(valid.size) if rows is None else rows)
-        weights = token_weights(a.aggregation, self.update.lengths, valid, counts,
+        weights = token_weights(PARTS[a.aggregation].load(), self.update.lengths, valid, counts,
                                 a.aggregation_tokens or self.config.sampling.max_completion_tokens)
         gradients = np.zeros((2, *valid.shape, 6))
         for found, into in zip(self.got.gradients(weights), gradients, strict=True):
@@ -268,13 +269,14 @@ def test_updates_of_a_generation_are_as_many_as_trls(name):
     case = named("trl", name)
     theirs = case["schedule"]
     generations, updates = theirs["generation_before_update"], len(theirs["micro_batches_per_update"])
-    if name in ("schedule-steps-2-accumulate-4", "schedule-steps-3-accumulate-2") or "batch" in name:
+    if name in ("schedule-steps-2-accumulate-4", "schedule-steps-3-accumulate-2"):
         with pytest.raises(ShoalError, match="steps_per_generation"):
             compose("train", words_of("trl", case))
         return
     config, _ = compose("train", words_of("trl", case))
     a = config.algorithm
-    assert config.batch.prompts_per_device == theirs["prompts_per_generation"]
+    batch = config.batch  # generation_batch_size counts all devices: one here
+    assert (batch.prompts_per_device or batch.prompts_per_step) == theirs["prompts_per_generation"]
     assert a.num_epochs * a.num_minibatches == updates // len(generations)
     assert Objective.of(a).use_old == theirs["keeps_old_logprobs"]
 

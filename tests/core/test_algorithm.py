@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import typing
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,14 +16,16 @@ from beartype import beartype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError, jaxtyped
+from proof_data import loss_by_name
 
-from shoal.algorithm.advantage import ADVANTAGES, nonzero_std
 from shoal.algorithm.advantage import grpo as grpo_advantage
-from shoal.algorithm.aggregation import AGGREGATIONS, token_weights
-from shoal.algorithm.correction import CORRECTIONS, correction_weights
-from shoal.algorithm.kl import KL_ESTIMATORS, k3, token_kl
-from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds
+from shoal.algorithm.advantage import nonzero_std
+from shoal.algorithm.aggregation import token_weights
+from shoal.algorithm.correction import correction_weights
+from shoal.algorithm.kl import k3, token_kl
+from shoal.algorithm.policy_loss import policy_loss
 from shoal.algorithm.segments import segment_mean
+from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 
 CLIPPED = ["grpo", "gspo", "gspo-token"]
@@ -108,8 +109,8 @@ def in_slot(name: str, ratio: Any, advantage: Any, segment: Any = None, mask: An
     old_logprobs, policy_log_ratio, advantage = slot([-1.5] * len(ratio), np.log(ratio), advantage)
     segment = jnp.asarray(np.array(segment or [1] * len(ratio))[None, None])
     mask = jnp.asarray(np.array(mask or [True] * len(ratio))[None, None])
-    call = partial(POLICY_LOSSES[name], old_logprobs=old_logprobs, advantage=advantage, mask=mask, segment=segment,
-                   bounds=Bounds(clip_low, clip_high))
+    call = partial(loss_by_name, name, old_logprobs=old_logprobs, advantage=advantage, mask=mask, segment=segment,
+                   clip_low=clip_low, clip_high=clip_high)
     loss, metrics = jax.jit(call)(old_logprobs + policy_log_ratio)
     gradient = jax.jit(jax.grad(lambda lp: call(lp)[0].sum()))(old_logprobs + policy_log_ratio)
     return loss[0, 0], gradient[0, 0], {k: (float(a), float(b)) for k, (a, b) in metrics.items()}
@@ -122,15 +123,15 @@ def test_grpo_loss_worked_by_hand() -> None:
     # clipped: 0     -ratio A = 3     -ratio A = -1  clipped: 0       -A
     np.testing.assert_allclose(gradient, [0.0, 3.0, -1.0, 0.0, -2.0], rtol=1e-6)
     # Ratios of 4 of 5 tokens are outside [0.8, 1.2]; only for 2 of them is the clipped term the active one.
-    assert metrics["clip_fraction"] == (2, 5)
-    assert metrics["clip_low_fraction"] == (1, 5) and metrics["clip_high_fraction"] == (1, 5)
-    assert metrics["ratio"] == (pytest.approx(1.5 + 1.5 + 0.5 + 0.5 + 1.0), 5)
+    assert metrics["clip/fraction"] == (2, 5)
+    assert metrics["clip/low"] == (1, 5) and metrics["clip/high"] == (1, 5)
+    assert metrics["ratio/mean"] == (pytest.approx(1.5 + 1.5 + 0.5 + 0.5 + 1.0), 5)
 
 
 def test_grpo_clips_high_and_low_apart() -> None:
     loss, _, metrics = in_slot("grpo", [1.25, 1.25, 0.75], [1, 1, -1], clip_low=0.1, clip_high=0.3)
     np.testing.assert_allclose(loss, [-1.25, -1.25, 0.9], rtol=1e-6)  # 1.25 < 1.3 is free, 0.75 < 0.9 is not
-    assert metrics["clip_fraction"] == metrics["clip_low_fraction"] == (1, 3)
+    assert metrics["clip/fraction"] == metrics["clip/low"] == (1, 3)
 
 
 def test_gspo_token_loss_worked_by_hand() -> None:
@@ -140,11 +141,11 @@ def test_gspo_token_loss_worked_by_hand() -> None:
     loss, gradient, metrics = in_slot("gspo-token", **given_, clip_low=0.6, clip_high=5.0)
     np.testing.assert_allclose(loss, [-4, -4, -1, -1, 0], rtol=1e-6)
     np.testing.assert_allclose(gradient, [-4, -4, -1, -1, 0], rtol=1e-6)  # by token s A: not the mean's s A / 2
-    assert metrics["clip_fraction"] == (0, 4) and metrics["ratio"] == (pytest.approx(4 + 4 + 0.5 + 0.5), 4)
+    assert metrics["clip/fraction"] == (0, 4) and metrics["ratio/mean"] == (pytest.approx(4 + 4 + 0.5 + 0.5), 4)
     loss, gradient, metrics = in_slot("gspo-token", **given_, clip_low=0.2, clip_high=0.2)
     np.testing.assert_allclose(loss, [-1.2, -1.2, -1, -1, 0], rtol=1e-6)  # A > 0: s = 4 is clipped, s = 1/2 is not
     np.testing.assert_allclose(gradient, [0, 0, -1, -1, 0], rtol=1e-6)
-    assert metrics["clip_high_fraction"] == metrics["clip_fraction"] == (2, 4)
+    assert metrics["clip/high"] == metrics["clip/fraction"] == (2, 4)
 
 
 def test_segment_mean_worked_by_hand() -> None:
@@ -165,21 +166,20 @@ def test_on_policy_value_and_gradient_are_exactly_minus_a(name: str, clip: tuple
     mask, segment = jnp.ones(lp.shape, bool), jnp.ones(lp.shape, int)
 
     def loss(lp: jax.Array) -> tuple[jax.Array, Any]:
-        tokens, metrics = POLICY_LOSSES[name](
-            lp, jax.lax.stop_gradient(lp), advantage, mask, segment, Bounds(*clip))
+        tokens, metrics = loss_by_name(name, lp, jax.lax.stop_gradient(lp), advantage, mask, segment,
+                                       clip_low=clip[0], clip_high=clip[1])
         return (0.25 * tokens).sum(), (tokens, metrics)
 
     gradient, (tokens, metrics) = jax.jit(jax.grad(loss, has_aux=True))(lp)
     np.testing.assert_array_equal(tokens, -advantage)
     np.testing.assert_array_equal(gradient, -0.25 * advantage)
-    assert metrics["clip_fraction"][0] == 0 and metrics["ratio"] == (3, 3)
+    assert metrics["clip/fraction"][0] == 0 and metrics["ratio/mean"] == (3, 3)
 
 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_clipped_ratio_that_overflows_still_has_gradient_0(name: str) -> None:
     lp, old_logprobs, good, bad = slot([0.0], [-1000.0], [2.0], [-2.0])
-    call = partial(POLICY_LOSSES[name], mask=jnp.ones((1, 1, 1), bool), segment=jnp.ones((1, 1, 1), int),
-                   bounds=Bounds(0.2, 0.2))
+    call = partial(loss_by_name, name, mask=jnp.ones((1, 1, 1), bool), segment=jnp.ones((1, 1, 1), int))
     assert call(lp, old_logprobs, good)[0].item() == pytest.approx(-2.4)
     assert jax.grad(lambda lp: call(lp, old_logprobs, good)[0].sum())(lp).item() == 0
     assert np.isinf(call(lp, old_logprobs, bad)[0].item())  # where nothing clips, nothing hides it
@@ -191,7 +191,7 @@ def test_a_soft_gate_is_shut_where_the_ratio_overflows(sign: float) -> None:
     mask, segment = jnp.ones(lp.shape, bool), jnp.ones(lp.shape, int)
 
     def loss(lp: jax.Array) -> jax.Array:
-        return POLICY_LOSSES["sapo"](lp, old_logprobs, advantage, mask, segment, Bounds(0.2, 0.2))[0].sum()
+        return loss_by_name("sapo", lp, old_logprobs, advantage, mask, segment)[0].sum()
 
     value, gradient = jax.value_and_grad(loss)(lp)
     assert value == pytest.approx(-8 * sign / (1.0 if sign > 0 else 1.05)) and (gradient == 0).all()
@@ -231,6 +231,10 @@ def test_k3_estimates_the_divergence() -> None:
 # ---- weights
 
 
+def weights_of(mode: str, *arrays: np.ndarray) -> np.ndarray:
+    return token_weights(AGGREGATIONS[mode].load(), *arrays)
+
+
 @pytest.mark.parametrize(("mode", "counted_all", "counted_first"), [
     # lengths (1, 3) and (2, 2): 8 tokens, 4 completions; of the first group alone 4 tokens, 2 completions
     ("token-mean", [[1 / 8, 1 / 8], [1 / 8, 1 / 8]], [[1 / 4, 1 / 4], [0, 0]]),
@@ -240,18 +244,18 @@ def test_k3_estimates_the_divergence() -> None:
 def test_weights_worked_by_hand(mode: str, counted_all: Any, counted_first: Any) -> None:
     lengths, every = np.array([[1, 3], [2, 2]]), np.ones((2, 2), bool)
     first = np.array([[True, True], [False, False]])
-    np.testing.assert_allclose(token_weights(mode, lengths, every, every), counted_all, rtol=1e-15)
-    np.testing.assert_allclose(token_weights(mode, lengths, every, first), counted_first, rtol=1e-15)
-    np.testing.assert_allclose(token_weights(mode, lengths, first, every), counted_first, rtol=1e-15)
-    assert (token_weights(mode, lengths, every, ~every) == 0).all()
-    assert (token_weights(mode, 0 * lengths, every, every) == 0).all()
+    np.testing.assert_allclose(weights_of(mode, lengths, every, every), counted_all, rtol=1e-15)
+    np.testing.assert_allclose(weights_of(mode, lengths, every, first), counted_first, rtol=1e-15)
+    np.testing.assert_allclose(weights_of(mode, lengths, first, every), counted_first, rtol=1e-15)
+    assert (weights_of(mode, lengths, every, ~every) == 0).all()
+    assert (weights_of(mode, 0 * lengths, every, every) == 0).all()
 
 
 def test_an_empty_completion_is_still_a_completion() -> None:
     lengths, every = np.array([[0, 2]]), np.ones((1, 2), bool)
-    np.testing.assert_array_equal(token_weights("token-mean", lengths, every, every), [[0, 1 / 2]])
-    np.testing.assert_array_equal(token_weights("seq-mean-token-mean", lengths, every, every), [[0, 1 / 4]])
-    np.testing.assert_array_equal(token_weights("seq-mean-token-sum", lengths, every, every), [[0, 1 / 2]])
+    np.testing.assert_array_equal(weights_of("token-mean", lengths, every, every), [[0, 1 / 2]])
+    np.testing.assert_array_equal(weights_of("seq-mean-token-mean", lengths, every, every), [[0, 1 / 4]])
+    np.testing.assert_array_equal(weights_of("seq-mean-token-sum", lengths, every, every), [[0, 1 / 2]])
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans(), st.booleans()), min_size=1, max_size=12))
@@ -260,7 +264,7 @@ def test_weights_of_a_mean_add_up_to_1(rows: list[tuple[int, bool, bool]]) -> No
     lengths, valid, counts = (np.array([column]) for column in zip(*rows, strict=True))
     want = 1.0 if (valid & counts).any() else 0.0
     for mode in ("token-mean", "seq-mean-token-mean"):
-        weights = token_weights(mode, lengths, valid, counts)
+        weights = weights_of(mode, lengths, valid, counts)
         assert (weights * lengths).sum() == pytest.approx(want, abs=1e-12)
         assert (weights[~(valid & counts)] == 0).all()
 
@@ -284,31 +288,26 @@ def test_any_packing_has_the_same_sequence_means(lengths: list[int], seed: int) 
 # ---- the registries and their signature
 
 
-def test_registries_hold_what_the_configuration_offers() -> None:
-    hints = typing.get_type_hints(AlgorithmSection)
-    for name, registry in (("advantage", ADVANTAGES), ("loss", POLICY_LOSSES), ("kl", KL_ESTIMATORS),
-                           ("aggregation", AGGREGATIONS), ("correction", {"none": None, **CORRECTIONS})):
-        assert set(typing.get_args(hints[name])) == set(registry)
-
-
 def test_annotations_hold() -> None:
-    checked = partial(jaxtyped, typechecker=beartype)
+    """Each function takes exactly the settings that its row names, and arrays of one shape."""
+    checked, a = partial(jaxtyped, typechecker=beartype), AlgorithmSection()
     rewards, valid, lengths = np.array([[0.0, 1.0]]), np.ones((1, 2), bool), np.array([[3, 4]])
-    for function in ADVANTAGES.values():
-        checked(function)(rewards, valid, std_ddof=1, std_eps=1e-4)
+    for part in ADVANTAGES.values():
+        checked(part.load())(rewards, valid, **part.settings(a))
         with pytest.raises(TypeCheckError):
-            checked(function)(rewards, valid[:, :1], std_ddof=1, std_eps=1e-4)
-    for mode in AGGREGATIONS:
-        checked(token_weights)(mode, lengths, valid, valid, 10)
-        checked(AGGREGATIONS[mode])(lengths, valid, 10)
+            checked(part.load())(rewards, valid[:, :1], **part.settings(a))
+    for part in AGGREGATIONS.values():
+        checked(token_weights)(part.load(), lengths, valid, valid, 10)
+        checked(part.load())(lengths, valid, 10)
     x, mask, segment = jnp.zeros((2, 3, 4)), jnp.ones((2, 3, 4), bool), jnp.ones((2, 3, 4), int)
-    for loss in POLICY_LOSSES.values():
-        checked(loss)(x, x, x, mask, segment, Bounds(0.2, 0.2))
+    for part in POLICY_LOSSES.values():
+        checked(policy_loss)(part.load(), x, x, x, mask, segment, **part.settings(a))
+        checked(part.load())(x, x, x, mask, segment, **part.settings(a))
         with pytest.raises(TypeCheckError):
-            checked(loss)(x, x, x[:, :, :1], mask, segment, Bounds(0.2, 0.2))
+            checked(part.load())(x, x, x[:, :, :1], mask, segment, **part.settings(a))
     checked(segment_mean)(x, segment, mask)
-    checked(token_kl)("k3", x, x, mask)
-    for estimator in KL_ESTIMATORS.values():
-        checked(estimator)(x)
-    for kind in CORRECTIONS:
-        checked(correction_weights)(kind, "sequence", x, x, mask, segment, 2.0, 0.5)
+    checked(token_kl)(k3, x, x, mask)
+    for part in KL_ESTIMATORS.values():
+        checked(part.load())(x)
+    for name in CORRECTIONS.keys() - {"none"}:
+        checked(correction_weights)(CORRECTIONS[name].load(), "sequence", x, x, mask, segment, 2.0, 0.5)

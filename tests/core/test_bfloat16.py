@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles
 from test_sampler import play, request
-from tiny_runs import quick_compilation
 
 from shoal.model.transformer import Model
 from shoal.rollout.publication import publish_to
@@ -17,11 +16,7 @@ from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import Example, Group, Purpose
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
+pytestmark = pytest.mark.compile_quickly
 
 
 def largest_gap(dtype) -> tuple[float, float]:

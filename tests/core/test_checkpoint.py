@@ -11,18 +11,14 @@ import numpy as np
 import pytest
 from small import QWEN3, learner, roles
 from small import random_parameters as fresh_parameters
-from tiny_runs import by_path, quick_compilation, same_bits
+from tiny_runs import by_path, same_bits
 
 from shoal.model.transformer import Parameters, shardings
 from shoal.trainer.checkpoint import Checkpoints, find_checkpoint, load_parameters
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
+pytestmark = pytest.mark.compile_quickly
 
 
 @functools.cache

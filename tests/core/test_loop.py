@@ -9,17 +9,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation
+from tiny_runs import Workshop, checkpoints, groups, metrics
 
 from shoal.config.loading import compose
 from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSection
 from shoal.report.console import Console
+from shoal.report.findings import Finding
 from shoal.report.recorder import Recorder
 from shoal.run.assembly import assemble_run
 from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
 from shoal.trainer.loop import Run, Schedule, sampling_params
 from shoal.types import Example, GroupRequest, Purpose, ShoalError
+
+pytestmark = pytest.mark.compile_quickly
 
 # ---- the schedule
 
@@ -53,6 +56,7 @@ class Diary:
         self.pending: dict[int, list[GroupRequest]] = {}
         self.evaluated: dict[int, float] = {}
         self.evaluations = self.evaluated
+        self.warned: list[Finding] = []
         self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=("weights", 0)))
 
     def request(self, requests) -> None:
@@ -175,6 +179,53 @@ def test_checkpoints_at_the_period_and_the_end(period, saved):
     assert [event[1:3] for event in diary.events if event[0] == "save"] == [(version, 2 * version) for version in saved]
 
 
+class Warned(Diary):
+    """A diary whose recorder warns after the third step; each earlier step has a checkpoint."""
+
+    def __init__(self, level) -> None:
+        super().__init__()
+        self.level = level
+        self.watch = SimpleNamespace(in_a_row={"skipped": [3, 3]})
+
+    def step(self, record):
+        if record.step == 2:
+            self.warned = [Finding("training", level, text)
+                           for level, text in (("warning", "first"), (self.level, "a dull reward"))]
+        return super().step(record)
+
+    def versions(self) -> list[int]:
+        return [event[1] for event in self.events if event[0] == "save"]
+
+
+def run_warned(level, on_warning) -> tuple[Warned, str]:
+    diary = Warned(level)
+    config = Config(steps=5, batch=BatchSection(prompts_per_step=2, group_size=3),
+                    train=TrainSection(on_warning=on_warning), checkpoint=CheckpointSection(1))
+    prompts = PromptStream([Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10)
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary,  # type: ignore[arg-type]
+              resume_command="shoal train resume=run")
+    try:
+        run.train()
+    except ShoalError as error:
+        return diary, str(error)
+    return diary, ""
+
+
+def test_a_warning_ends_the_run_only_where_that_was_asked():
+    diary, error = run_warned("warning", "continue")
+    assert not error and diary.versions() == [1, 2, 3, 4, 5]
+    diary, error = run_warned("warning", "stop")
+    assert "after step 3" in error and "first" in error and diary.versions() == [1, 2, 3]
+    assert "shoal train resume=run train.on_warning=continue" in error
+
+
+def test_a_hopeless_run_ends_and_names_the_checkpoint_from_before():
+    """Step 3 was skipped, so the weights of step 2 were bad already; nothing is saved of what followed."""
+    diary, error = run_warned("wrong", "continue")
+    assert "after step 3: a dull reward" in error and diary.versions() == [1, 2]
+    assert "checkpoint from before is of step 1" in error
+
+
 class Learning(Diary):
     """A diary of a run in which row 0 is never solved and the others are before step `solved_until`; weights are let go
     of as `LocalSource` does."""
@@ -284,17 +335,6 @@ def test_that_the_data_is_learnt_is_said_once():
 
 
 # ---- with the real source
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
 
 
 def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from small import QWEN3, batches, learner, random_groups, relative, roles
-from tiny_runs import quick_compilation
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import Roles, make_mesh
@@ -22,6 +20,8 @@ from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
+
+pytestmark = pytest.mark.compile_quickly
 
 SMALL = replace(QWEN3, num_layers=2, tie_embeddings=False, qkv_bias=True)  # every kind of parameter
 MESHES = {"fsdp8": (1, 8, 1), "fsdp4-tensor2": (1, 4, 2), "data2-fsdp2-tensor2": (2, 2, 2)}
@@ -64,12 +64,6 @@ def update(where: Roles, micro_batches: int = 1) -> Updated:
     state, applied = one.apply(state, total)
     loss, norm = float(applied.loss), float(applied.grad_norm)
     return Updated(one, before, gradient, loss, np.concatenate(lps), sums, state, norm)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation() -> Iterator[None]:
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

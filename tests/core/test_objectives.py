@@ -11,30 +11,28 @@ import numpy as np
 import pytest
 from small import learner, random_groups
 from test_sampler import SMALL, make, model, play, request, weights
-from tiny_runs import quick_compilation
 
+from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES, Advantage, PolicyLoss
+from shoal.config.keys import keys_of
 from shoal.config.loading import compose
-from shoal.config.schema import AlgorithmSection, BatchSection, RewardSection
+from shoal.config.schema import AlgorithmSection, BatchSection, Config, RewardSection
 from shoal.model.attention import prefill_attention
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet
 from shoal.run.parts import schedule_of
+from shoal.run.preflight.settings import algorithm_warnings
 from shoal.run.task import with_overlong
 from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task
 from shoal.trainer.batch import choose_shape, pack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
-from shoal.trainer.loss import batch_logprobs
+from shoal.trainer.loss import Objective, batch_logprobs
 from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
+pytestmark = pytest.mark.compile_quickly
 
 
 # ---- truncation
@@ -239,3 +237,35 @@ def test_the_overlong_penalty_by_hand():
 def test_staleness_and_publication(words, lag, every):
     config, _ = compose("train", words)
     assert (schedule_of(config.train).lag, schedule_of(config.train).weight_sync_interval) == (lag, every)
+
+
+# ---- a part of one's own
+
+
+def bounded(log_ratio, lp, advantage, mask, segment, *, clip_high):
+    """-min(ratio, 1 + high) A."""
+    ratio = jnp.exp(log_ratio)
+    return -jnp.minimum(ratio, 1 + clip_high) * advantage, jnp.zeros_like(mask), ratio > 1 + clip_high
+
+
+def median(rewards, valid, **_):
+    middle = np.nanmedian(np.where(valid, rewards, np.nan), axis=1, keepdims=True)
+    return np.where(valid, rewards - middle, 0.0)
+
+
+def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
+    """docs/algorithms.md, "Adding a loss": names, help, errors, warnings and a step follow from the two rows."""
+    monkeypatch.setitem(POLICY_LOSSES, "bounded", PolicyLoss(f"{__name__}:bounded", ("clip_high",)))
+    monkeypatch.setitem(ADVANTAGES, "median", Advantage(f"{__name__}:median"))
+    words = ["algorithm.loss=bounded", "algorithm.advantage=median", "algorithm.clip_high=0.3"]
+    config, _ = compose("train", words)
+    assert keys_of(Config)["algorithm.loss"].type_text.endswith("sapo | bounded")
+    with pytest.raises(ShoalError, match=r"expected one of grpo, .*, none, median"):
+        compose("train", ["algorithm.advantage=mean"])
+    [warning] = algorithm_warnings(config)
+    assert "algorithm.clip_high=0.3 cannot act" in warning
+    one = learner(SMALL, Objective.of(config.algorithm))
+    state, made = one.init(weights(SMALL)), random_groups(SMALL, 2, 2, 9, 8)
+    after, result = Updater(one, config.algorithm, BatchSection(2, 2), 1.0, 0).update(state, made, 0)
+    assert int(after.updates) == 1 and result.metrics.result()["grad_norm"] > 0
+    np.testing.assert_array_equal(result.table.advantages, median(result.table.rewards, result.table.valid))

@@ -15,13 +15,13 @@ import numpy as np
 import oracle
 import pytest
 from oracle import Settings
-from proof_data import Key, Update, UpdateResult, by_shoal, draw_update, layout, objective
+from proof_data import Key, Update, UpdateResult, by_shoal, draw_update, layout, loss_by_name, objective
 
-from shoal.algorithm.aggregation import AGGREGATIONS, token_weights
-from shoal.algorithm.correction import CORRECTIONS, correction_weights
-from shoal.algorithm.kl import KL_ESTIMATORS, token_kl
+from shoal.algorithm.aggregation import token_weights
+from shoal.algorithm.correction import correction_weights
+from shoal.algorithm.kl import token_kl
 from shoal.algorithm.logprobs import token_logprobs
-from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds
+from shoal.config.algorithm_parts import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 from shoal.trainer.loss import Objective
 
@@ -38,7 +38,8 @@ KLS = {
     "k3, weighted": {"kl": "k3", "clamp_input": 0.9, "clamp_value": 0.3, "weighted": True},
 }
 CLIPS = [(0.2, 0.28), (0.05, 0.07), (3e-4, 4e-4)]
-CORRECTED = [("none", "token"), *itertools.product(sorted(CORRECTIONS), ["token", "sequence", "geometric"])]
+KINDS = sorted(CORRECTIONS.keys() - {"none"})
+CORRECTED = [("none", "token"), *itertools.product(KINDS, ["token", "sequence", "geometric"])]
 CONSTANT = 7
 
 
@@ -253,14 +254,14 @@ def test_before_the_first_step_every_loss_is_the_policy_gradient(name: str):
 def test_the_registries_are_proven_in_full():
     assert {s.loss for s in LOSSES.values()} == set(POLICY_LOSSES)
     assert {s["kl"] for s in KLS.values() if s} == set(KL_ESTIMATORS)
-    assert {correction for correction, _ in CORRECTED} == {"none", *CORRECTIONS}
+    assert {correction for correction, _ in CORRECTED} == set(CORRECTIONS)
 
 
 # ---- worked by hand
 
 
-def in_slot(name: str, ratio: list[float], advantage: list[float], bounds: Bounds, segment: list[int] | None = None,
-            weight: list[float] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def in_slot(name: str, ratio: list[float], advantage: list[float], segment: list[int] | None = None,
+            weight: list[float] | None = None, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
     """Token losses of one slot, and the gradient of their weighted sum, for tokens of these ratios; old is -1.5. The
     slot is filled up with padding, to one shape for all."""
 
@@ -272,7 +273,7 @@ def in_slot(name: str, ratio: list[float], advantage: list[float], bounds: Bound
     segments = jnp.asarray(fill(segment or [1] * size, 0))
 
     def run(lp: jax.Array) -> jax.Array:
-        return POLICY_LOSSES[name](lp, old_logprobs, a, segments > 0, segments, bounds)[0]
+        return loss_by_name(name, lp, old_logprobs, a, segments > 0, segments, **settings)[0]
 
     tokens, pull = jax.vjp(run, lp)
     gradient = pull(jnp.asarray(fill([*map(float, weight or [1.0] * size)], 0.0)))[0]
@@ -286,7 +287,7 @@ def close(got: Any, *want: list[float]) -> None:
 
 def test_dual_clip_worked_by_hand():
     # A < 0: at most 3 |A|; ratio 2 is free. A > 0 is clipped at 1.2 as ever.
-    close(in_slot("grpo", [5, 2, 5, 0.5], [-1, -1, 1, -1], Bounds(0.2, 0.2, dual=3.0)),
+    close(in_slot("grpo", [5, 2, 5, 0.5], [-1, -1, 1, -1], clip_dual=3.0),
           [3, 2, -1.2, 0.8], [0, 2, 0, 0])
 
 
@@ -294,44 +295,46 @@ def test_luspo_worked_by_hand():
     """GSPO's completion loss times its length, the mean over completions (TRL's loss_type=luspo)."""
     # s = 4 and 1/2 as below, A = 1 and -2, lengths 2 and 3: (2 x -4 + 3 x 1) / 2.
     ratio, advantage, segment = [2.0, 8, 0.25, 0.5, 1], [1.0, 1, -2, -2, -2], [1, 1, 2, 2, 2]
-    weights = token_weights("seq-mean-token-sum", np.array([[2, 3]]), np.ones((1, 2), bool), np.ones((1, 2), bool))
-    tokens, _ = in_slot("gspo", ratio, advantage, Bounds(0.6, 5.0), segment)
+    every = np.ones((1, 2), bool)
+    weights = token_weights(AGGREGATIONS["seq-mean-token-sum"].load(), np.array([[2, 3]]), every, every)
+    tokens, _ = in_slot("gspo", ratio, advantage, segment, clip_low=0.6, clip_high=5.0)
     assert (np.repeat(weights[0], [2, 3]) * tokens).sum() == pytest.approx((2 * -4 + 3 * 1) / 2)
 
 
 def test_gspo_worked_by_hand():
     # Ratios 2 and 8: s = sqrt(16) = 4, and ds / dlp = s / 2 for each. 1/4 and 1: s = 1/2.
     ratio, advantage, segment = [2.0, 8, 0.25, 1], [1.0, 1, -2, -2], [1, 1, 2, 2]
-    close(in_slot("gspo", ratio, advantage, Bounds(0.6, 5.0), segment), [-4, -4, 1, 1], [-4, -4, 1, 1])
-    close(in_slot("gspo", ratio, advantage, Bounds(0.6, 5.0), segment, [1, 0, 0, 0])[1:], [-2, -2, 0, 0])
+    close(in_slot("gspo", ratio, advantage, segment, clip_low=0.6, clip_high=5.0), [-4, -4, 1, 1], [-4, -4, 1, 1])
+    close(in_slot("gspo", ratio, advantage, segment, [1, 0, 0, 0], clip_low=0.6, clip_high=5.0)[1:], [-2, -2, 0, 0])
     # s = 4 is clipped for A > 0; s = 1/2 for A < 0.
-    close(in_slot("gspo", ratio, advantage, Bounds(0.2, 0.2), segment), [-1.2, -1.2, 1.6, 1.6], [0, 0, 0, 0])
+    close(in_slot("gspo", ratio, advantage, segment), [-1.2, -1.2, 1.6, 1.6], [0, 0, 0, 0])
     # The same values by token: each token's own weight is its own gradient.
-    close(in_slot("gspo-token", ratio, advantage, Bounds(0.6, 5.0), segment, [1, 0, 0, 0])[1:], [-4, 0, 0, 0])
+    close(in_slot("gspo-token", ratio, advantage, segment, [1, 0, 0, 0], clip_low=0.6, clip_high=5.0)[1:],
+          [-4, 0, 0, 0])
 
 
 def test_cispo_worked_by_hand():
     # Ratio 3, A = 2, lp = -1.5 + log 3 = -0.4013877; ratio 1/2, A = -2, lp = -1.5 - log 2 = -2.1931472.
     ratio, advantage = [3.0, 0.5], [2.0, -2.0]
     # paper: weights 1.2 and 1/2: -1.2 x 2 x lp, 0.5 x 2 x lp; the bounded one keeps its gradient.
-    close(in_slot("cispo", ratio, advantage, Bounds(0.2, 0.2)), [0.9633305, -2.1931472], [-2.4, 1.0])
+    close(in_slot("cispo", ratio, advantage), [0.9633305, -2.1931472], [-2.4, 1.0])
     # both: weights 1.2 and 0.8. absolute, 2: weights 2 and 1/2.
-    close(in_slot("cispo", ratio, advantage, Bounds(0.2, 0.2, cispo="both")), [0.9633305, -3.5090355], [-2.4, 1.6])
-    close(in_slot("cispo", ratio, advantage, Bounds(0.2, 2, cispo="absolute")), [1.6055508, -2.1931472], [-4, 1])
+    close(in_slot("cispo", ratio, advantage, cispo_bound="both"), [0.9633305, -3.5090355], [-2.4, 1.6])
+    close(in_slot("cispo", ratio, advantage, clip_high=2, cispo_bound="absolute"), [1.6055508, -2.1931472], [-4, 1])
 
 
 def test_gmpo_worked_by_hand():
     # Bounds log 2 = 0.6931472: ratios 4 and 1/4. A > 0: 4 is cut to 2, sqrt(2 / 4) = 0.7071068; d / dlp of the second
     # is half of it, twice for two tokens. A < 0: 1/4 is raised to 1/2, sqrt(4 / 2) = 1.4142136.
-    bounds = Bounds(0.6931471806, 0.6931471806)
-    close(in_slot("gmpo", [4, 0.25], [1, 1], bounds), [-0.7071068] * 2, [0, -0.7071068])
-    close(in_slot("gmpo", [4, 0.25], [-1, -1], bounds), [1.4142136] * 2, [1.4142136, 0])
+    bounds = {"clip_low": 0.6931471806, "clip_high": 0.6931471806}
+    close(in_slot("gmpo", [4, 0.25], [1, 1], **bounds), [-0.7071068] * 2, [0, -0.7071068])
+    close(in_slot("gmpo", [4, 0.25], [-1, -1], **bounds), [1.4142136] * 2, [1.4142136, 0])
 
 
 def test_sapo_worked_by_hand():
     # Ratio 1: (4 / tau) / 2 = 2 / tau, slope 1. Ratio 2, tau 1: 4 sigmoid(1) = 2.9242343, slope
     # 4 x 0.1966119 x 2 = 1.5728955. Ratio 2, tau 2: 2 sigmoid(2) = 1.7615942, slope 4 x 0.1049936 x 2 = 0.8399487.
-    close(in_slot("sapo", [1, 1, 2, 2], [3, -1, 1, -1], Bounds(0.2, 0.2, positive=1.0, negative=2.0)),
+    close(in_slot("sapo", [1, 1, 2, 2], [3, -1, 1, -1], sapo_positive=1.0, sapo_negative=2.0),
           [-6, 1, -2.9242343, 1.7615942], [-3, 1, -1.5728955, 0.8399487])
 
 
@@ -349,8 +352,9 @@ def test_sapo_worked_by_hand():
 def test_divergence_worked_by_hand(name: str, clamps: tuple[float, float], values: list[float], gradient: list[float]):
     lp, ref_logprobs = jnp.log(jnp.array([0.5, 0.25])), jnp.log(jnp.array([0.25, 0.5]))
     mask = jnp.ones(2, bool)
-    close([token_kl(name, lp, ref_logprobs, mask, *clamps)], values)
-    close([jax.grad(lambda lp: token_kl(name, lp, ref_logprobs, mask, *clamps).sum())(lp)], gradient)
+    estimator = KL_ESTIMATORS[name].load()
+    close([token_kl(estimator, lp, ref_logprobs, mask, *clamps)], values)
+    close([jax.grad(lambda lp: token_kl(estimator, lp, ref_logprobs, mask, *clamps).sum())(lp)], gradient)
 
 
 @pytest.mark.parametrize(("mode", "want"), [
@@ -364,7 +368,7 @@ def test_aggregation_worked_by_hand(mode: str, want: list[list[float]]):
     lengths, every = np.array([[1, 3], [2, 0], [5, 5]]), np.ones((3, 2), bool)
     first_two = np.array([[True] * 2, [True] * 2, [False] * 2])  # a third prompt that does not count, or is not there
     for valid, counts in ((every, first_two), (first_two, every)):
-        got = token_weights(mode, lengths, valid, counts, 10)
+        got = token_weights(AGGREGATIONS[mode].load(), lengths, valid, counts, 10)
         np.testing.assert_allclose(got, [*want, [0, 0]], rtol=1e-15)
 
 
@@ -387,7 +391,8 @@ def test_corrections_worked_by_hand(kind: str, level: str, bounds: tuple[float, 
 
     def of(old_logprobs: jax.Array) -> jax.Array:
         cap, floor = bounds
-        return correction_weights(kind, level, old_logprobs, sampler_logprobs, mask, segment, cap + 1e-9, floor)
+        return correction_weights(CORRECTIONS[kind].load(), level, old_logprobs, sampler_logprobs, mask, segment,
+                                  cap + 1e-9, floor)
 
     close([np.asarray(of(sampler_logprobs + log_ratio))[0, 0]], [*want[:2], 0, *want[2:], 0, 0])
     gradient = jax.grad(lambda old_logprobs: of(old_logprobs).sum())(sampler_logprobs + jnp.where(mask, log_ratio, 0))
@@ -395,12 +400,12 @@ def test_corrections_worked_by_hand(kind: str, level: str, bounds: tuple[float, 
 
 
 def test_the_bounds_of_a_correction_by_kind():
-    """The floor is off unless it is set; IcePop's is then its paper's."""
-    got = {kind: Objective.of(AlgorithmSection(correction=kind)).correction_bounds for kind in CORRECTIONS}
+    """IcePop's floor is its paper's, the others have none; a floor that is set is used as it is, 0 included."""
+    got = {kind: Objective.of(AlgorithmSection(correction=kind)).correction_bounds for kind in KINDS}
     assert got == {"tis": (2.0, 0.0), "mis": (2.0, 0.0), "icepop": (2.0, 0.5)}
-    for kind in CORRECTIONS:
-        a = AlgorithmSection(correction=kind, correction_cap=np.inf, correction_floor=0.3)
-        assert Objective.of(a).correction_bounds == (np.inf, 0.3)
+    for kind, floor in itertools.product(KINDS, (0.0, 0.3)):
+        a = AlgorithmSection(correction=kind, correction_cap=np.inf, correction_floor=floor)
+        assert Objective.of(a).correction_bounds == (np.inf, floor)
 
 
 def test_the_bias_of_truncated_sampling_is_the_kept_mass():

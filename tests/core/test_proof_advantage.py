@@ -9,7 +9,8 @@ import numpy as np
 import oracle_advantage
 import pytest
 
-from shoal.algorithm.advantage import ADVANTAGES
+from shoal.config.algorithm_parts import ADVANTAGES
+from shoal.config.schema import AlgorithmSection
 
 NAMES = sorted(ADVANTAGES)
 WITHIN = ("grpo", "dr_grpo", "rloo", "maxrl")
@@ -23,9 +24,10 @@ def advantages(name: str, rewards: Any, valid: Any = None, ddof: int = 1, eps: f
     rewards = np.array(rewards, np.float64)
     valid = np.ones(rewards.shape, bool) if valid is None else np.array(valid)
     components = None if parts is None else np.array(parts, np.float64)
-    return ADVANTAGES[name](rewards, valid, std_ddof=ddof, std_eps=eps, std_eps_mode=eps_mode, components=components,
-                            weights=None if weights is None else np.array(weights, np.float64),
-                            lengths=None if lengths is None else np.array(lengths))
+    a = AlgorithmSection(std_ddof=ddof, std_eps=eps, std_eps_mode=eps_mode)  # type: ignore[arg-type]
+    return ADVANTAGES[name].load()(
+        rewards, valid, components=components, weights=None if weights is None else np.array(weights, np.float64),
+        lengths=None if lengths is None else np.array(lengths), **ADVANTAGES[name].settings(a))
 
 
 # Two groups, (0, 2) and (4, 6): means 1 and 5, squares 1 + 1 each; over all: mean 3, squares 9 + 1 + 1 + 9 = 20.

@@ -1,27 +1,69 @@
-"""Each protocol of `types` has an implementation with exactly its members: same parameters, same kinds of defaults.
+"""Each protocol of `types` has an implementation, each member of it is used, and no more than its members are needed.
 
-The assignments under TYPE_CHECKING are checked by pyright, the signatures here.
+The assignments under TYPE_CHECKING are checked by pyright, the signatures and the uses here.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from small import PLAINEST, roles
 
 from shoal import types
-from shoal.algorithm.advantage import ADVANTAGES
-from shoal.algorithm.policy_loss import POLICY_LOSSES
+from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
+from shoal.config.schema import RewardSection
+from shoal.model.transformer import Model
+from shoal.rewards.pool import RewardPool
+from shoal.rollout import player
+from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
-from shoal.sampler.engine import Engine
+from shoal.run import assembly
+from shoal.sampler.engine import Engine, run_until_idle
+from shoal.tasks.task import Task
+from shoal.trainer import evaluation, loop, update
 from shoal.trainer.step import ModelScorer, ParameterScorer
+from shoal.types import Completion, Example, GroupRequest, Purpose, RewardFunction, SamplingParams, StopReason
+
+
+class Elsewhere:
+    """A `Sampler` written from the protocol alone: each token of a completion is its index."""
+
+    def __init__(self) -> None:
+        self.version, self.queued, self.released = -1, [], 0
+
+    def load(self, version: int, params: types.Params) -> None:
+        self.version = version
+
+    def submit(self, requests: Sequence[types.SampleRequest]) -> None:
+        self.queued.extend(requests)
+
+    def collect(self) -> dict[int, list[Completion]]:
+        request = self.queued.pop()  # the last first: the source puts groups in order
+        size = request.params.max_tokens
+        return {request.id: [
+            Completion(request.id, index, np.full(size, index, np.int32), np.zeros(size, np.float32),
+                       np.ones(size, bool), np.full(size, self.version, np.int32), StopReason.LENGTH)
+            for index in range(request.num_completions)]}
+
+    @property
+    def idle(self) -> bool:
+        return not self.queued
+
+    def release_memory(self) -> None:
+        assert self.idle
+        self.released += 1
+
 
 if TYPE_CHECKING:
     from typing import cast
 
-    SAMPLER: types.Sampler = cast(Engine, None)
+    SAMPLERS: tuple[types.Sampler, types.Sampler] = cast(tuple[Engine, Elsewhere], None)
     SOURCE: types.RolloutSource = cast(LocalSource, None)
     SCORERS: tuple[types.Scorer, types.Scorer] = cast(tuple[ParameterScorer, ModelScorer], None)
 
@@ -29,17 +71,66 @@ PAIRS = [(types.Sampler, Engine), (types.RolloutSource, LocalSource), (types.Sco
          (types.Scorer, ModelScorer)]
 
 
+def members_of(protocol: type) -> set[str]:
+    return {name for name in vars(protocol) if not name.startswith("_")}
+
+
 def parameters(function: Callable) -> list[tuple[str, object]]:
     """Names in order, with their defaults."""
     return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize(("protocol", "implementation"), PAIRS)
+@pytest.mark.parametrize(("protocol", "implementation"), [*PAIRS, (types.Sampler, Elsewhere)])
 def test_an_implementation_has_the_members_of_its_protocol(protocol, implementation):
-    members = [name for name in vars(protocol) if not name.startswith("_")]
-    assert members
-    for name in members:
-        assert parameters(getattr(implementation, name)) == parameters(getattr(protocol, name)), name
+    assert members_of(protocol)
+    for name in members_of(protocol):
+        ours, theirs = getattr(implementation, name), getattr(protocol, name)
+        assert isinstance(ours, property) == isinstance(theirs, property), name
+        if callable(theirs):
+            assert parameters(ours) == parameters(theirs), name
+
+
+@pytest.mark.parametrize(("protocol", "name", "users"), [
+    (types.Sampler, "sampler", (player, run_until_idle)),
+    (types.RolloutSource, "source", (loop, evaluation, assembly)),
+    (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
+])
+def test_every_member_of_a_protocol_is_used(protocol, name, users):
+    text = "".join(map(inspect.getsource, users))
+    used = set(re.findall(rf"\b{name}\.(\w+)", text))
+    if "closing(make_source(" in text:
+        used.add("close")
+    assert members_of(protocol) <= used
+
+
+def test_a_sampler_needs_no_more_than_the_protocol():
+    """Groups, their order, versions, rewards and figures come from a sampler that knows the protocol alone."""
+    made: dict[tuple[Purpose, int], Elsewhere] = {}
+
+    def make(purpose: Purpose, size: int) -> Elsewhere:
+        return made.setdefault((purpose, size), Elsewhere())
+
+    task = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
+    pool = RewardPool(task.rewards, RewardSection(workers=0))
+    shown: list[tuple[str, int, int]] = []
+    source = LocalSource(Model(PLAINEST, roles().sampler),
+                         Player(make, task, pool, lambda ids: str(sum(ids)), seed=0,
+                                on_progress=lambda *now: shown.append(now)))
+    with closing(source):
+        source.publish(7, {})
+        for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1)):
+            source.request([GroupRequest(purpose, 7, 7, Example(row, "q"), np.array([1, 2]), count,
+                                         SamplingParams(max_tokens=3)) for row in (5, 2)])
+        groups = source.take(Purpose.TRAIN, 7)
+        assert [group.example.row for group in groups] == [5, 2]
+        for group in groups:
+            assert group.rewards.tolist() == [0.0, 3.0, 6.0, 9.0]
+            assert all((one.versions == 7).all() for one in group.completions)
+        assert not shown and len(source.take(Purpose.EVALUATE, 7)) == 2
+        assert shown == [("train, sampled", 1, 2), ("train, sampled", 2, 2)]
+        assert source.read_stats().tokens == 2 * 4 * 3 + 2 * 3 and source.read_stats().tokens == 0
+    assert set(made) == {(Purpose.TRAIN, 4), (Purpose.EVALUATE, 1)}
+    assert all(one.released == 1 for one in made.values())
 
 
 def test_every_protocol_has_an_implementation():
@@ -51,7 +142,7 @@ def test_every_protocol_has_an_implementation():
 @pytest.mark.parametrize("functions", [POLICY_LOSSES, ADVANTAGES])
 def test_the_functions_of_a_registry_share_their_first_parameters(functions):
     """Losses have one signature; advantages share two arrays and take settings by name."""
-    first = [[name for name, _ in parameters(function)] for function in functions.values()]
+    first = [[name for name, _ in parameters(part.load())] for part in functions.values()]
     if functions is POLICY_LOSSES:
-        assert all(names == first[0] for names in first)
+        assert all(names[:5] == first[0][:5] for names in first)
     assert {tuple(names[:2]) for names in first} == {tuple(first[0][:2])}

@@ -1,4 +1,4 @@
-"""What runs next: no slot twice, nobody forgotten, first come first served within a bucket."""
+"""What runs next: no group twice, nobody forgotten, first come first served within a bucket."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ BUCKETS = (64, 128, 256)
 def check_admission(admission: Admission, waiting: list[tuple[int, int]], rows: int) -> None:
     """One bucket, the head's; of that bucket those that came first."""
     assert admission.bucket == waiting[0][1]
-    assert 1 <= len(admission.ids) == len(admission.slots) <= rows
+    assert 1 <= len(admission.ids) == len(admission.groups) <= rows
     same = [id for id, bucket in waiting if bucket == admission.bucket]
     assert list(admission.ids) == same[: len(admission.ids)]
-    assert len(set(admission.slots)) == len(admission.slots)
+    assert len(set(admission.groups)) == len(admission.groups)
 
 
 class Machine(RuleBasedStateMachine):
-    """A plain model beside the scheduler: a list that waits, and who holds which slot."""
+    """A plain model beside the scheduler: a list that waits, and who holds which group."""
 
-    @initialize(slots=st.integers(1, 6), rows=st.integers(1, 4))
-    def start(self, slots, rows):
-        self.slots, self.rows = slots, min(rows, slots)
-        self.scheduler = Scheduler(slots, self.rows)
+    @initialize(groups=st.integers(1, 6), rows=st.integers(1, 4))
+    def start(self, groups, rows):
+        self.groups, self.rows = groups, min(rows, groups)
+        self.scheduler = Scheduler(groups, self.rows)
         self.waiting: list[tuple[int, int]] = []
         self.running: dict[int, int] = {}
         self.next_id, self.admitted = 0, []
@@ -46,9 +46,9 @@ class Machine(RuleBasedStateMachine):
             assert not self.waiting or self.running  # alone and waiting, one must get in
             return
         check_admission(admission, self.waiting, self.rows)
-        assert not set(admission.slots) & set(self.running.values())
+        assert not set(admission.groups) & set(self.running.values())
         self.admitted += admission.ids
-        self.running |= dict(zip(admission.ids, admission.slots, strict=True))
+        self.running |= dict(zip(admission.ids, admission.groups, strict=True))
         self.waiting = [entry for entry in self.waiting if entry[0] not in admission.ids]
 
     @precondition(lambda self: self.running)
@@ -79,7 +79,7 @@ class Machine(RuleBasedStateMachine):
         assert self.scheduler.running == self.running
         assert list(self.scheduler.waiting) == self.waiting
         taken = list(self.scheduler.running.values())
-        assert len(taken) <= self.slots and sorted([*taken, *self.scheduler.free]) == list(range(self.slots))
+        assert len(taken) <= self.groups and sorted([*taken, *self.scheduler.free]) == list(range(self.groups))
         assert len(set(self.admitted)) == len(self.admitted)
         assert self.scheduler.idle == (not self.waiting and not self.running)
 
@@ -90,17 +90,17 @@ TestMachine.settings = settings(max_examples=40, stateful_step_count=25, deadlin
 
 
 @settings(deadline=None, max_examples=60)
-@given(slots=st.integers(1, 8), rows=st.integers(1, 4), buckets=st.lists(st.sampled_from(BUCKETS), max_size=30),
+@given(groups=st.integers(1, 8), rows=st.integers(1, 4), buckets=st.lists(st.sampled_from(BUCKETS), max_size=30),
        order=st.randoms(use_true_random=False))
-def test_everyone_is_admitted_once_and_in_the_order_of_its_bucket(slots, rows, buckets, order):
-    scheduler, came = Scheduler(slots, min(rows, slots)), []
+def test_everyone_is_admitted_once_and_in_the_order_of_its_bucket(groups, rows, buckets, order):
+    scheduler, came = Scheduler(groups, min(rows, groups)), []
     for id, bucket in enumerate(buckets):
         scheduler.submit(id, bucket)
     rounds = 0
     while not scheduler.idle:
         while (admission := scheduler.admit()) is not None:
             came += admission.ids
-            assert len(scheduler.running) <= slots
+            assert len(scheduler.running) <= groups
         scheduler.finish(order.choice(sorted(scheduler.running)))
         rounds += 1
     assert rounds == len(buckets) and sorted(came) == list(range(len(buckets)))
@@ -110,20 +110,20 @@ def test_everyone_is_admitted_once_and_in_the_order_of_its_bucket(slots, rows, b
 
 
 def test_a_prefill_waits_until_it_can_be_filled():
-    scheduler = Scheduler(num_slots=4, prefill_rows=2)
+    scheduler = Scheduler(num_groups=4, prefill_rows=2)
     for id in range(6):
         scheduler.submit(id, 64)
     assert scheduler.admit() == Admission(64, (0, 1), (0, 1))
     assert scheduler.admit() == Admission(64, (2, 3), (2, 3))
     assert scheduler.admit() is None
     scheduler.finish(2)
-    assert scheduler.admit() is None  # one slot is free, two wait, others still run
+    assert scheduler.admit() is None  # one group is free, two wait, others still run
     scheduler.finish(0)
     assert scheduler.admit() == Admission(64, (4, 5), (0, 2))
 
 
 def test_a_rare_bucket_at_the_head_goes_first_and_alone():
-    scheduler = Scheduler(num_slots=4, prefill_rows=4)
+    scheduler = Scheduler(num_groups=4, prefill_rows=4)
     for id, bucket in enumerate((128, 64, 64, 128)):
         scheduler.submit(id, bucket)
     assert scheduler.admit() == Admission(128, (0, 3), (0, 1))

@@ -4,7 +4,6 @@ of all tokens x vocabulary exists, a gradient that is not finite changes nothing
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
@@ -23,22 +22,17 @@ from small import (
     relative,
     roles,
 )
-from tiny_runs import quick_compilation
+from tiny_runs import forget_programs
 
-from shoal.algorithm.policy_loss import POLICY_LOSSES, grpo
+from shoal.algorithm.policy_loss import clipped
+from shoal.config.schema import AlgorithmSection
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
-from shoal.trainer.loss import batch_logprobs, batch_loss
+from shoal.trainer.loss import Objective, batch_logprobs, batch_loss
+
+pytestmark = pytest.mark.compile_quickly
 
 BY_TOKEN = ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
-AS_IT_RUNS = ("test_no_buffer",)
-"""Tests that read the compiled program itself."""
-
-
-@pytest.fixture(autouse=True)
-def compiled_quickly(request):
-    with nullcontext() if request.node.name.startswith(AS_IT_RUNS) else quick_compilation():
-        yield
 
 
 def flattened(batch: LearnerBatch) -> LearnerBatch:
@@ -177,11 +171,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
 
 
 def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_taken(monkeypatch):
+    forget_programs()
     parameters = random_parameters(QWEN3)
     (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
 
     def norm() -> tuple[float, int]:
-        one = learner(QWEN3)
+        one = learner(QWEN3, Objective.of(AlgorithmSection()))
         state = one.init(parameters)
         total, _ = one.accumulate(None, state, batch)
         _, applied = one.apply(state, total)
@@ -190,14 +185,15 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
     first = norm()
     assert norm() == first == (first[0], 1)
 
-    def doubled(*arguments):
-        token_loss, metrics = grpo(*arguments)
-        return 2 * token_loss, metrics
+    def doubled(*arguments, **settings):
+        token_loss, low, high = clipped(*arguments, **settings)
+        return 2 * token_loss, low, high
 
-    monkeypatch.setitem(POLICY_LOSSES, "grpo", doubled)
+    monkeypatch.setattr("shoal.algorithm.policy_loss.clipped", doubled)
     assert norm()[0] == pytest.approx(2 * first[0], rel=1e-6)
 
 
+@pytest.mark.compile_quickly(False)  # it reads the compiled program itself
 def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
     """T = 12 x 64 completion tokens, V = 1009, 8 tokens of each of 2 rows a chunk: the compiled update holds logits of
     a chunk and none of all tokens; without chunks it holds them, so the search can find one."""

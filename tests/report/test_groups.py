@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal import cli
+from shoal.report import group_writer
 from shoal.report.folder import RunFolder
 from shoal.report.group_writer import MOST_PENDING, GroupWriter
 from shoal.report.groups import from_table, group_record, to_table, write_file
@@ -300,7 +301,7 @@ def test_a_failure_is_raised_once_where_the_loop_next_calls():
     writer = GroupWriter(write)
     writer.put(0)
     writer.put(1)
-    writer._pending.join()
+    writer._wait(0)
     with pytest.raises(ShoalError, match="cannot write step 1"):
         writer.put(2)
     writer.put(3)
@@ -321,6 +322,22 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
             writer.flush()
         writer.close()
     assert list((tmp_path / "groups").iterdir()) == []
+
+
+def test_a_disk_that_does_not_answer_is_one_error_in_bounded_time(monkeypatch, capsys):
+    monkeypatch.setattr(group_writer, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(group_writer, "STUCK_SECONDS", 0.3)
+    answers = threading.Event()
+    for wait in (GroupWriter.flush, lambda writer: [writer.put(step) for step in range(MOST_PENDING + 1)]):
+        writer = GroupWriter(lambda *_: answers.wait(60), "/runs/a")
+        writer.put(0)
+        with pytest.raises(ShoalError, match=r"/runs/a: the disk has not answered for 0 s, and \d files of groups"):
+            wait(writer)
+        with pytest.raises(ShoalError):  # no checkpoint may be saved without them
+            writer.flush()
+        writer.close()
+        assert capsys.readouterr().err.count("waiting for the disk to write groups into /runs/a") == 1
+    answers.set()
 
 
 # ---- shoal groups

@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.report import sink
-from shoal.report.console import Console, Pace, printable
-from shoal.report.figures import duration, evaluation_text, step_figures, summary_rows
+from shoal.report.console import Console, printable
+from shoal.report.figures import duration, evaluation_text, number_text, step_figures, summary_facts, summary_rows
 from shoal.report.folder import RunFolder
 from shoal.report.groups import group_record, read_file
 from shoal.report.lines import json_line, json_ready
 from shoal.report.metrics import _TABLE, METRICS, MetricSet, Reduction, metric, pass_at_k, wilson_interval
+from shoal.report.progress import Pace
 from shoal.report.sink import JsonlSink
 from shoal.report.summary import SolvedProblem
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
@@ -369,9 +370,10 @@ METRICS_OF_A_STEP = {
 }
 
 
-def plain(steps: int, seconds: float) -> list[str]:
+def plain(steps: int, seconds: float, every: int = 0) -> list[str]:
     stream, clock = io.StringIO(), Clock()
     with Console(stream, terminal=False, clock=clock) as console:
+        console.steps_a_line = every
         for step in range(1, steps + 1):
             clock.now += seconds
             console.step(step, steps, METRICS_OF_A_STEP)
@@ -386,13 +388,39 @@ def test_a_plain_line_says_what_matters():
     assert not any("loss" in line or "kl" in line for line in lines)
 
 
-def test_plain_lines_come_first_then_by_time_or_tenth_and_last():
-    assert [int(line.split()[1].split("/")[0]) for line in plain(20, 0.01)] == [1, 2, 3, *range(4, 21, 2)]
-    by_time = [int(line.split()[1].split("/")[0]) for line in plain(200, 0.5)]
-    assert by_time[:4] == [1, 2, 3, 13] and by_time[-1] == 200
-    assert max(b - a for a, b in itertools.pairwise(by_time)) == 10  # 5 s at 0.5 s a step
-    assert len(plain(7, 6.0)) == 7
-    assert len(plain(0, 1.0)) == 0
+def kept(steps: int, seconds: float, every: int = 0) -> list[int]:
+    return [int(line.split()[1].split("/")[0]) for line in plain(steps, seconds, every)]
+
+
+def test_about_forty_lines_stay_and_one_a_minute_at_least():
+    assert kept(20, 0.01) == list(range(1, 21))
+    assert kept(200, 0.5) == [1, 2, 3, *range(5, 201, 5)]
+    assert kept(80, 1, every=30) == [1, 2, 3, 30, 60, 80]
+    assert kept(4000, 20)[:6] == [1, 2, 3, 6, 9, 12]  # 60 s at 20 s a step
+    assert kept(0, 1) == []
+
+
+def test_a_kept_line_shows_the_trend_of_the_mean_rewards_between_the_lines():
+    stream = io.StringIO()
+    with Console(stream, terminal=False, clock=Clock()) as console:
+        for step in range(1, 401):
+            console.step(step, 400, METRICS_OF_A_STEP | {"reward/mean": step / 400 + (step % 2) / 5})
+    lines = stream.getvalue().splitlines()
+    assert "reward 1 ▁▂▃▄▅▆▇█  nonzero std" in lines[-1]
+    assert "reward 0.203  nonzero" in lines[0]
+    ascii_stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with Console(ascii_stream, terminal=False, clock=Clock()) as console:
+        for step in range(1, 5):
+            console.step(step, 4, METRICS_OF_A_STEP)
+    ascii_stream.flush()
+    assert b"\\u" not in ascii_stream.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0.41234, "0.412"), (2.17e-14, "0"), (-0.00002, "-0.00002"), (1234.5, "1,234"), (0.0, "0"), (1.0, "1"),
+    (0.9999, "1"), (3e-6, "3e-06"), (math.nan, "nan"), (math.inf, "inf"), (5e20, "5e+20")])
+def test_numbers_are_written_as_a_person_would(value, text):
+    assert number_text(value) == text
 
 
 def test_kl_and_skipped_updates_show_when_there():
@@ -401,14 +429,22 @@ def test_kl_and_skipped_updates_show_when_there():
     assert step_figures({"reward/mean": math.nan}) == ["reward nan"]
 
 
-def test_time_left_forgets_a_slow_first_step():
+def test_time_left_does_not_count_steps_that_compile():
     pace = Pace(0.0, window=4)
     pace.mark(60.0, 1)
     assert pace.left(9) is None
     for step in range(2, 10):
         pace.mark(60.0 + 2 * step, step)
     assert pace.left(10) == pytest.approx(20.0)
-    assert pace.elapsed(80.0) == 80.0
+    pace.mark(178.0, 10, compiled=True)  # 100 s
+    assert pace.left(10) == pytest.approx(20.0)
+
+
+def test_time_left_of_a_run_that_compiles_at_every_step():
+    pace = Pace(0.0)
+    for step in range(1, 9):
+        pace.mark(5.0 * step, step, compiled=True)
+    assert pace.left(10) == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (83, "1:23"), (3723, "1:02:03"),
@@ -424,7 +460,7 @@ def test_an_evaluation_states_its_size_and_protocol():
     assert evaluation_text({"mean_reward": 0.5, "num_questions": 3, "protocol": "greedy"}) == (
         "mean reward 0.5 (greedy, 3 questions)")
     assert evaluation_text({}) == ""
-    assert evaluation_text({"accuracy": None, "num_questions": 3}) == "accuracy None (3 questions)"
+    assert evaluation_text({"accuracy": None, "num_questions": 3}) == "accuracy - (3 questions)"
     assert "not a number" in evaluation_text({"accuracy": math.nan, "num_questions": 3})
 
 
@@ -439,11 +475,12 @@ def test_the_summary_compares_before_and_after():
     stream = io.StringIO()
     console = Console(stream, terminal=False)
     console.summary(before, after, SolvedProblem([{"role": "user", "content": "2 + 3?"}], "6", "2 + 3 = 5\n5"),
-                    {"seconds_total": 93.25})
+                    summary_facts({"steps_made": 1, "seconds_total": 93.25, "sample_tokens_per_second": 1500.0,
+                                   "train_tokens_per_second": None, "num_compilations": 1200}))
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["before", "after", "change"]
     assert lines[1].startswith("held_out accuracy (greedy, 500 questions)") and lines[1].endswith("+24.0 points")
-    assert "seconds_total: 93.2 s" in lines
+    assert "1 step in 1:33: sampling 1.5k tokens/s, training -, 1,200 programs compiled" in lines
     assert lines[-8:] == ["a problem that was wrong before and is right after:", "prompt:", "    user: 2 + 3?",
                           "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
 
@@ -498,6 +535,7 @@ def test_on_a_terminal_the_bar_shows_the_figures_and_is_taken_down(monkeypatch):
     console.step(2, 4, METRICS_OF_A_STEP)
     shown = stream.getvalue()
     assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  nonzero std 72%" in shown
+    assert "step 2/4  0:02 elapsed" in shown  # the line that stays
     assert shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown  # the cursor is hidden while the bar stands
     console.close()
     assert stream.getvalue().count("\x1b[?25h") == 1

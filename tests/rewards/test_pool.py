@@ -23,13 +23,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scoring import score
 
 from shoal.commands import export_rollouts
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.rewards import pool as pool_module
+from shoal.rewards import watch
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Scores, score
+from shoal.rewards.scores import Scores
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
@@ -842,6 +844,137 @@ def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any
             for _ in range(500):
                 pool.collect(wait=True)
     assert time.monotonic() - started < 15  # all of them would take 500 * 0.1 / 8 s and as many forks
+
+
+def test_a_function_that_hangs_on_everything_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 32 completions of a step, few are tried: none of so many is enough only where failing is fast."""
+    monkeypatch.setattr(watch, "HOPELESS_SECONDS", 1.4)
+    expected = (r"'checker' failed for (\d+) of the last \1 completions, more than reward.max_failed_share=0.5, and "
+                r"returned nothing in [12] s of waiting; the first: .* took longer than")
+    with RewardPool(name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.5)) as pool:
+        started = time.monotonic()
+        for ticket in range(4):
+            pool.submit(ticket, EXAMPLES[:1], [["bad"] * 8], [[[1]] * 8], 3)
+        with pytest.raises(ShoalError, match=expected) as raised:
+            pool.collect(wait=True)
+        assert time.monotonic() - started < 4
+    assert int(re.findall(r"failed for (\d+)", str(raised.value))[0]) <= 8
+
+
+def test_a_function_that_hangs_on_one_prompt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "HOPELESS_SECONDS", 0.3)
+    with RewardPool(name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.3)) as pool:
+        for ticket, text in enumerate(["bad", "5", "5"]):
+            pool.submit(ticket, EXAMPLES[:1], [[text] * 3], [[[1]] * 3], 3)
+        found: dict[Any, Scores] = {}
+        while len(found) < 3:
+            found |= pool.collect(wait=True)
+    assert [len(scores.failures) for _, scores in sorted(found.items())] == [3, 0, 0]
+
+
+def test_a_slow_failure_in_this_process_is_not_waited_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "HOPELESS_SECONDS", 0.2)
+    calls: list[int] = []
+
+    def checker(completions: Any, **kwargs: Any) -> list[float]:
+        calls.append(len(completions))
+        time.sleep(0.06)
+        raise OSError("no answer")
+
+    with RewardPool(name_functions([checker]), section(on_error="zero", workers=0)) as pool:
+        pool.submit(0, EXAMPLES[:1], [["a"] * 20], [[[1]] * 20], 3)
+        with pytest.raises(ShoalError, match=r"failed for 3 of the last 3 completions.*OSError: no answer"):
+            pool.collect()
+    assert calls == [20, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_none_for_everything_ends_the_run(workers: int) -> None:
+    def checker(completions: Any, **kwargs: Any) -> list[Any]:
+        return [1.0 if text == "good" else None for text in texts_of(completions)]
+
+    def judge(texts: Sequence[str], trial: bool = False, **keys: Any) -> int:
+        with RewardPool(name_functions([checker]), section(workers=workers, **keys)) as pool:
+            if trial:
+                pool.submit("tried", EXAMPLES[:1], [["none"] * 40], [[[1]] * 40], 0, trial=True)
+                assert not pool.collect(wait=True)[0][1].valid.any()
+            for ticket, text in enumerate(texts):
+                pool.submit(ticket, EXAMPLES[1:], [["none", text]], [[[1], [1]]], 3)
+            return sum(len(pool.collect(wait=True)) for _ in texts)
+
+    with pytest.raises(ShoalError, match=r"^checker returned None for every completion of 32 groups in a row, the last "
+                                         r"for example row 4, completion 1 .*: nothing can be learned; return a numb"):
+        judge(["none"] * 32)
+    with pytest.raises(ShoalError, match="checker returned None"):
+        judge(["none"], trial=True)
+    assert judge((["none"] * 31 + ["good"]) * 2) == 64
+    assert judge(["none"] * 40, max_failed_share=1.0) == 40
+
+
+count_of_calls = 0
+
+
+class Grader:
+    def __init__(self) -> None:
+        self.seen, self.model = {"calls": [0]}, None
+
+    def __call__(self, completions: Any, **kwargs: Any) -> list[float]:
+        self.model = object()  # made when first needed: no state
+        self.seen["calls"].append(1)
+        return [0.0] * len(completions)
+
+
+def test_state_that_stays_in_a_worker_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    total = 0
+
+    def closure(completions: Any, **kwargs: Any) -> list[float]:
+        nonlocal total
+        total += 1
+        return [0.0] * len(completions)
+
+    def by_a_global(completions: Any, **kwargs: Any) -> list[float]:
+        global count_of_calls
+        count_of_calls += 1
+        return [0.0] * len(completions)
+
+    async def by_a_default(completions: Any, made: list[int] = [], **kwargs: Any) -> list[float]:  # noqa: B006
+        made.append(1)
+        return [0.0] * len(completions)
+
+    def pure(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(len(EXAMPLES)) for _ in texts_of(completions)]
+
+    functions = name_functions([closure, by_a_global, by_a_default, functools.partial(Grader()), pure])
+    for workers, reported in ((1, {"closure": "total", "by_a_global": "count_of_calls", "by_a_default": "made",
+                                   "Grader": "seen"}), (0, {})):
+        with RewardPool(functions, section(workers=workers)) as pool:
+            for ticket in range(4):
+                pool.submit(ticket, EXAMPLES, TEXTS, IDS, 3)
+                pool.collect(wait=True)
+        lines = capsys.readouterr().err.splitlines()
+        matches = [re.match(r"warning: reward function '(\w+)' changes '(\w+)' when.*reward.workers=0", line)
+                   for line in lines]
+        assert {match[1]: match[2] for match in matches if match} == reported
+        assert len(lines) == len(reported)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_stop_in_a_notebook_does_not_wait_for_an_asynchronous_function(blocks: bool) -> None:
+    async def checker(completions: Any, **kwargs: Any) -> list[float]:
+        if blocks:
+            time.sleep(8)
+        await asyncio.sleep(8)
+        return []
+
+    async def cell() -> float:
+        with RewardPool(name_functions([checker]), section(workers=0)) as pool, stop_on_signals() as stop:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(StopRequested), stop.raising_at_once():
+                pool.submit(0, *lone("bad"))
+            started = time.monotonic()
+        return time.monotonic() - started
+
+    assert asyncio.run(cell()) < 2
 
 
 def test_failures_within_the_share_do_not_end_the_run() -> None:

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scoring import score
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
-from shoal.rewards.scores import Scores, score
+from shoal.rewards.scores import Scores
 from shoal.run.task import load_task
 from shoal.tasks.graders.answer import (
     completion_text,

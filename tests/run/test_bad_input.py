@@ -11,20 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tiny_models import save_tensors
-from tiny_runs import PLAIN, Workshop, quick_compilation, write_data
+from tiny_runs import PLAIN, write_data
 
 from shoal import cli
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+pytestmark = pytest.mark.compile_quickly
 
 
 def everything_in(folder: Path) -> dict[str, int]:

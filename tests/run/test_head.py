@@ -37,7 +37,7 @@ def head_of(workshop: Workshop, *changes: str) -> list[str]:
     with ExitStack() as stack:
         task, pool = open_task(config, (), stack)
         config, roles = open_devices(plan, Console(out))
-        loaded = open_run_model(config.model, None, roles.trainer)
+        loaded = open_run_model(config.model, None, None)
         model, findings = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens), Findings()
         data = open_data(config, task, loaded.tokenizer, lambda text: None)
         print_head(config, roles, task, pool, loaded, model, data, Console(out), findings)

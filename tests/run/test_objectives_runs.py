@@ -8,16 +8,12 @@ import shutil
 import numpy as np
 import pytest
 from tiny_models import write_model_with_tokenizer
-from tiny_runs import Workshop, groups, metrics, parameters_of, quick_compilation, same_bits
+from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
 from shoal.report.metrics import is_clock
 
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    with quick_compilation():
-        yield Workshop(tmp_path_factory.mktemp("objectives"))
+pytestmark = pytest.mark.compile_quickly
 
 
 def test_a_run_with_truncation_agrees_with_its_sampler(workshop):

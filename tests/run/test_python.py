@@ -19,7 +19,7 @@ import pandas
 import polars
 import pyarrow
 import pytest
-from tiny_runs import CACHE, PLAIN, Workshop, metrics, parameters_of, quick_compilation
+from tiny_runs import PLAIN, Workshop, metrics, parameters_of
 
 import shoal
 from shoal import cli
@@ -35,6 +35,8 @@ from shoal.run.task import load_task, task_of_data
 from shoal.tasks.rows import TAKEN, is_data, rows_task
 from shoal.tasks.task import Task
 from shoal.types import ground_truth
+
+pytestmark = pytest.mark.compile_quickly
 
 MESSAGES = [{"role": "user", "content": "2 + 3 = ?"}]
 
@@ -241,12 +243,6 @@ def test_a_table_without_pandas(monkeypatch):
         Table([{"step": 1}]).to_pandas()
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    with quick_compilation():
-        yield Workshop(tmp_path_factory.mktemp("workshop"))
-
-
 def settings(workshop: Workshop, **changes: Any) -> dict[str, Any]:
     return {
         "model": {"path": str(workshop.model), "template": PLAIN}, "steps": 2,
@@ -362,10 +358,8 @@ def vowels(completions, **kwargs):
     assert len(os.listdir("/proc/self/task")) > threading.active_count()  # XLA's threads are not Python's
     between = shoal.train(**keys, run_name="between")
     assert {int(line) for line in calls.read_text().split()}.isdisjoint({os.getpid()})
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     code = f"import shoal; shoal.train(**{keys!r}, run_name='alone')"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=200, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, capture_output=True)
     assert reproducible(between.folder) == reproducible(other.runs / "alone")
     again = shoal.train(
         task=rows(40), reward=closure(0.5), run_name="again", task__num_questions=3, **settings(workshop),
@@ -379,6 +373,21 @@ def test_a_result_shows_itself(result):
     assert "<td>0.0%</td>" in result._repr_html_() and "</table>" in result._repr_html_()
     evil = Result(result.folder, {**result.summary, "before": {"<b>": {"accuracy": 0.5}}, "after": {}})
     assert "&lt;b&gt;" in evil._repr_html_() and "<b>" not in evil._repr_html_()
+
+
+def test_evaluations_groups_and_differences_are_tables_in_a_notebook(result, tmp_path, monkeypatch):
+    evaluations = result.evaluations._repr_html_()
+    assert "<th>accuracy</th>" in evaluations and "held_out" in evaluations and "accuracy_interval" not in evaluations
+    groups = result.groups(1)
+    assert groups._repr_html_().count("<tr>") == 1 + len(groups) and "best completion" in groups._repr_html_()
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr(notebook, "_ipython_display", lambda: lambda data, raw: shown.append(data))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
+    other = shutil.copytree(result.folder, tmp_path / "other")
+    lines = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(lines.replace('"loss": ', '"loss": 1'))
+    assert shoal.diff(result.folder, other)["first_metrics"]["step"] == 1
+    assert any("<th>other</th>" in data["text/html"] for data in shown)
 
 
 def test_a_run_is_read_back(result, workshop, tmp_path):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from small import QWEN3, learner, random_parameters
-from tiny_runs import Workshop, checkpoints, groups, metrics, quick_compilation, read_lines
+from tiny_runs import Workshop, checkpoints, groups, metrics, read_lines
 
 from shoal import cli
 from shoal.config.loading import compose
@@ -39,23 +39,14 @@ from shoal.trainer.loop import Run, Schedule
 from shoal.trainer.update import Updater
 from shoal.types import ShoalError, StopRequested
 
+pytestmark = pytest.mark.compile_quickly
+
 CLOCKS = ("time/", "throughput/", "memory/", "compilations")
 WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=2")
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation():
-    with quick_compilation():
-        yield
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -555,10 +546,8 @@ def process(workshop: Workshop, name: str, *words: str, limit: int = 0, before: 
     if limit:
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
     words = (*workshop.words(name, *WORDS), *words)
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(workshop.folder / "cache"),
-                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
     return subprocess.Popen([sys.executable, "-c", code + f"sys.exit(main({list(words)!r}))"], text=True,
-                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
 
 def wait_for(condition, running: subprocess.Popen[str]) -> None:
@@ -579,11 +568,8 @@ def is_saving(run: Path) -> bool:
     return folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())
 
 
-def test_kill_and_interrupt_of_the_process(workshop):
-    """Four times SIGKILL (once while saving), then SIGINT, then to the end; beside it the unbroken process."""
-    whole = process(workshop, "process")
-    said = whole.communicate(timeout=200)
-    assert whole.returncode == 0, said
+def test_kill_and_interrupt_of_the_process(workshop, whole):
+    """Four times SIGKILL (once while saving), then SIGINT, then to the end: equal to the unbroken run of this one."""
     run = workshop.runs / "process_cut"
     for moment in (lambda: (run / "config.yaml").is_file(), lambda: num_lines(run) == 1,
                    lambda: is_saving(run), lambda: num_lines(run) == 3):
@@ -600,7 +586,7 @@ def test_kill_and_interrupt_of_the_process(workshop):
     last = process(workshop, run.name)
     assert last.wait(timeout=100) == 0, last.communicate()
     last.communicate()
-    assert_equal_ends(workshop.runs / "process", run)
+    assert_equal_ends(whole, run)
 
 
 SLOW = """

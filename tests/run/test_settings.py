@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.algorithm.policy_loss import POLICY_LOSSES
 from shoal.config.loading import compose
-from shoal.run.preflight.settings import BOUNDS, algorithm_warnings, check_trainable
+from shoal.run.preflight.settings import algorithm_warnings, check_trainable
 from shoal.types import ShoalError
-
-
-def test_the_bounds_of_every_loss_are_known():
-    assert set(BOUNDS) == set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize(("words", "text"), [

@@ -12,7 +12,9 @@ import numpy as np
 import oracle
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.algorithm.policy_loss import Bounds
+from shoal.algorithm.policy_loss import policy_log_ratio, policy_loss
+from shoal.config.algorithm_parts import AGGREGATIONS, POLICY_LOSSES
+from shoal.config.schema import AlgorithmSection
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import Objective, token_losses
 
@@ -41,7 +43,7 @@ class Update:
         return np.where(self.cut, 0, lengths)
 
     def weights(self, mode: str, constant: int = 0) -> np.ndarray:
-        return token_weights(mode, self.lengths, self.valid, self.counts, constant)
+        return token_weights(AGGREGATIONS[mode].load(), self.lengths, self.valid, self.counts, constant)
 
     def counted(self) -> tuple[list[oracle.Completion], list[np.ndarray], list[Key]]:
         """What the oracle sees: completions that count, their entropies and places; nothing drawn in a cut one."""
@@ -125,10 +127,21 @@ def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2
 
 def objective(s: oracle.Settings, **changes: Any) -> Objective:
     """The same settings as shoal takes them."""
-    bounds = Bounds(s.low, s.high, s.dual, s.cispo, s.positive, s.negative)
-    return replace(Objective(
-        s.loss, bounds, s.kl, s.kl_coef, True, (s.clamp_input, s.clamp_value), s.weighted, s.entropy_coef, s.correction,
-        s.level, (s.cap, s.floor)), **changes)
+    a = AlgorithmSection(
+        loss=s.loss, clip_low=s.low, clip_high=s.high, clip_dual=s.dual, cispo_bound=s.cispo,  # type: ignore[arg-type]
+        sapo_positive=s.positive, sapo_negative=s.negative, kl=s.kl, kl_coef=s.kl_coef, kl_clamp_input=s.clamp_input,
+        kl_clamp_value=s.clamp_value, kl_weighted=s.weighted, entropy_coef=s.entropy_coef, correction=s.correction,
+        correction_level=s.level, correction_cap=s.cap, correction_floor=s.floor)  # type: ignore[arg-type]
+    return replace(Objective.of(a), **{"use_old": True, **changes})
+
+
+def loss_by_name(name: str, lp: jax.Array, old_logprobs: jax.Array, advantage: jax.Array, mask: jax.Array,
+                 segment: jax.Array, **settings: Any) -> tuple[jax.Array, Any]:
+    """Token losses and metrics of a registered loss; settings that it does not read are left out, others default."""
+    row = POLICY_LOSSES[name]
+    log_ratio = policy_log_ratio(row.ratio, lp, old_logprobs, mask, segment)
+    read = {key: settings.get(key, default) for key, default in row.settings(AlgorithmSection()).items()}
+    return policy_loss(row.load(), log_ratio, lp, advantage, mask, segment, **read)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.algorithm.policy_loss import Bounds
-from shoal.config.schema import MeshSection, OptimizerSection
+from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
 from shoal.model.attention import Keys, attend
 from shoal.model.transformer import (
@@ -36,7 +35,7 @@ LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
 """The families' parts: none of them, and all. (Each family as it is: test_parity.py and test_hf.py.)"""
-ON_POLICY = Objective("grpo", Bounds(0.2, 0.2))
+ON_POLICY = Objective.of(AlgorithmSection())
 
 
 def roles(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Roles:

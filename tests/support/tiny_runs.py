@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src import compiler
 from tiny_models import write_model_with_tokenizer
 
 from shoal import cli
@@ -72,34 +71,25 @@ PLAIN = "{{ messages[-1].content }}="
 """A chat template that keeps prompts short."""
 
 
-CACHE = Path(__file__).parents[2] / ".pytest_cache" / "jax-quick"
-"""What was compiled with little effort, by any process of the tests."""
+FLAGS = os.environ.get("XLA_FLAGS", "")
+usual_options = compiler.get_compile_options
 
 
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Programs are compiled with little effort, and once for all runs of all processes."""
-    settings = {"jax_compilation_cache_dir": str(CACHE), "jax_persistent_cache_min_compile_time_secs": 0.0,
-                "jax_disable_most_optimizations": True}
-    old = {name: jax.config.values[name] for name in settings}
-    variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-    environment = {name: os.environ.get(name) for name in variables}
-    _set(settings)
-    try:
-        yield
-    finally:
-        _set(old)
-        for name, value in environment.items():  # what the command line has set
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+def quick_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """Without XLA's fusion emitters the gradient of a tiny model compiles in 0.6 s of a core instead of 3.1."""
+    own = {"xla_cpu_use_fusion_emitters": False}
+    return usual_options(*args, env_options_overrides=(env_options_overrides or {}) | own, **kwargs)
 
 
-def _set(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    forget_programs()
+def compile_quickly(quick: bool) -> None:
+    """Compiles programs with little effort or as usual from now on, in this process and in those that it starts."""
+    if jax.config.values["jax_disable_most_optimizations"] != quick:
+        jax.devices()  # XLA has read its flags by then: what follows is for other processes
+        os.environ["XLA_FLAGS"] = FLAGS + quick * " --xla_cpu_use_fusion_emitters=false"
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(quick).lower()
+        jax.config.update("jax_disable_most_optimizations", quick)
+        compiler.get_compile_options = quick_options if quick else usual_options
+        forget_programs()
 
 
 def forget_programs() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scoring import score
 
 from shoal.config.schema import TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.countdown import held_out, is_held_out, solves, train_problem
 from shoal.tasks.graders import arithmetic

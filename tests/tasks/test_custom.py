@@ -12,17 +12,19 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from tiny_runs import PLAIN, Workshop, groups, metrics, quick_compilation
+from scoring import score
+from tiny_runs import PLAIN, Workshop, groups, metrics
 
 import shoal
 from shoal import cli
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.custom import parse_template
 from shoal.tasks.data import Published, evaluating, read_splits
 from shoal.tasks.task import Task
 from shoal.types import ShoalError
+
+pytestmark = pytest.mark.compile_quickly
 
 TRAINED = ["steps=1", "task.num_questions=2", "report.groups=true"]
 
@@ -435,12 +437,6 @@ def test_rewards_are_needed_and_named_ones_count(tmp_path: Path) -> None:
     found = score(task.rewards, task.train[:2], prompts(task.train[:2]), [["27", "2"], ["3", "four"]], [[[1]] * 2] * 2)
     np.testing.assert_array_equal(found.rewards, [[2, 1], [1, 1]])
     assert found.metrics["acc"] == [1.0, 0.0, 0.0, 0.0]
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with quick_compilation():
-        yield Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
 
 
 def train(workshop: Workshop, path: Path, name: str, *changes: str) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from scoring import score
 
 from shoal.config.schema import TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.data import evaluating
 from shoal.tasks.gsm8k import gold

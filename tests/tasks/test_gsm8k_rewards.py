@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scoring import score
 
 from shoal.compat.gsm8k_rewards import exact_answer, has_reasoning_and_answer, hash_answer
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.graders.final_answer import final_number, last_boxed, number_in, said_answer, shown
 from shoal.tasks.gsm8k import verdict

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scoring import score
 
 from shoal.config.schema import TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.data import evaluating
 from shoal.tasks.graders.instructions import KINDS, MAX_CHARACTERS, follows, read_arguments, variants

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scoring import score
 
 from shoal.config.schema import TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks.graders import math_worker
 from shoal.tasks.graders.math_check import at_a_glance, latex, plain, same, same_all, value

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scoring import score
 
 from shoal.config.schema import TaskSection
-from shoal.rewards.scores import score
 from shoal.run.task import load_task
 from shoal.tasks import words
 from shoal.tasks.generated import NUM_TRAIN, is_held_out

@@ -1,14 +1,17 @@
 """Turns the rewards of a group into advantages: float64 on the host, before anything is packed.
 
-Each function has the signature of `Advantage` and stands in `ADVANTAGES` under the name that a user sets. `valid[P, G]`
-is False where a sibling is missing or unscorable: whatever its reward holds, NaN included, it is left out of every mean
-and deviation, and its advantage is 0. A NaN at a valid place is not hidden: it spreads over its group (in `gdpo`, the
-NaN of one function means that this function could not judge the completion).
+Each function has a row in `shoal.config.algorithm_parts`, and takes what it needs of these:
+
+    estimator(rewards[P, G], valid[P, G], components=, weights=, lengths=, **settings) -> float64[P, G]
+
+`valid` is False where a sibling is missing or unscorable: whatever its reward holds, NaN included, it is left out of
+every mean and deviation, and its advantage is 0. A NaN at a valid place is not hidden: it spreads over its group.
+`components[F, P, G]` are the values of the F reward functions, NaN where one could not judge, `weights[F]` their
+weights. `lengths[P, G]` are numbers of sampled tokens, None where forms that whiten over the step count each completion
+once (verl counts it once a token). Settings are those that the row names.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -16,21 +19,6 @@ from jaxtyping import Bool, Float, Int
 Rewards = Float[np.ndarray, "P G"]
 Valid = Bool[np.ndarray, "P G"]
 Lengths = Int[np.ndarray, "P G"]
-
-
-class Advantage(Protocol):
-    """rewards[P, G], valid[P, G] -> advantages float64[P, G]. Each form reads the settings that it needs.
-
-    `components[F, P, G]` are the values of the F reward functions, NaN where one could not judge, `weights[F]` their
-    weights. `lengths[P, G]` are numbers of sampled tokens, given where the forms that whiten over the step count each
-    completion once a token (verl) rather than once.
-    """
-
-    def __call__(
-        self, rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
-        components: Float[np.ndarray, "F P G"] | None = None, weights: Float[np.ndarray, "F"] | None = None,
-        lengths: Lengths | None = None,
-    ) -> Float[np.ndarray, "P G"]: ...
 
 
 def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
@@ -64,6 +52,7 @@ def dr_grpo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
 def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """r - mean of the other valid siblings. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for
     Free!" (2019); for language models RLOO, arXiv 2402.14740."""
+    # r less the others' mean is (r - mean) n / (n - 1): scaled, a group of equal rewards stays exactly 0.
     number = valid.sum(axis=1, keepdims=True)
     return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
 
@@ -93,6 +82,7 @@ def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """(r - mean) / mean of the group: with rewards 0 and 1 the mean gradient is that of a truncated log-likelihood of
     success. Defined for rewards of 0 or more, where it is at most G - 1: a group with a reward below 0, or with none
     above 0, has advantage 0. MaxRL, arXiv 2602.02710."""
+    # Near a mean of 0 the quotient has no bound: with a penalty below 0, (1, -0.99) would have advantages of 199.
     number = np.maximum(valid.sum(axis=1, keepdims=True), 1)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / number
     undefined = (mean <= 0) | (np.where(valid, rewards, 0.0) < 0).any(axis=1, keepdims=True)
@@ -109,6 +99,7 @@ def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_e
     scale = np.ones(len(parts)) if weights is None else weights
     total = np.zeros(rewards.shape)
     for part, weight in zip(parts, scale, strict=True):
+        # As 0 a completion that one function could not judge would move that function's mean for its siblings.
         judged = valid & ~np.isnan(part)
         total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode)
     return _whitened_groups(total, valid, lengths, std_ddof, std_eps, std_eps_mode)
@@ -119,20 +110,6 @@ def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     return np.zeros(rewards.shape)
 
 
-ADVANTAGES: dict[str, Advantage] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "batch_std": batch_std,
-    "reinforce++": reinforce_pp,
-    "reinforce++-baseline": reinforce_pp_baseline,
-    "maxrl": maxrl,
-    "gdpo": gdpo,
-    "none": none,
-}
-"""By the names of `algorithm.advantage`."""
-
-
 def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """r - mean of the group; exactly 0 in a group that is not `nonzero_std`."""
     return _centred_over(rewards, valid & nonzero_std(rewards, valid)[:, None], axis=1)
@@ -140,6 +117,7 @@ def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
     """x - mean, where each x counts `counts` times; 0 where it counts nothing."""
+    # Masked before the product: 0 times the NaN of an invalid sibling is NaN.
     kept = np.where(counts, values, 0.0).astype(np.float64)
     mean = (counts * kept).sum(axis=axis, keepdims=True) / np.maximum(counts.sum(axis=axis, keepdims=True), 1)
     return np.where(counts, kept - mean, 0.0)

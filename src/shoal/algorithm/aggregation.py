@@ -2,8 +2,8 @@
 
 Weights are computed once, on the host, in float64, from all completions of an update; any split of that update into
 micro-batches then adds up to the same gradient. (A mean of micro-batch means, as TRL long had it, does not: batches of
-short completions count too much.) Each mode is a pure function of the completions' lengths and stands in
-`AGGREGATIONS` under the name that a user sets.
+short completions count too much.) Each mode is a pure function of the completions' lengths, with a row in
+`shoal.config.algorithm_parts`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
 def seq_mean_token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     """1 / (completions x tokens of this one): every completion weighs the same. GRPO: DeepSeekMath,
     arXiv 2402.03300, eq. 3."""
+    # A token of a long wrong answer then weighs less than one of a short: the length bias that Dr. GRPO removes.
     return 1.0 / (max(counted.sum(), 1) * np.maximum(lengths, 1.0))
 
 
@@ -44,23 +45,14 @@ def seq_mean_token_sum_norm(lengths: Lengths, counted: Counted, constant: int) -
 def prompt_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     """1 / (prompts x tokens of this prompt's completions): every prompt weighs the same, and within it every token.
     ScaleRL, arXiv 2510.13786."""
+    # A prompt all of whose completions are empty still counts: that it has no token is no reason to raise the others.
     tokens = np.where(counted, lengths, 0).sum(axis=1, keepdims=True)
     prompts = max(counted.any(axis=1).sum(), 1)
     return np.broadcast_to(1.0 / (prompts * np.maximum(tokens, 1)), lengths.shape)
 
 
-AGGREGATIONS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
-    "token-mean": token_mean,
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "seq-mean-token-sum": seq_mean_token_sum,
-    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
-    "prompt-mean": prompt_mean,
-}
-"""By the names of `algorithm.aggregation`."""
-
-
-def token_weights(mode: str, lengths: Lengths, valid: Bool[np.ndarray, "P G"], counts: Bool[np.ndarray, "P G"],
-                  constant: int = 0) -> Weights:
+def token_weights(mode: Callable[..., np.ndarray], lengths: Lengths, valid: Bool[np.ndarray, "P G"],
+                  counts: Bool[np.ndarray, "P G"], constant: int = 0) -> Weights:
     """The weight of each token of each completion of one update, float64[P, G].
 
     `lengths` are numbers of sampled tokens in the whole update, not in a micro-batch; 0 for a completion that is masked
@@ -72,4 +64,4 @@ def token_weights(mode: str, lengths: Lengths, valid: Bool[np.ndarray, "P G"], c
     """
     # A completion without tokens of its own still counts as one: leaving it out would raise the weight of its siblings.
     counted = valid & counts
-    return np.where(counted & (lengths > 0), AGGREGATIONS[mode](lengths, counted, constant), 0.0)
+    return np.where(counted & (lengths > 0), mode(lengths, counted, constant), 0.0)

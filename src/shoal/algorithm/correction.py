@@ -1,7 +1,7 @@
 """Importance weights w = exp(old - sampler) that correct for the difference of sampler and trainer, without gradient.
 
-They multiply the policy term alone. Each kind is a pure function of w and stands in `CORRECTIONS` under the name that
-a user sets. `cap=inf` and `floor=0` are no bounds.
+They multiply the policy term alone. Each kind is a pure function of w, with a row in `shoal.config.algorithm_parts`.
+`cap=inf` and `floor=0` are no bounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.algorithm.segments import segment_mean, segment_sum
 def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
     """w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training" (2025); the lower bound is TRL's."""
-    return jnp.clip(w, floor or None, cap)
+    return jnp.clip(w, floor, cap)
 
 
 def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
@@ -27,13 +27,10 @@ def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*
     return jnp.where((w >= floor) & (w <= cap), w, 0)
 
 
-CORRECTIONS: dict[str, Callable[[Array, float, float], Array]] = {"tis": tis, "mis": mis, "icepop": mis}
-"""By the names of `algorithm.correction`; `none` is no weight at all."""
-
-
 def correction_weights(
-    kind: str, level: str, old_logprobs: Float[Array, "R S C"], sampler_logprobs: Float[Array, "R S C"],
-    mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"], cap: float, floor: float,
+    kind: Callable[[Array, float, float], Array], level: str, old_logprobs: Float[Array, "R S C"],
+    sampler_logprobs: Float[Array, "R S C"], mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"], cap: float,
+    floor: float,
 ) -> Float[Array, "R S C"]:
     """The weight of each token where `mask` is True, 0 elsewhere.
 
@@ -47,4 +44,4 @@ def correction_weights(
     elif level == "geometric":
         log_ratio = segment_mean(log_ratio, segment, mask)
     # Completions that a correction drops keep their place in every denominator, as in verl and TRL.
-    return jnp.where(mask, CORRECTIONS[kind](jnp.exp(log_ratio), cap, floor), 0)
+    return jnp.where(mask, kind(jnp.exp(log_ratio), cap, floor), 0)

@@ -1,6 +1,6 @@
 """Estimators of KL(policy || reference) from tokens that the policy sampled, in nats.
 
-Each is a pure function of log_ratio = ref - lp and stands in `KL_ESTIMATORS` under the name that a user sets:
+Each is a pure function of log_ratio = ref - lp, with a row in `shoal.config.algorithm_parts`:
 J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html.
 """
 
@@ -20,6 +20,7 @@ def k1(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 
 def k2(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the true KL."""
+    # The score function's part of KL's gradient is E[(lp - ref) grad lp]: exactly this value's own derivative.
     return log_ratio**2 / 2
 
 
@@ -32,15 +33,11 @@ def k3(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     return jnp.expm1(log_ratio) - log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k1": k1, "k2": k2, "k3": k3}
-"""By the names of `algorithm.kl`."""
-
-
 def token_kl(
-    name: str, lp: Float[Array, "*tokens"], ref_logprobs: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"],
-    clamp_input: float = 0.0, clamp_value: float = 0.0,
+    estimator: Callable[[Array], Array], lp: Float[Array, "*tokens"], ref_logprobs: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"], clamp_input: float = 0.0, clamp_value: float = 0.0,
 ) -> Float[Array, "*tokens"]:
-    """The named estimator where `mask` is True; elsewhere value and gradient are exactly 0, whatever the inputs hold.
+    """The estimate where `mask` is True; elsewhere value and gradient are exactly 0, whatever the inputs hold.
 
     `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0 sets no limit.
     Beyond a limit the gradient is 0.
@@ -49,7 +46,7 @@ def token_kl(
     log_ratio = jnp.where(mask, ref_logprobs, 0) - jnp.where(mask, lp, 0)
     if clamp_input:
         log_ratio = jnp.clip(log_ratio, -clamp_input, clamp_input)
-    value = KL_ESTIMATORS[name](log_ratio)
+    value = estimator(log_ratio)
     if clamp_value:
         value = jnp.clip(value, -clamp_value, clamp_value)
     return jnp.where(mask, value, 0)

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from shoal.files import write_text
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
-from shoal.rewards.scores import Failure, failure_lines
-from shoal.types import Example, ground_truth
+from shoal.rewards.scores import failure_lines
+from shoal.types import Example, Failure, ground_truth
 
 Key: TypeAlias = "tuple[Any, ...]"
 """What a question is looked up by."""

@@ -7,28 +7,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from shoal.commands.help import options_of, topics_of
-from shoal.config.arguments import find_key, names_of
+from shoal.config.arguments import find_key, is_file_option, names_of
 from shoal.config.files import presets_of
 from shoal.config.keys import COMMANDS, Key
-from shoal.text import nearest
+from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
-ASK = "__complete"
+COMPLETE = "__complete"
 """The hidden command by which the scripts ask."""
 
 _FIRST_WORDS = ("help", "completion", "--help", "--version")
-_PRESET_OPTIONS = ("--config-name", "--config_name", "-cn")
 
 
 def script(shell: str) -> str:
     """The completion script of a shell."""
     if shell not in SCRIPTS:
         raise ShoalError(f"completion: expected one of {', '.join(SCRIPTS)}, came {shell or 'nothing'}"
-                         + (f"; did you mean {nearest(shell, SCRIPTS)}?" if shell else ""))
-    return SCRIPTS[shell].replace("ASK", ASK)
+                         + did_you_mean(shell, SCRIPTS).replace(",", ";"))
+    return SCRIPTS[shell].replace("ASK", COMPLETE)
 
 
 def candidates(words: Sequence[str]) -> list[str]:
@@ -53,12 +52,12 @@ def _offers(before: list[str], word: str) -> list[str]:
             return list(COMMANDS)
     if command not in COMMANDS:
         return []
-    if given and given[-1] in _PRESET_OPTIONS:
+    if given and is_file_option(given[-1]):
         return presets_of(command)
     if given and given[-1] in ("-h", "--help"):
         return topics_of(COMMANDS[command])
     name, equals, _ = word.partition("=")
-    if equals and name in _PRESET_OPTIONS:
+    if equals and is_file_option(word):
         return [f"{name}={preset}" for preset in presets_of(command)]
     presets = [f"{preset}.yml" for preset in presets_of(command)] if not given else []
     options = list(options_of(command)) if word.startswith("-") else []
@@ -82,7 +81,7 @@ def _key_offers(config_type: type, word: str) -> list[str]:
 def _values(key: Key) -> list[Any]:
     if key.type is bool:
         return ["true", "false"]
-    return list(get_args(key.type)) if get_origin(key.type) is Literal else []
+    return list(key.choices)
 
 
 _BASH = r"""# shoal's completion for bash: source <(shoal completion bash)

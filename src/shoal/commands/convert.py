@@ -143,7 +143,7 @@ def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, role: Rol
         console.warning("no tokenizer was given: the folder will hold none; copy the tokenizer's files into it, or "
                         "give tokenizer=FOLDER or a hub id")
     a, dtype = checkpoint.architecture, jnp.dtype(config.dtype)
-    made = None if tokenizer and hf_config.own_config(a, tokenizer) else hf_config.made_config(a, tokenizer)
+    made = None if tokenizer and hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
     parameters = checkpoint.load_lazily(role, dtype)
     with writing(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)

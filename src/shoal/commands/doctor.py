@@ -24,7 +24,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Check, Finding, Findings, key_in
 from shoal.rewards.pool import RewardPool
 from shoal.run.assembly import with_prompts
-from shoal.run.loading import LoadedModel, find_teacher, make_model, open_model
+from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, open_data
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, set_sizes
@@ -108,7 +108,7 @@ def check_task(config: Config, reward_functions: Sequence[Callable], stack: Exit
         return None, None
     with report.rewards.errors():
         source = TaskSection(num_questions=1) if replaced else config.task  # rewards of your own need no data
-        scored = load_task(source, config.reward, reward_functions, config.algorithm.advantage != "none")
+        scored = load_task(source, config.reward, reward_functions, config.algorithm.uses_rewards)
         scored = with_overlong(scored, config.reward, config.sampling.max_completion_tokens)
         pool = stack.enter_context(closing(RewardPool(scored.rewards, config.reward, config.steps)))
         task = task and replace(task, rewards=scored.rewards)
@@ -130,19 +130,19 @@ def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
     return config, roles, True
 
 
-def check_model(config: Config, roles: Roles, report: Report) -> LoadedModel | None:
+def check_model(config: Config, roles: Roles, report: Report) -> ModelSpec | None:
     """Loads tokenizer and architecture."""
     try:
-        loaded = open_model(config.model, roles.trainer, None)
+        loaded = open_model(config.model, None)
     except ShoalError as error:
         template = "template=" in str(error) or "chat template" in str(error)
         report.check("tokenizer").wrong(error, "model.template" if template else "model.path")
         return None
-    check_tokenizer(loaded.tokenizer, loaded.notes, report.findings)
+    check_tokenizer(loaded.tokenizer, (*loaded.notes, *loaded.tokenizer.notes), report.findings)
     return loaded
 
 
-def check_data(config: Config, task: Task, loaded: LoadedModel, report: Report) -> PromptStream | None:
+def check_data(config: Config, task: Task, loaded: ModelSpec, report: Report) -> PromptStream | None:
     """Checks template and data, prints the run's first prompt, and returns the prompts; None if a run cannot begin."""
     tokenizer, check = loaded.tokenizer, report.check("data", "task.path")
     for note in task.notes:
@@ -170,7 +170,7 @@ def check_data(config: Config, task: Task, loaded: LoadedModel, report: Report) 
     return data.prompts
 
 
-def check_reward(pool: RewardPool, task: Task, loaded: LoadedModel | None, prompts: PromptStream | None,
+def check_reward(pool: RewardPool, task: Task, loaded: ModelSpec | None, prompts: PromptStream | None,
                  report: Report) -> bool:
     """Scores known answers to the run's first prompt and to the data's first rows, and prints the table; False for a
     reward that cannot work."""
@@ -197,12 +197,12 @@ def check_reward(pool: RewardPool, task: Task, loaded: LoadedModel | None, promp
 class Job:
     """A job whose model and devices are there."""
 
-    def __init__(self, config: Config, roles: Roles, loaded: LoadedModel, report: Report) -> None:
+    def __init__(self, config: Config, roles: Roles, loaded: ModelSpec, report: Report) -> None:
         self.config, self.roles, self.loaded, self.report = config, roles, loaded, report
         self.teacher = None
         if config.teacher.path:
             with report.check("teacher", "teacher.path").errors():
-                self.teacher = find_teacher(config, loaded, roles.reference, None).architecture
+                self.teacher = find_teacher(config, loaded, None).architecture
         self.model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
         self.engines = dict(run_engines(config, self.model, roles.sampler, loaded.tokenizer))
         self.available = available_memory(roles.trainer.mesh.devices.flat)
@@ -216,7 +216,7 @@ class Job:
             report_memory(self.config, budget, self.available, self.roles, self.report)
             return
         try:
-            parameters = self.loaded.load()
+            parameters = self.loaded.load(self.roles.trainer, jnp.float32)
             tried = None
             if check_weights(self.config, parameters, self.report) and asked:
                 tried = try_first_step(self, *asked, parameters)

@@ -14,17 +14,18 @@ from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Failure, failed_figures
+from shoal.rewards.scores import failed_figures
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
-from shoal.run.loading import compute_dtype, make_model, open_model
+from shoal.run.loading import make_model, open_model
 from shoal.run.parts import engine_maker, prepare_sets
+from shoal.run.preflight.settings import check_model
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
 from shoal.trainer.loop import sampling_params
-from shoal.types import Group, ShoalError, ground_truth
+from shoal.types import Failure, Group, ShoalError, ground_truth
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 """Fields of the output file, next to one for each set of questions."""
@@ -34,6 +35,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
              console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
     """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
     output = check_writable(config.output, "output") if config.output else None
+    check_model(config.model)
     with console or Console() as console, ExitStack() as stack:
         with evaluating():
             task = task or load_task(config.task, config.reward, reward_functions)
@@ -43,7 +45,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
                              "file; rename the set")
         pool = stack.enter_context(closing(RewardPool(task.rewards, config.reward)))
         roles = make_roles(config.mesh)
-        opened = open_model(config.model, roles.sampler, console, compute_dtype(config.model.dtype))
+        opened = open_model(config.model, console)
         tokenizer = opened.tokenizer
         for note in task.notes:
             console.note(note)
@@ -52,13 +54,13 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
         model = make_model(config.model, opened, roles.sampler, 0)
         make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
-        source = LocalSource(model, Player(make, task, pool, tokenizer.decode, config.seed))
-        source.player.on_progress = console.answered
-        source.publish(0, opened.load())
+        source = LocalSource(model, Player(make, task, pool, tokenizer.decode, config.seed,
+                                           on_progress=console.answered))
+        source.publish(0, opened.load(roles.sampler, model.dtype))
         sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
-        failures = source.read_clock().failures
+        failures = source.read_stats().failures
         failed = _failures_by_set(answers, failures)
         data = describe_data(config.task, task, tokenizer, bool(config.model.template))
         figures = {subset: evaluator.figures(own) | failed_figures(failed[subset]) | {"data": data}

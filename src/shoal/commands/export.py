@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from shoal.config.schema import ExportConfig, MeshSection, ModelSection
 from shoal.config.text import require_given
 from shoal.files import check_local, check_new_folder, writing
@@ -23,8 +25,9 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
                          "which writes it as a folder that transformers loads")
     with console or Console() as console:
-        model = open_model(ModelSection(path=config.source), make_roles(MeshSection()).trainer, console)
+        model = open_model(ModelSection(path=config.source), console)
+        params = model.load(make_roles(MeshSection()).trainer, np.float32)
         with writing(to, "to"):
-            hf.save(to, model.load(), model.architecture, model.folder, config.dtype, config=model.config)
+            hf.save(to, params, model.architecture, model.folder, config.dtype, config=model.config)
         console.note(f"wrote {to}")
     return {"to": str(to)}

@@ -16,8 +16,9 @@ from shoal.files import check_local, check_writable, write_text
 from shoal.mesh import make_roles
 from shoal.report.console import Console
 from shoal.rollout.publication import publish_to
-from shoal.run.loading import compute_dtype, make_model, open_model
+from shoal.run.loading import make_model, open_model
 from shoal.run.parts import engine_maker
+from shoal.run.preflight.settings import check_model
 from shoal.sampler.engine import drain
 from shoal.trainer.loop import sampling_params
 from shoal.types import Address, Completion, Prompt, Purpose, SampleRequest, ShoalError
@@ -28,16 +29,17 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     used before the first token is sampled."""
     require_given(config, "prompts", "output")
     output = check_writable(config.output, "output")
+    check_model(config.model)
     with console or Console() as console:
         prompts = read_prompts(check_local(config.prompts, "prompts"))
         role = make_roles(config.mesh).sampler
-        loaded = open_model(config.model, role, console, compute_dtype(config.model.dtype))
+        loaded = open_model(config.model, console)
         model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
         params, count = sampling_params(config.sampling), config.num_generations
         prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]
         engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(
             Purpose.GENERATE, count)
-        engine.load(0, publish_to(model, loaded.load()))
+        engine.load(0, publish_to(model, loaded.load(role, model.dtype)))
         engine.submit([
             SampleRequest(number, ids, count, Address(config.seed, Purpose.GENERATE.value, 0, number), params)
             for number, ids in enumerate(prompt_ids)])

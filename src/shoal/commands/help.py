@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.arguments import aliases_of, find_key, names_of, words_text
+from shoal.config.arguments import aliases_of, find_key, names_of, positionals_text
 from shoal.config.files import packaged, presets_of
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.translator import ForeignFlag, translator
 from shoal.config.values import shown
 from shoal.run.derived import step_text
-from shoal.text import nearest
+from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
     config_type = COMMANDS[command]
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
-    words = words_text(command)
+    words = positionals_text(command)
     lines = [f"shoal {command}: {purpose(config_type)}", "",
              f"usage: shoal {command} {words or '[PRESET.yml | --config-name PRESET]'} [key=value ...]",
              *[f"  {name:<15}{text}" for name, text in options_of(command).items()], "",
@@ -118,7 +118,7 @@ def _topic_help(config_type: type, topic: str) -> str:
     if flag := translator().flags(config_type).get(topic):
         return "\n".join(_flag_lines(config_type, flag))
     known = [*topics_of(config_type), *names_of(config_type)]
-    raise ShoalError(f"{topic}: there is no such topic or key, did you mean {nearest(topic, known)}? "
+    raise ShoalError(f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} "
                      f"`shoal {command_of(config_type)} --help` lists all")
 
 

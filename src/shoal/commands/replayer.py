@@ -12,10 +12,9 @@ import numpy as np
 
 from shoal.commands.diff import INERT_KEYS
 from shoal.config.keys import is_under
-from shoal.config.schema import Config, MeshSection
+from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.config.text import to_dict
 from shoal.mesh import Roles, make_roles
-from shoal.model import hf_config
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -25,7 +24,7 @@ from shoal.report.reading import at_version, group_files, ranges, read_file, rea
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
-from shoal.run.loading import LoadedModel, make_model, open_model, open_teacher
+from shoal.run.loading import ModelSpec, make_model, open_model, open_teacher, resolve_model
 from shoal.run.parts import make_learner, make_updater, training_engines
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
@@ -56,7 +55,7 @@ class Replayer:
     config: Config  # the settings that sampled the group
     segments: Mapping[int, Config]  # first version -> settings
     roles: Roles
-    model_files: LoadedModel
+    model_spec: ModelSpec
     console: Console
     checkpoint_records: Mapping[int, Mapping[str, Any]]  # by version
     _updater_of: tuple[Config, Updater] | None = field(default=None)  # of one segment: each compiles its own
@@ -67,16 +66,15 @@ class Replayer:
         segments = read_segments(run)
         config = at_version(segments, group.step if group.purpose is Purpose.TRAIN else group.step - 1)
         roles = make_roles(config.mesh if mesh == MeshSection() else mesh)
-        folder = run / MODEL_FOLDER
-        files = LoadedModel(folder, hf_config.architecture_of(folder), Tokenizer.load(folder), dict)
-        return cls(run, config, segments, roles, files, console, read_checkpoint_records(run))
+        spec = resolve_model(ModelSection(path=str(run / MODEL_FOLDER)))
+        return cls(run, config, segments, roles, spec, console, read_checkpoint_records(run))
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.model_files.tokenizer
+        return self.model_spec.tokenizer
 
     def model(self, config: Config) -> Model:
-        return make_model(config.model, self.model_files, self.roles.trainer, config.batch.micro_tokens)
+        return make_model(config.model, self.model_spec, self.roles.trainer, config.batch.micro_tokens)
 
     # ---- weights
 
@@ -90,7 +88,7 @@ class Replayer:
         kl = any(at_version(self.segments, step).algorithm.kl_coef > 0 for step in range(start, version + 1))
         first = None
         if state is None or (kl and retrains):  # a KL term refers to the first weights
-            first = open_model(self.config.model, self.roles.trainer, self.console).load()
+            first = open_model(self.config.model, self.console).load(self.roles.trainer, np.float32)
         updater = self._updater(start, first, retrains)
         state = updater.learner.init(first) if state is None else state
         if retrains:
@@ -121,7 +119,7 @@ class Replayer:
         """The updater of the step from `version` to the next."""
         config = at_version(self.segments, version)
         if self._updater_of is None or self._updater_of[0] is not config:
-            teacher = open_teacher(config, self.model_files, self.roles.reference, self.console) if with_teacher \
+            teacher = open_teacher(config, self.model_spec, self.roles.reference, self.console) if with_teacher \
                 else None
             self._updater_of = config, make_updater(config, self._learner(config), first, teacher)
         return self._updater_of[1]

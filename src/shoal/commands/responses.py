@@ -19,12 +19,12 @@ from shoal.files import check_local, check_writable
 from shoal.report.console import Console
 from shoal.report.metrics import known_mean, wilson_interval
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Failure, Scores, failed_figures
+from shoal.rewards.scores import Scores, failed_figures
 from shoal.run.task import load_task, with_rewards
 from shoal.tasks.data import evaluating
 from shoal.tasks.generated import MadeRows
 from shoal.tasks.task import TASKS, Task
-from shoal.types import GOLD_COLUMNS, Example, ShoalError
+from shoal.types import GOLD_COLUMNS, Example, Failure, ShoalError
 
 NOT_FOUND = "its question is not in the task's data"
 TEXT = "response"

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std
-from shoal.rewards.scores import Failure
-from shoal.types import Group
+from shoal.types import Failure, Group
 
 NUM_SHOWN = 5
 """Groups and completions that are shown in full."""

@@ -109,22 +109,44 @@ def derive_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
 
 def derive_trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and makes
-    steps_per_generation / gradient_accumulation_steps updates of them."""
+    steps_per_generation / gradient_accumulation_steps updates of them. generation_batch_size is the number of
+    completions on all devices, in place of steps_per_generation."""
+    given = {name: text for name, text in given.items() if text.lower() not in NOTHING}
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
-    generation = given.get("steps_per_generation", "")
-    batches = parts if generation.lower() in NOTHING else to_int("steps_per_generation", generation)
+    batches = to_int("steps_per_generation", given.get("steps_per_generation", str(parts)))
+    whole = to_int("generation_batch_size", given.get("generation_batch_size", "0"), 0)
+    if whole:
+        batches = _batches_of(whole, size, given, get)
     if batches % parts:
         raise ShoalError(f"steps_per_generation={batches}: expected a multiple of gradient_accumulation_steps={parts}, "
                          "so that a step ends with an update")
-    group, total, updates = get("batch.group_size"), size * batches, batches // parts
+    group, total, updates = get("batch.group_size"), whole or size * batches, batches // parts
     if total % group:
-        raise ShoalError(f"per_device_train_batch_size={size} x {batches} batches: expected a multiple of "
-                         f"num_generations={group}")
+        shown = f"generation_batch_size={whole}" if whole else f"per_device_train_batch_size={size} x {batches} batches"
+        raise ShoalError(f"{shown}: expected a multiple of num_generations={group}")
     prompts, several = total // group, f" in {updates} updates" if updates > 1 else ""
     values, said = _micro(size, get)
+    if whole:
+        return {"batch.prompts_per_step": str(whole // group), "algorithm.num_minibatches": str(updates), **values}, \
+            f"{whole} completions a step, {group} a prompt{several}; {said}"
     return {"batch.prompts_per_device": str(prompts), "algorithm.num_minibatches": str(updates), **values}, \
         f"{total} completions a device and step, {group} a prompt{several}; {said}"
+
+
+def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
+    """The steps_per_generation that generation_batch_size stands for."""
+    if "steps_per_generation" in given:
+        raise ShoalError(f"generation_batch_size={whole} and steps_per_generation={given['steps_per_generation']} say "
+                         "the same: give one of them")
+    devices = get("mesh.data") * get("mesh.fsdp") * get("mesh.tensor")
+    if devices < 1:
+        raise ShoalError(f"generation_batch_size={whole} is divided by the number of devices, which mesh.fsdp=-1 "
+                         "leaves open: set mesh.fsdp, or give steps_per_generation")
+    if whole % (size * devices):
+        raise ShoalError(f"generation_batch_size={whole}: expected a multiple of {size * devices} "
+                         f"(per_device_train_batch_size={size} x {devices} of mesh.*)")
+    return whole // (size * devices)
 
 
 TRL_COUNTS = {"max_steps": "steps", "save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}

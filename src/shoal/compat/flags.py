@@ -38,6 +38,21 @@ NOTHING = ("", "none", "null", "{}", "[]")
 OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 """Texts of a flag that is not switched on."""
 
+LORA, QUANTISED = "LoRA is not supported yet; all weights are trained", "quantised weights are not supported yet"
+UNSUPPORTED: Mapping[str, str] = {
+    "lora|peft|dora": LORA,
+    "quant|4bit|8bit|fp8|int8": QUANTISED,
+    "vllm|sglang": "samplers other than the model itself are not supported yet",
+    "tool|agent|multi_turn|environment": "several turns and tools are not supported yet",
+    "critic|value_model|value_function": "there is no critic: advantages come from groups",
+    "image|video|audio|vision": "models and data are text only",
+    "megatron|deepspeed|pipeline_parallel|expert_parallel|context_parallel":
+        "devices share the work by mesh.data, mesh.fsdp and mesh.tensor alone",
+    r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$":
+        "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor their shares",
+}
+"""Parts of a name, as a pattern -> why no key has it."""
+
 COMMANDS = ("train", "doctor", "eval", "generate", "convert")
 """Commands that accept a flag which becomes no key."""
 
@@ -66,6 +81,7 @@ class Flag:
     refused: bool = False
     accepts: tuple[str, ...] = OFF  # refused: texts that are no error
     expected: str = ""  # refused: the texts that say what happens here
+    item: Callable[[str], str] | None = None  # rename of a list: what an item becomes
     is_switch: bool = False  # may stand bare
     is_quiet: bool = True  # not worth a line at the start
     has_tail: bool = True  # its line ends with its meaning
@@ -171,6 +187,18 @@ def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
     if text not in options:
         raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
     return options[text]
+
+
+def read_bounds(both: str, low: str, high: str) -> Group:
+    """A reader of clip bounds: one flag for both, where they have none of their own."""
+
+    def read_clip(given: Given) -> Values:
+        named = last_part(given)
+        names = {"low": low if named.get(low) else both, "high": high if named.get(high) else both}
+        return {f"algorithm.clip_{side}": str(to_float(name, named[name])) for side, name in names.items()
+                if named.get(name)}
+
+    return read_clip
 
 
 REMAT = if_true({"model.remat": "full"}, {"model.remat": "none"})

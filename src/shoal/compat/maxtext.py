@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shoal.compat.derived import derive_batches, derive_devices, derive_lengths, derive_test_batches, derive_warmup
 from shoal.compat.flags import (
+    LORA,
+    QUANTISED,
     Flag,
     Given,
     Values,
@@ -12,13 +14,14 @@ from shoal.compat.flags import (
     each,
     grouped,
     idle,
+    if_true,
     listed,
     only,
+    read_bounds,
     read_data_set,
     reads,
     refused,
     renames,
-    to_bool,
     to_float,
     to_int,
 )
@@ -26,16 +29,7 @@ from shoal.compat.token import TOKEN
 from shoal.compat.tunix import AGGREGATIONS
 from shoal.types import ShoalError
 
-
-def read_clip(given: Given) -> Values:
-    """grpo_epsilon is both bounds, unless rl.epsilon_high is given."""
-    named = {name.rpartition(".")[2]: text for name, text in given.items()}
-    values: dict[str, str] = {}
-    if low := named.get("grpo_epsilon"):
-        values = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"), str(to_float("grpo_epsilon", low)))
-    if high := named.get("epsilon_high"):
-        values["algorithm.clip_high"] = str(to_float("epsilon_high", high))
-    return values
+read_clip = read_bounds("grpo_epsilon", "", "epsilon_high")
 
 
 def read_evaluation(given: Given) -> Values:
@@ -53,18 +47,6 @@ def read_profiler(name: str, text: str) -> Values:
 
 def read_parallelism(name: str, text: str) -> Values:
     return {"mesh.tensor": "1" if text == "-1" else str(to_int(name, text))}
-
-
-def read_dtype(name: str, text: str) -> Values:
-    return {"model.dtype": choice({one: {"k": one} for one in ("bfloat16", "float32")})(name, text)["k"]}
-
-
-def read_stop(name: str, text: str) -> Values:
-    return listed("sampling.stop")(name, text)
-
-
-def read_wandb(name: str, text: str) -> Values:
-    return {"report.wandb.mode": "online" if to_bool(name, text) else "off"}
 
 
 _LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token", "gspo")}
@@ -120,9 +102,11 @@ FLAGS: list[Flag] = [
     *derived(derive_batches, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
     *derived(derive_test_batches, "task.num_questions", "batches of questions in an evaluation", "num_test_batches"),
     *grouped(read_evaluation, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
-    reads("dtype", "model.dtype", read_dtype, "of the computation; masters and optimizer stay float32"),
-    reads("stop_strings", "sampling.stop", read_stop, "strings that end a completion"),
-    reads("enable_wandb", "report.wandb.mode", read_wandb, "true: online", is_switch=True),
+    reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float32")}),
+          "of the computation; masters and optimizer stay float32"),
+    reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
+    reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "online"}, {"report.wandb.mode": "off"}),
+          "true: online", is_switch=True),
     reads("remat_policy", "model.remat", choice({
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),
@@ -130,12 +114,12 @@ FLAGS: list[Flag] = [
     *idle("read with num_batches and eval_interval", "train_fraction", "num_epoch"),
     *idle("read with num_test_batches", "eval_batch_size"),
     # ---- what matters and has no counterpart
-    *refused("quantised weights or caches", "quantization", "use_qwix_quantization", "quantize_kvcache",
+    *refused(QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache",
              "checkpoint_is_quantized", "quant_cfg_path"),
     *refused("set num_generations and batch_size; batch.micro_tokens bounds memory", "gradient_accumulation_steps",
              accepts=("1",)),
     *refused("another trainer; this one makes groups of samples", "use_dpo", "use_sft", "enable_diloco"),
-    *refused("LoRA and partial training; all weights are trained", "lora_input_adapters_path",
+    *refused(LORA, "lora_input_adapters_path",
              "hf_lora_adapter_path", "trainable_parameters_mask"),
     *refused("agents and environments", "rl.use_agentic_rollout"),
     *refused("a system prompt; write it into task.template", "rl.system_prompt"),

@@ -49,7 +49,7 @@ STACKED_AXIS = 1
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredParameter:
     """One parameter in MaxText's tree; of a parameter with layers, one layer's array."""
 
     path: str  # Shoal's: "blocks.q"
@@ -103,7 +103,7 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-def places(a: Architecture) -> dict[str, Place]:
+def stored_parameters(a: Architecture) -> dict[str, StoredParameter]:
     """Every parameter of an architecture by its dotted path; ShoalError where MaxText has no such model."""
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
         raise ShoalError("MaxText has no model with these biases (on the attention's output, the feed-forward part, or "
@@ -122,7 +122,7 @@ def places(a: Architecture) -> dict[str, Place]:
             axes = (*axes[:axis], "heads", None, *axes[axis + 1:])
         llama = not (a.qkv_bias or a.qk_norm)
         factor = float(np.float32(a.head_dim**-0.5)) if llama and path == "blocks.q" else 1.0
-        found[path] = Place(path, name, shape, axes, declared, kind in ("q", "k"), factor)
+        found[path] = StoredParameter(path, name, shape, axes, declared, kind in ("q", "k"), factor)
     return found
 
 
@@ -134,27 +134,28 @@ def in_pairs(name: str, a: Architecture) -> bool:
     return a.rope_scaling is not None and a.rope_scaling.kind == "llama3"
 
 
-def to_maxtext(value: np.ndarray, place: Place, pairs: bool) -> np.ndarray:
+def to_maxtext(value: np.ndarray, parameter: StoredParameter, pairs: bool) -> np.ndarray:
     """One layer's array of Shoal ([in, out], [n]), float32, in MaxText's form."""
-    value = value.reshape(place.shape)
-    if place.rotary and pairs:
-        halves = value.reshape(*place.shape[:-1], 2, place.shape[-1] // 2)
-        value = halves.swapaxes(-1, -2).reshape(place.shape)
-    return value if place.factor == 1.0 else value * np.float32(place.factor)
+    value = value.reshape(parameter.shape)
+    if parameter.rotary and pairs:
+        halves = value.reshape(*parameter.shape[:-1], 2, parameter.shape[-1] // 2)
+        value = halves.swapaxes(-1, -2).reshape(parameter.shape)
+    return value if parameter.factor == 1.0 else value * np.float32(parameter.factor)
 
 
-def from_maxtext(arrays: list[jax.Array], place: Place, pairs: bool, scanned: bool, dtype: Any) -> jax.Array:
+def from_maxtext(arrays: list[jax.Array], parameter: StoredParameter, pairs: bool, scanned: bool,
+                 dtype: Any) -> jax.Array:
     """MaxText's arrays of a parameter (one, or one a layer) in Shoal's form, layers first. Traced."""
     value = arrays[0]
-    if place.layered:
+    if parameter.layered:
         value = jnp.moveaxis(value, STACKED_AXIS, 0) if scanned else jnp.stack(arrays)
-    if place.rotary and pairs:
+    if parameter.rotary and pairs:
         by_pair = value.reshape(*value.shape[:-1], value.shape[-1] // 2, 2)
         value = by_pair.swapaxes(-1, -2).reshape(value.shape)
-    if place.factor != 1.0:
-        value = value.astype(jnp.float32) * np.float32(1 / place.factor)
-    shape = place.declared.shape
-    return value.reshape((value.shape[0], *shape[1:]) if place.layered else shape).astype(dtype)
+    if parameter.factor != 1.0:
+        value = value.astype(jnp.float32) * np.float32(1 / parameter.factor)
+    shape = parameter.declared.shape
+    return value.reshape((value.shape[0], *shape[1:]) if parameter.layered else shape).astype(dtype)
 
 
 def check_arrays(shapes: Mapping[str, tuple[int, ...]], a: Architecture, scan_layers: bool, where: Path,
@@ -173,8 +174,8 @@ def check_arrays(shapes: Mapping[str, tuple[int, ...]], a: Architecture, scan_la
         how = "stacked in one array each" if stacked else "in arrays of their own (decoder/layers_0, ...)"
         raise ShoalError(f"{where} has its layers {how}, which is not what scan_layers={str(scan_layers).lower()} "
                          f"says: give scan_layers={str(stacked).lower()}")
-    wanted = {name: place.stored(a.num_layers, scan_layers)[0]
-              for place in places(a).values() for name in place.names(a.num_layers, scan_layers)}
+    wanted = {name: parameter.stored(a.num_layers, scan_layers)[0]
+              for parameter in stored_parameters(a).values() for name in parameter.names(a.num_layers, scan_layers)}
     fault = next((f"{name} is {list(found[name])} instead of {list(shape)}"
                   for name, shape in wanted.items() if found.get(name, shape) != shape), "")
     for kind, names in (("lacks", wanted.keys() - found.keys()), ("also has", found.keys() - wanted.keys())):
@@ -203,7 +204,7 @@ class MaxTextCheckpoint:
     def load(self, role: Role, dtype: Any = np.float32) -> Params:
         """The parameters, each read for the devices that hold it and converted there, one after the other: the most
         memory needed beside them is one parameter of all layers."""
-        found = places(self.architecture)
+        found = stored_parameters(self.architecture)
         return jax.tree_util.tree_map_with_path(
             lambda path, _: self._parameter(found[dotted(path)], None, role, dtype),
             param_specs(self.architecture), is_leaf=is_param_spec)
@@ -211,31 +212,31 @@ class MaxTextCheckpoint:
     def load_lazily(self, role: Role, dtype: Any = np.float32) -> Any:
         """The parameters as `hf.LazyParameter`: one parameter of all layers (of one layer, where they are not stacked)
         is in memory at a time."""
-        found, cached = places(self.architecture), dict[str, np.ndarray]()
+        found, cached = stored_parameters(self.architecture), dict[str, np.ndarray]()
 
-        def read(place: Place, layer: int | None) -> np.ndarray:
+        def read(parameter: StoredParameter, layer: int | None) -> np.ndarray:
             if layer is not None and not self.scan_layers:
-                return np.asarray(self._parameter(place, layer, role, dtype))[0]
-            if place.path not in cached:
+                return np.asarray(self._parameter(parameter, layer, role, dtype))[0]
+            if parameter.path not in cached:
                 cached.clear()
-                cached[place.path] = np.asarray(self._parameter(place, None, role, dtype))
-            return cached[place.path] if layer is None else cached[place.path][layer]
+                cached[parameter.path] = np.asarray(self._parameter(parameter, None, role, dtype))
+            return cached[parameter.path] if layer is None else cached[parameter.path][layer]
 
         return jax.tree_util.tree_map_with_path(
             lambda path, declared: hf.LazyParameter(declared.shape, partial(read, found[dotted(path)])),
             param_specs(self.architecture), is_leaf=is_param_spec)
 
-    def _parameter(self, place: Place, layer: int | None, role: Role, dtype: Any) -> jax.Array:
+    def _parameter(self, parameter: StoredParameter, layer: int | None, role: Role, dtype: Any) -> jax.Array:
         """A parameter in Shoal's form; with `layer`, that layer alone, [1, ...]."""
         count = self.architecture.num_layers
-        shape, axes = place.stored(count, self.scan_layers)
-        names = [self.root + name for name in place.names(count, self.scan_layers)]
+        shape, axes = parameter.stored(count, self.scan_layers)
+        names = [self.root + name for name in parameter.names(count, self.scan_layers)]
         names = names if layer is None else names[layer : layer + 1]
         sharding = role.sharding(axes, shape)
         stored = read_leaves(self.folder, {
             name: jax.ShapeDtypeStruct(shape, self.dtypes[name], sharding=sharding) for name in names})
-        assemble = partial(from_maxtext, place=place, pairs=self.pairs, scanned=self.scan_layers, dtype=dtype)
-        out = role.replicated if layer is not None else role.sharding(place.declared.axes, place.declared.shape)
+        assemble = partial(from_maxtext, parameter=parameter, pairs=self.pairs, scanned=self.scan_layers, dtype=dtype)
+        out = role.replicated if layer is not None else role.sharding(parameter.declared.axes, parameter.declared.shape)
         return jax.jit(assemble, out_shardings=out)([stored[name] for name in names]).block_until_ready()
 
 
@@ -248,29 +249,29 @@ def arrays_to_write(read: ReadPart, a: Architecture, pairs: bool, scan_layers: b
                     dtype: np.dtype) -> dict[str, LazyArray]:
     """The arrays of MaxText's tree by name, each read and converted when it is written."""
 
-    def one_layer(place: Place, layer: int, _: slice | None = None) -> np.ndarray:
-        index = (slice(layer, layer + 1), *(slice(0, size) for size in place.declared.shape[1:]))
-        return to_maxtext(read(place.path, index)[0], place, pairs).astype(dtype)
+    def one_layer(parameter: StoredParameter, layer: int, _: slice | None = None) -> np.ndarray:
+        index = (slice(layer, layer + 1), *(slice(0, size) for size in parameter.declared.shape[1:]))
+        return to_maxtext(read(parameter.path, index)[0], parameter, pairs).astype(dtype)
 
-    def layers(place: Place, part: slice) -> np.ndarray:
-        return np.stack([one_layer(place, layer) for layer in range(part.start, part.stop)], STACKED_AXIS)
+    def layers(parameter: StoredParameter, part: slice) -> np.ndarray:
+        return np.stack([one_layer(parameter, layer) for layer in range(part.start, part.stop)], STACKED_AXIS)
 
-    def rows(place: Place, axis: int, part: slice) -> np.ndarray:
-        index = [slice(0, size) for size in place.shape]
+    def rows(parameter: StoredParameter, axis: int, part: slice) -> np.ndarray:
+        index = [slice(0, size) for size in parameter.shape]
         index[axis] = part
-        return read(place.path, tuple(index)).astype(dtype)
+        return read(parameter.path, tuple(index)).astype(dtype)
 
     arrays = {}
-    for place in places(a).values():
-        shape, axes = place.stored(a.num_layers, scan_layers)
-        for layer, name in enumerate(place.names(a.num_layers, scan_layers)):
-            if not place.layered:
+    for parameter in stored_parameters(a).values():
+        shape, axes = parameter.stored(a.num_layers, scan_layers)
+        for layer, name in enumerate(parameter.names(a.num_layers, scan_layers)):
+            if not parameter.layered:
                 axis = axes.index("vocab") if "vocab" in axes else 0
-                how = (axis, partial(rows, place, axis), False)
+                how = (axis, partial(rows, parameter, axis), False)
             elif scan_layers:
-                how = (STACKED_AXIS, partial(layers, place), True)
+                how = (STACKED_AXIS, partial(layers, parameter), True)
             else:
-                how = (None, partial(one_layer, place, layer), False)
+                how = (None, partial(one_layer, parameter, layer), False)
             arrays[ROOTS[0] + name] = LazyArray(shape, dtype, *how)
     return arrays
 
@@ -289,8 +290,8 @@ class MaxTextFormat:
         tokenizer = hub.locate(section.tokenizer or hub_id, weights=False)
         checkpoint = self.open(found, name, tokenizer, section.scan_layers)
         a = checkpoint.architecture
-        config = None if hf_config.own_config(a, tokenizer) else hf_config.made_config(a, tokenizer)
-        return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),))
+        config = None if hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
+        return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template)
 
     def open(self, found: Path, model_name: str, reference: Path | None, scan_layers: bool) -> MaxTextCheckpoint:
         name = "" if "/" in model_name else model_name
@@ -309,7 +310,7 @@ class MaxTextFormat:
     def arrays(self, read: ReadPart, a: Architecture, model_name: str, scan_layers: bool,
                dtype: np.dtype) -> ForeignArrays:
         pairs = in_pairs(model_name, a)
-        inexact = any(math.frexp(place.factor)[0] != 0.5 for place in places(a).values())
+        inexact = any(math.frexp(parameter.factor)[0] != 0.5 for parameter in stored_parameters(a).values())
         warnings = (f"dtype=bfloat16: MaxText's queries are divided by the square root of head_dim={a.head_dim}, which "
                     "rounds them once more; dtype=float32 keeps bfloat16 weights as they are",)
         return ForeignArrays(arrays_to_write(read, a, pairs, scan_layers, dtype),

@@ -16,7 +16,7 @@ def take_token(text: str) -> None:
         os.environ["HF_TOKEN"] = text.strip()
 
 
-def blank_token(words: Sequence[str]) -> list[str]:
+def redact_token(words: Sequence[str]) -> list[str]:
     """The words of a command line without the hub's token, which is put into the environment."""
     kept = []
     for word in words:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shoal.compat.derived import derive_micro_batch, derive_turns, derive_turns_per_batch
 from shoal.compat.flags import (
+    LORA,
+    QUANTISED,
     REMAT,
     Flag,
     Given,
@@ -73,8 +75,8 @@ FLAGS: list[Flag] = [
           "of the computation; masters and optimizer stay float32", is_switch=True, is_quiet=False),
     reads("train_model.gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
           is_switch=True),
-    *refused("LoRA; all weights are trained, set it to false", "train_model.lora.enabled"),
-    *refused("quantised weights", "train_model.quantization.enabled", "inference_model.quantization.enabled",
+    *refused(LORA + ", set it to false", "train_model.lora.enabled"),
+    *refused(QUANTISED, "train_model.quantization.enabled", "inference_model.quantization.enabled",
              "ref_model.quantization.enabled"),
     *refused("a divergence from the sampler as a loss term; algorithm.correction weighs by the ratio to it",
              "train.kl_to_inference_coeff"),

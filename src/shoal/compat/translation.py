@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, tunix, verl
-from shoal.compat.flags import INSTEAD, LOWEST, NOTHING, WEAK, Flag, Values
+from shoal.compat.flags import INSTEAD, LOWEST, NOTHING, UNSUPPORTED, WEAK, Flag, Values
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
 from shoal.config.keys import keys_of
@@ -83,12 +84,15 @@ class Translator:
         found = find_flag(config_type, name, value)
         return found[1].described() if found else None
 
-    def blank(self, name: str, value: Any) -> Any:
+    def redact(self, name: str, value: Any) -> Any:
         """A value to keep: the hub's token goes into the environment and is not kept."""
         if name != TOKEN:
             return value
         take_token(text_of(value))
         return ""
+
+    def unsupported(self, name: str) -> str:
+        return next((text for part, text in UNSUPPORTED.items() if re.search(part, name.lower())), "")
 
     def translate(self, config_type: type, layers: Sequence[Sequence[Entry]]) -> Translation:
         given = _topmost(config_type, layers)
@@ -119,9 +123,10 @@ def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> dict[str, 
     found: dict[str, tuple[list[tuple[int, int]], FlagUse]] = {}
     for number, entries in enumerate(layers):
         likely, is_theirs = likely_system(entries)
+        names = {entry.name for entry in entries}
         for place, entry in enumerate(entries):
             row = find_flag(config_type, entry.name, entry.value, likely, is_theirs and ":" in entry.origin)
-            if row is None:
+            if row is None or (row[1].only and names & {*row[1].keys}):  # beside its own key, a name of ours is ours
                 continue
             before = found.pop(entry.name, ([], None))[0]
             found[entry.name] = ([*before, (number, place)], FlagUse(row[1], row[0], entry, (number, place)))
@@ -148,8 +153,9 @@ def _alone(config_type: type, one: FlagUse, found: dict[tuple[int, int], list[Se
     flag, text, name = one.flag, one.text, one.entry.name
     if flag.refused:
         if text.lower() not in flag.accepts:
-            raise ShoalError(f"{name}={text}: expected {flag.expected}; {flag.meaning}" if flag.expected else
-                             f"{name}={text} is not supported: {flag.meaning}")
+            expected = f"expected {flag.expected}; " if flag.expected else ""
+            colon = ":" if expected or "not supported" in flag.meaning else " is not supported:"
+            raise ShoalError(f"{name}={text}{colon} {expected}{flag.meaning}")
         reports.append((one.place, Report({name: text}, (), flag.meaning, False, one.system)))
         return
     if flag.idle:
@@ -159,6 +165,8 @@ def _alone(config_type: type, one: FlagUse, found: dict[tuple[int, int], list[Se
         return
     is_list = all(keys_of(config_type)[key].is_list for key in flag.keys if key in keys_of(config_type))
     values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value if is_list else text}
+    if flag.item and isinstance(one.entry.value, list):
+        values = {flag.keys[0]: [flag.item(item) for item in one.entry.value]}
     settings = found[one.place] = _settings(config_type, values, one, "")
     tail = flag.meaning if flag.has_tail and not flag.is_quiet else ""
     reports.append((one.place, Report({name: text}, tuple(settings), tail,

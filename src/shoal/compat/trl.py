@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
+
 from shoal.compat.derived import derive_trl_batch, derive_trl_delta, derive_trl_updates, derive_warmup
 from shoal.compat.flags import (
+    LORA,
     NOTHING,
     REMAT,
     Flag,
@@ -17,25 +22,16 @@ from shoal.compat.flags import (
     if_true,
     only,
     optional,
+    read_bounds,
     read_data_set,
     reads,
     refused,
     renames,
     to_bool,
-    to_float,
 )
 from shoal.types import ShoalError
 
-
-def read_clip(given: Given) -> Values:
-    """epsilon is both bounds, unless epsilon_high is given."""
-    values: dict[str, str] = {}
-    if epsilon := given.get("epsilon"):
-        values = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"), str(to_float("epsilon", epsilon)))
-    if high := given.get("epsilon_high"):
-        values["algorithm.clip_high"] = str(to_float("epsilon_high", high))
-    return values
-
+read_clip = read_bounds("epsilon", "", "epsilon_high")
 
 _LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-mean"), "dapo": ("grpo", "token-mean"),
                "dr_grpo": ("grpo", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
@@ -91,6 +87,22 @@ def read_correction(given: Given) -> Values:
     return values | {"algorithm.correction_floor": "0" if floor in NOTHING else floor}
 
 
+def read_reward(item: str) -> str:
+    """A dotted path, `my_lib.rewards.f`, as the file of that module: `my_lib/rewards.py:f`; other names stay."""
+    if item.endswith(".py") or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", item):
+        return item
+    *modules, name = item.split(".")
+    found = importlib.util.find_spec(modules[0])  # of the first alone: it imports nothing
+    for folder in (Path(), *(Path(place).parent for place in (found and found.submodule_search_locations) or ())):
+        for file in (folder.joinpath(*modules).with_suffix(".py"), folder.joinpath(*modules, "__init__.py")):
+            if file.is_file():
+                return f"{file}:{name}"
+    if found and found.origin and len(modules) == 1:
+        return f"{found.origin}:{name}"
+    raise ShoalError(f"reward_funcs={item}: there is no module {'.'.join(modules)} in {Path.cwd()} or among the "
+                     "installed ones; give FILE.py:FUNCTION")
+
+
 FLAGS: list[Flag] = [
     *renames(
         learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
@@ -100,9 +112,10 @@ FLAGS: list[Flag] = [
         entropy_coef="algorithm.entropy_coef", weight_decay="optimizer.weight_decay",
         max_grad_norm="optimizer.clip_grad_norm", adam_beta1="optimizer.beta1", adam_beta2="optimizer.beta2",
         adam_epsilon="optimizer.eps", warmup_steps="optimizer.warmup_steps", save_total_limit="checkpoint.keep_last",
-        reward_weights="reward.weights", reward_funcs="reward.functions", output_dir="base_output_directory",
+        reward_weights="reward.weights", output_dir="base_output_directory",
         dataset_config="task.subset", dataset_train_split="task.split", dataset_test_split="task.eval_split",
         sapo_temperature_pos="algorithm.sapo_positive", sapo_temperature_neg="algorithm.sapo_negative"),
+    Flag("reward_funcs", ("reward.functions",), item=read_reward, meaning="also by a module's path: my_lib.rewards.f"),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
     *grouped(read_clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given",
@@ -140,6 +153,8 @@ FLAGS: list[Flag] = [
     *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches", "batches of a "
              "step; "
              "divided by gradient_accumulation_steps, its updates", "steps_per_generation"),
+    *derived(derive_trl_batch, "batch.prompts_per_step batch.micro_tokens algorithm.num_minibatches",
+             "completions of a step on all devices; in place of steps_per_generation", "generation_batch_size"),
     *[Flag(_HEAD + name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=read_correction,
            keeps_nothing="clip" in name, is_switch=name == "correction") for name, keys, meaning in (
         ("correction", "correction correction_level correction_cap correction_floor",
@@ -151,8 +166,7 @@ FLAGS: list[Flag] = [
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
     *refused("half precision with a loss scale; set bf16", "fp16"),
-    *refused("LoRA; all weights are trained", "use_peft"),
-    *refused("set steps_per_generation", "generation_batch_size"),
+    *refused(LORA, "use_peft"),
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
     *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
     *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.compat.flags import Flag, Values, choice, each, idle, only, optional, reads, refused, renames
+from shoal.compat.flags import LORA, Flag, Values, choice, each, idle, only, optional, reads, refused, renames
 
 AGGREGATIONS: dict[str, Values] = {
     "token-mean": {"algorithm.aggregation": "token-mean"},
@@ -44,7 +44,7 @@ FLAGS: list[Flag] = [
     reads("grpo_config.advantage_estimator", "algorithm.advantage", choice(ESTIMATORS), "grpo, rloo; drgrpo: dr_grpo"),
     reads("grpo_config.kl_clamp_value", "algorithm.kl_clamp_value", optional("algorithm.kl_clamp_value"),
           "None is 0: no clamp", keeps_nothing=True),
-    *refused("LoRA; all weights are trained", "*_model_config.lora_config.*", "model_config.lora_config.*"),
+    *refused(LORA, "*_model_config.lora_config.*", "model_config.lora_config.*"),
     *only("AdamW is the optimizer", "adamw", names="rl_training_config.actor_optimizer_config.opt_type"),
     *only("the learning rate warms up and falls to 0: optimizer.schedule=cosine", "warmup_cosine_decay_schedule",
           names="rl_training_config.actor_optimizer_config.schedule_type"),

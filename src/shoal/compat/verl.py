@@ -6,6 +6,8 @@ from typing import Any
 
 from shoal.compat.derived import derive_micro_batch_per_gpu, derive_mini_batches, derive_warmup
 from shoal.compat.flags import (
+    LORA,
+    QUANTISED,
     REMAT,
     Flag,
     Given,
@@ -153,7 +155,7 @@ FLAGS: list[Flag] = [
     *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode"),
     *refused("rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
-    *refused("LoRA; all weights are trained", _MODEL + "lora_rank", _MODEL + "lora_adapter_path"),
+    *refused(LORA, _MODEL + "lora_rank", _MODEL + "lora_adapter_path"),
     *refused("heads for several tokens", _MODEL + "mtp.enable"),
     *refused("the model's shape comes with its checkpoint", _MODEL + "override_config", _MODEL + "hf_config_path",
              _MODEL + "external_lib"),
@@ -165,7 +167,7 @@ FLAGS: list[Flag] = [
     *only("masters are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
     *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
     *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
-    *refused("quantised weights", _R + "quantization"),
+    *refused(QUANTISED, _R + "quantization"),
     *refused("samples are always drawn", _R + "skip_rollout"),
     *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs",
           names=_R + "logprobs_mode"),

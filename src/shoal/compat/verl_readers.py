@@ -12,20 +12,13 @@ from shoal.compat.flags import (
     chosen,
     items_of,
     last_part,
+    read_bounds,
     to_bool,
-    to_float,
     to_int,
 )
 from shoal.types import ShoalError
 
-
-def read_clip(given: Given) -> Values:
-    """clip_ratio is both bounds, where the one is not given by itself."""
-    named = last_part(given)
-    bounds = {f"algorithm.clip_{side}": named.get(f"clip_ratio_{side}", named.get("clip_ratio", ""))
-              for side in ("low", "high")}
-    return {key: str(to_float("clip_ratio", text)) for key, text in bounds.items() if text.lower() not in NOTHING}
-
+read_clip = read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 _MODES: dict[str, Values] = {
     "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": "0"},

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.config.files import PRESETS, packaged
 from shoal.config.keys import (
+    COMMANDS,
     Key,
     UnknownKey,
     command_of,
@@ -23,6 +25,7 @@ from shoal.config.keys import (
     unknown_key,
 )
 from shoal.config.schema import Config
+from shoal.config.sections import DATA_SUFFIXES
 from shoal.config.translator import COMMAND_LINE, Entry, make_entry, translator
 from shoal.types import ShoalError
 
@@ -44,6 +47,7 @@ ALIASES: Mapping[str, Alias] = {
     "reward": Alias("reward.functions", note="file.py:function, several with commas"),
     "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
     "checkpoint_period": Alias("checkpoint.every"),
+    "max_staleness": Alias("train.max_staleness"),
     "temperature": Alias("sampling.temperature", _SAMPLING),
     "max_new_tokens": Alias("sampling.max_completion_tokens", _SAMPLING),
     "max_prompt_tokens": Alias("sampling.max_prompt_tokens", _SAMPLING),
@@ -55,13 +59,10 @@ ALIASES: Mapping[str, Alias] = {
 }
 """Short forms of our own keys."""
 
-CONFIG_NAMES = ("--config-name", "--config_name", "-cn", "--config-file", "--config_file")
-"""Options that name a preset or a file; also `config_file=X`."""
+FILE_OPTIONS = ("config_name", "config_file", "preset")
+"""Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
 
-PRESET = "--preset"
-"""Option that names the preset beneath a file."""
-
-WORDS: Mapping[str, tuple[str, ...]] = {
+POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
 }
 """Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`."""
@@ -107,8 +108,9 @@ def find_key(config_type: type, name: str) -> Key:
         if in_training or translator().find(Config, name):
             raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it "
                              "out here")
-        flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items() if row.keys}
-        raise unknown_key(name, config_type, {**names, **{flag: flags[flag] for flag in flags if flag not in names}})
+        flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items()
+                 if row.keys and flag not in names}
+        raise unknown_key(name, config_type, names, flags, translator().unsupported(name))
     return keys_of(config_type)[names[name]]
 
 
@@ -145,8 +147,9 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
 
 def joined(config_type: type, words: Sequence[str]) -> list[str]:
     """The words, with `--name VALUE` as `--name=VALUE`, and all words behind a list's name as its items. For a command
-    of WORDS only `true` or `false` is the value of a switch, and a list takes one word: another one is an argument."""
-    rest, whole, has_words = list(words), [], command_of(config_type) in WORDS
+    of POSITIONALS only `true` or `false` is the value of a switch, and a list takes one word: another one is an
+    argument."""
+    rest, whole, has_words = list(words), [], command_of(config_type) in POSITIONALS
     while rest:
         word = rest.pop(0)
         count = next((n for n, one in enumerate(rest) if not _is_value(one)), len(rest))
@@ -155,7 +158,7 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
         elif is_file_option(word):
             word = f"{word}={rest.pop(0)}"
         elif word.startswith("--") and count:
-            name = word.lstrip("-").replace("-", "_")
+            name = _plain(word)
             key, flag = key_of(config_type, name), translator().find(config_type, name)
             is_switch = flag.is_switch if flag else key is not None and key.type is bool
             if key is not None and key.is_list and count > 1 and not has_words:
@@ -176,7 +179,12 @@ def _is_value(word: str) -> bool:
 def is_file_option(word: str) -> bool:
     """True for `--config-name X`, `config_file=X`, `--preset=X`: a word that names a preset or a file."""
     name, equals, _ = word.partition("=")
-    return name in (*CONFIG_NAMES, PRESET) or bool(equals and name == "config_file")
+    return name == "-cn" or (_plain(name) in FILE_OPTIONS and bool(equals or name.startswith("-")))
+
+
+def _plain(name: str) -> str:
+    """The name of an option: `--config-name` is `config_name`."""
+    return name.lstrip("-").replace("-", "_")
 
 
 def is_file_word(word: str) -> bool:
@@ -195,7 +203,7 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
             rest.append(word)
         elif not value:
             raise ShoalError(f"{name}: expected the name of a preset or a YAML file after it, nothing came")
-        elif name == PRESET:
+        elif _plain(name) == "preset":
             preset = value
         else:
             files.append(value)
@@ -206,44 +214,69 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def _name_words(config_type: type, words: Sequence[str]) -> Iterator[str]:
-    """The words, those without a key as `key=word` by the command's WORDS."""
+    """The words, those without a key as `key=word` by the command's POSITIONALS."""
     command, names = command_of(config_type), names_of(config_type)
-    keys = iter(WORDS.get(command, ()))
+    keys = iter(POSITIONALS.get(command, ()))
     for word in words:
         name, equals, _ = word.partition("=")
         has_key = word.startswith("-") or name.lstrip("+") in names or (equals and not Path(word).exists())
-        if has_key or command not in WORDS:
+        if has_key or command not in POSITIONALS:
             yield word
         elif key := next(keys, ""):
             yield f"{key}={word}"
         else:
-            raise ShoalError(f"{word}: one word too many, expected `shoal {command} {words_text(command)}` and keys as "
-                             "key=value")
+            raise ShoalError(f"{word}: one word too many, expected `shoal {command} {positionals_text(command)}` and "
+                             "keys as key=value")
 
 
-def words_text(command: str) -> str:
+def positionals_text(command: str) -> str:
     """A command's positional arguments as its usage shows them: `RUN OTHER`."""
-    return " ".join(key.upper() for key in WORDS.get(command, ()))
+    return " ".join(key.upper() for key in POSITIONALS.get(command, ()))
 
 
 def read_word(config_type: type, word: str) -> tuple[str, str]:
     """The name (our dotted key, or another system's flag) and the text of the value of one argument."""
     name, equals, value = word.partition("=")
-    if name.startswith("-"):
-        name = name.lstrip("-").replace("-", "_")
-    name = name.lstrip("+")
+    name = (_plain(name) if name.startswith("-") else name).lstrip("+").rstrip()
     if not name:
         raise ShoalError(f"{word!r}: expected key=value")
     if flag := translator().find(config_type, name, value):
         if not equals and not flag.is_switch:
             raise ShoalError(f"{word}: expected a value: write {name}=VALUE")
         return name, value if equals else "true"
+    if not equals and word == name and (reason := _misplaced(config_type, word)):
+        raise ShoalError(f"{word}: {reason}")
     key = find_key(config_type, name)
     if equals:
         return key.name, value
     if key.type is not bool:
         raise ShoalError(f"{word}: expected a value ({key.type_text}): write {name}=VALUE")
     return key.name, "true"
+
+
+def _misplaced(config_type: type, word: str) -> str:
+    """What is wrong with a word that is a command, a file or a value without its key; empty for any other word."""
+    command = command_of(config_type)
+    if word in COMMANDS:
+        return f"expected one command, as the first word; this is shoal {command}"
+    if word.endswith((".yml", ".yaml")):
+        return f"a file comes first: `shoal {command} {word} key=value ...`"
+    if not re.match("[^\\W\\d]", word):
+        return "expected key=value, with no space around the ="
+    meant = argument_for(command, word)
+    return f"expected key=value; did you mean {meant}?" if meant else ""
+
+
+def argument_for(command: str, word: str) -> str:
+    """The argument that a word without a key stands for: `task=gsm8k` for `gsm8k`; empty if none is likely."""
+    file, names = packaged(command, word), names_of(COMMANDS[command])
+    if file:
+        return f"task={word}" if file.is_relative_to(PRESETS) else f"--config-name {word}"
+    if "task" in names and word.endswith(DATA_SUFFIXES):
+        return f"task=custom task.path={word}"
+    if word.endswith((".yml", ".yaml")):
+        return word
+    return f"model={word}" if "model" in names and ("/" in word or Path(word).is_dir()) else ""
 
 
 def split_list(key: Key, text: str) -> list[str]:

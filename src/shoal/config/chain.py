@@ -18,13 +18,13 @@ from shoal.config.keys import command_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.translator import COMMAND_LINE, PYTHON, Entry, Late, Report, Setting, translator
 from shoal.config.values import convert_value, text_of
-from shoal.text import nearest
+from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"}
 """Key that names a packaged preset -> the folder of these presets."""
 
-EITHER = ("batch.prompts_per_step", "batch.prompts_per_device")
+PROMPT_KEYS = ("batch.prompts_per_step", "batch.prompts_per_device")
 """Two keys for one number: setting one unsets the other."""
 
 
@@ -61,8 +61,8 @@ class Chain:
         """Key -> the setting in effect."""
         found = dict(self.lowest)
         for settings in self.settings:
-            if EITHER[0] in settings and EITHER[1] not in settings:
-                found.pop(EITHER[1], None)
+            if PROMPT_KEYS[0] in settings and PROMPT_KEYS[1] not in settings:
+                found.pop(PROMPT_KEYS[1], None)
             found |= settings
         return found
 
@@ -110,8 +110,8 @@ def named_layers(config_type: type, key: str, name: str) -> list[Layer]:
     folder = PACKAGED[key]
     file, known = packaged(folder, name), presets_of(folder)
     if file is None:
-        near = f", did you mean {nearest(name, known)}?" if known else ";"
-        raise ShoalError(f"{folder}={name}: there is no such {folder}{near} There are: {', '.join(known) or 'none'}")
+        near = did_you_mean(name, known) or ";"
+        raise ShoalError(f"{folder}={name}: there is no such {folder}{near} There are: {', '.join(known)}")
     return file_layers(config_type, file, f"{folder} {name}")
 
 
@@ -216,8 +216,10 @@ def _add(config_type: type, layer: Layer, found: dict[str, Setting], setting: Se
             chain.notes.append(f"{before.name} and {setting.name} both set {what}: the later one stands, "
                                f"{setting.name}")
 
-    if setting.key in EITHER and layer.file is None and text_of(setting.value) != "0" and (
-            other := found.pop(EITHER[1 - EITHER.index(setting.key)], None)):
+    if setting.key in PROMPT_KEYS and layer.file is None and text_of(setting.value) != "0" and (
+            other := found.get(PROMPT_KEYS[1 - PROMPT_KEYS.index(setting.key)])) and (
+            not setting.group or other.group != setting.group):
+        del found[other.key]
         note(other, "how many prompts a step has")
     before = found.pop(setting.key, None)
     found[setting.key] = setting

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.config.translator import Entry, make_entry, translator
 from shoal.config.values import text_of
-from shoal.text import nearest
+from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -56,7 +56,7 @@ def find_file(command: str, name: str) -> Path:
     known = presets_of(command)
     if not known:
         raise ShoalError(f"{name}: expected a YAML file that exists; {command or 'this command'} has no presets")
-    raise ShoalError(f"{name}: no preset or YAML file has this name, did you mean {nearest(path.stem, known)}? "
+    raise ShoalError(f"{name}: no preset or YAML file has this name{did_you_mean(path.stem, known) or ';'} "
                      f"Presets: {', '.join(known)}")
 
 

@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.config.schema import (
     Config,
@@ -26,7 +26,7 @@ from shoal.config.schema import (
     ReplayConfig,
     RescoreConfig,
 )
-from shoal.text import CLOSE, likeness, nearest
+from shoal.text import CLOSE, did_you_mean, likeness
 from shoal.types import ShoalError
 
 COMMANDS: Mapping[str, type] = {
@@ -37,6 +37,15 @@ COMMANDS: Mapping[str, type] = {
     "pretrain": PretrainConfig,
 }
 """Command -> the dataclass that holds its settings."""
+
+RENAMED: Mapping[str, str] = {
+    "sampling.max_kept_tokens": "sampling.max_support", "algorithm.std_eps_as": "algorithm.std_eps_mode",
+    "algorithm.kl_in": "algorithm.kl_placement", "algorithm.replay_truncation": "algorithm.match_sampling_support",
+    "algorithm.mask_cut": "algorithm.mask_truncated", "algorithm.filter_by": "algorithm.dynamic_sampling_by",
+    "algorithm.degenerate": "algorithm.zero_std_groups", "train.publish_every": "train.weight_sync_interval",
+    "checkpoint.checkpoint_period": "checkpoint.every", "report.groups_format": "report.groups", "width": "hidden_size",
+}
+"""Key of an earlier version -> its name now."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,11 @@ class Key:
         return self.name.rpartition(".")[0]
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it accepts; empty for every value of its type."""
+        return choices_of(self.type)
+
+    @property
     def type_text(self) -> str:
         return type_text(self.type)
 
@@ -69,10 +83,17 @@ class Key:
 _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"}
 
 
+def choices_of(wanted: Any) -> tuple[str, ...]:
+    """The values of a Literal, or the names of a registry as in `Annotated[str, registry]`; empty for other types."""
+    if get_origin(wanted) is Annotated:
+        return tuple(wanted.__metadata__[0])  # read anew each time: a part may be registered late
+    return get_args(wanted) if get_origin(wanted) is Literal else ()
+
+
 def type_text(wanted: Any) -> str:
-    """A type in a user's words: `integer`, `a | b` for a Literal, `list of text` for a tuple."""
-    if get_origin(wanted) is Literal:
-        return " | ".join(map(str, get_args(wanted)))
+    """A type in a user's words: `integer`, `a | b` for a choice, `list of text` for a tuple."""
+    if choices := choices_of(wanted):
+        return " | ".join(choices)
     if get_origin(wanted) is tuple:
         element = get_args(wanted)[0]
         return "list of text" if element is str else f"list of {type_text(element)}s"
@@ -92,7 +113,7 @@ def command_of(config_type: type) -> str:
 @functools.cache
 def keys_of(config_type: type) -> Mapping[str, Key]:
     """Every key by its dotted name, in the order of the schema."""
-    types, helps, found = get_type_hints(config_type), _help_texts(config_type), {}
+    types, helps, found = get_type_hints(config_type, include_extras=True), _help_texts(config_type), {}
     for field in dataclasses.fields(config_type):
         wanted = types[field.name]
         if dataclasses.is_dataclass(wanted):
@@ -133,19 +154,30 @@ def _help_texts(config_type: type) -> dict[str, str]:
     return texts
 
 
+VERY_CLOSE = 0.85
+"""Likeness from which a name is taken for a misspelt flag, though something in it is not supported."""
+
+
 class UnknownKey(ShoalError):
     """Raised for a key that does not exist; `name` is what was given."""
 
     name: str
 
 
-def unknown_key(key: str, config_type: type, names: Mapping[str, str]) -> UnknownKey:
-    """The error for a key that does not exist; `names` maps every accepted name to its dotted key."""
-    name = _nearest_by_help(key, config_type) or nearest(key, names)
-    meant = name if names[name] == name else f"{name} ({names[name]})"
-    command = command_of(config_type)
-    listed = f" `shoal {command} --help` lists all keys" if command else ""
-    error = UnknownKey(f"{key}: there is no such key, did you mean {meant}?{listed}")
+def unknown_key(key: str, config_type: type, names: Mapping[str, str], flags: Mapping[str, str],
+                reason: str = "") -> UnknownKey:
+    """The error for a key that does not exist: its new name, the nearest name, or else `reason`. `names` and `flags`
+    map every name that is accepted, ours and other systems', to dotted keys."""
+    if (now := RENAMED.get(key, "")) in names:
+        error = UnknownKey(f"{key}: this key is called {now} now")
+    elif reason and not did_you_mean(key, names) and not any(likeness(key, flag) > VERY_CLOSE for flag in flags):
+        error = UnknownKey(f"{key}: {reason}")
+    else:
+        shown = {name: name if name == of else f"{name} ({of})" for name, of in (*names.items(), *flags.items())}
+        by_help = _nearest_by_help(key, config_type)
+        meant = f", did you mean {by_help}?" if by_help else did_you_mean(key, shown, shown) or ";"
+        listed = f"`shoal {command_of(config_type)} --help` lists all keys"
+        error = UnknownKey(f"{key}: there is no such key{meant} {listed}")
     error.name = key
     return error
 

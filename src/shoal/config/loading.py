@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import COMMA_LISTS, Arguments, find_key, key_of, names_of, read_arguments, split_list
+from shoal.config.arguments import COMMA_LISTS, Arguments, key_of, names_of, read_arguments, split_list
 from shoal.config.chain import (
     PACKAGED,
     Chain,
@@ -179,6 +179,8 @@ def _report_lines(config_type: type, chain: Chain, settings: Mapping[str, Settin
         for one in in_effect:
             before = next((found[one.key].value for found in reversed(chain.settings[:number]) if one.key in found),
                           keys[one.key].default)
+            if isinstance(one.value, Late) and one.key not in late[one.value][0]:
+                continue
             if one.rank == "own" or before != values[one.key]:
                 became.append(f"{one.key}={shown(values[one.key]) or 'empty'}")
         flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())
@@ -223,13 +225,3 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
         folder, _, name = label.partition(" ")
         verb = "brings its preset" if folder == "task" else "differs from Shoal's defaults in"
         yield f"{folder}={name} {verb}: {', '.join(texts)}"
-
-
-# ---- back to text
-
-
-def convert(config_type: type, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
-    """The dataclass of plain nested values, with `own` by dotted key over them; raises ShoalError for a bad value."""
-    flat = {find_key(config_type, name).name: value for name, value in leaves_of(config_type, values)} | dict(own or {})
-    keys = keys_of(config_type)
-    return build(config_type, {name: convert_value(keys[name], value) for name, value in flat.items()})

@@ -19,16 +19,16 @@ from shoal.config.sections import (
     TeacherSection,
     TrainSection,
     WandbSection,
+    at_least,
     require,
 )
-from shoal.types import ShoalError
 
 __all__ = [
     "AlgorithmSection", "BatchSection", "CheckpointSection", "Config", "ConvertConfig", "DiffConfig",
     "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig",
     "MeshSection", "ModelSection", "OptimizerSection", "PretrainConfig", "ReplayConfig", "ReportSection",
-    "RescoreConfig", "RewardSection", "SamplingSection", "ShoalError", "TaskSection", "TeacherSection",
-    "TrainSection", "WandbSection", "require",
+    "RescoreConfig", "RewardSection", "SamplingSection", "TaskSection", "TeacherSection", "TrainSection",
+    "WandbSection", "require",
 ]
 
 
@@ -64,7 +64,7 @@ class Config:
     report: ReportSection = field(default_factory=ReportSection)
 
     def __post_init__(self) -> None:
-        require(self.steps >= 0, "steps", self.steps, "0 or more")
+        at_least(self, "", 0, "steps")
         require(self.algorithm.num_minibatches <= self.batch.prompts_per_step or self.batch.prompts_per_device > 0,
                 "algorithm.num_minibatches", self.algorithm.num_minibatches,
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
@@ -104,7 +104,7 @@ class EvalConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
-        require(self.pass_k >= 0, "pass_k", self.pass_k, "0 (off) or more")
+        at_least(self, "", 0, "pass_k", note="off")
         least = max(1, -(-self.pass_k // self.mesh.tensor))
         require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a question")
 
@@ -128,7 +128,7 @@ class GenerateConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
-        require(self.num_generations >= 1, "num_generations", self.num_generations, "1 or more")
+        at_least(self, "", 1, "num_generations")
         least = -(-self.num_generations // self.mesh.tensor)
         require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a prompt")
 
@@ -195,12 +195,10 @@ class PretrainConfig:
     task: TaskSection = field(default_factory=TaskSection)
 
     def __post_init__(self) -> None:
-        require(self.steps >= 1, "steps", self.steps, "1 or more")
-        require(self.batch >= 1, "batch", self.batch, "1 or more")
-        require(self.lr >= 0, "lr", self.lr, "0 or more")
+        at_least(self, "", 1, "steps", "batch", "layers")
+        at_least(self, "", 0, "lr")
         require(self.hidden_size >= 64 and self.hidden_size % 64 == 0, "hidden_size", self.hidden_size,
                 "a multiple of 64: heads are 32 wide")
-        require(self.layers >= 1, "layers", self.layers, "1 or more")
         require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "300 or more: all bytes and the special tokens")
         require(0 <= self.stop_at_accuracy <= 1, "stop_at_accuracy", self.stop_at_accuracy, "a number in [0, 1]")
 
@@ -228,8 +226,8 @@ class ReplayConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
-        require(self.step >= 1, "step", self.step, "1 or more")
-        require(self.group >= 0, "group", self.group, "0 or more")
+        at_least(self, "", 1, "step")
+        at_least(self, "", 0, "group")
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ class RescoreConfig:
     reward: RewardSection = field(default_factory=RewardSection)
 
     def __post_init__(self) -> None:
-        require(self.step >= 0, "step", self.step, "0 (all) or more")
+        at_least(self, "", 0, "step", note="all")
 
 
 @dataclass(frozen=True)
@@ -274,8 +272,8 @@ class GroupsConfig:
     """Print them as JSON, with token ids and log-probs."""
 
     def __post_init__(self) -> None:
-        require(self.step >= 1, "step", self.step, "1 or more")
-        require(self.group >= -1, "group", self.group, "-1 (all) or more")
+        at_least(self, "", 1, "step")
+        at_least(self, "", -1, "group", note="all")
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,32 @@ A section validates itself: a bad value raises `ShoalError` with the key, the va
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from shoal.config.algorithm_parts import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+)
 from shoal.types import ShoalError
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
+"""Ends of the names of data files."""
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
     """Raises the one error form for a value out of its range."""
     if not condition:
         raise ShoalError(f"{key}={value!r}: expected {wanted}")
+
+
+def at_least(section: object, head: str, least: float, *names: str, note: str = "") -> None:
+    """Raises ShoalError for a field below `least`. `head`: the key before the field; `note`: what `least` means."""
+    for name in names:
+        value = getattr(section, name)
+        require(value >= least, f"{head}{name}", value, f"{least}{note and f' ({note})'} or more")
 
 
 @dataclass(frozen=True)
@@ -68,9 +85,11 @@ class TaskSection:
     """countdown: how many numbers may be combined to reach the target."""
 
     def __post_init__(self) -> None:
-        require(self.num_questions >= 0, "task.num_questions", self.num_questions, "0 (all) or more")
+        require("/" not in self.name and not self.name.endswith(DATA_SUFFIXES), "task.name", self.name,
+                f"the name of a task; for your own data write task=custom task.path={self.name}")
+        at_least(self, "task.", 0, "num_questions", note="all")
         require(1 <= self.num_steps <= 8, "task.num_steps", self.num_steps, "1 to 8")
-        require(self.max_value >= 20, "task.max_value", self.max_value, "20 or more")
+        at_least(self, "task.", 20, "max_value")
         require(2 <= self.num_numbers <= 6, "task.num_numbers", self.num_numbers, "2 to 6")
         for entry in self.columns:
             wanted, equals, theirs = entry.partition("=")
@@ -100,7 +119,7 @@ class RewardSection:
     its example."""
     max_failed_share: float = 0.5
     """With on_error=zero or skip: the run stops with an error if a function failed for more than this share of its last
-    64 completions; 1 for no limit."""
+    64 completions, or of fewer where nothing else came in 3 minutes of waiting; 1 for no limit."""
     workers: int = 2
     """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
     call: Literal["group", "step"] = "group"
@@ -110,11 +129,11 @@ class RewardSection:
     def __post_init__(self) -> None:
         require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
         require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
-        require(self.memory_gib >= 0, "reward.memory_gib", self.memory_gib, "0 (no limit) or more")
+        at_least(self, "reward.", 0, "memory_gib", note="no limit")
         require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
                 "-1 (a fifth), 0 (off) or more")
-        require(self.overlong_penalty >= 0, "reward.overlong_penalty", self.overlong_penalty, "0 or more")
-        require(self.workers >= 0, "reward.workers", self.workers, "0 (in this process) or more")
+        at_least(self, "reward.", 0, "overlong_penalty")
+        at_least(self, "reward.", 0, "workers", note="in this process")
         if self.weights and self.functions:
             require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
                     f"{len(self.functions)} numbers, one for each of reward.functions")
@@ -147,15 +166,12 @@ class SamplingSection:
     """Completions sampled at once on each device; 0 for all of a step."""
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "sampling.temperature", self.temperature, "0 (greedy) or more")
-        require(self.top_k >= 0, "sampling.top_k", self.top_k, "0 (off) or more")
+        at_least(self, "sampling.", 0, "temperature", note="greedy")
+        at_least(self, "sampling.", 0, "top_k", note="off")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
-        require(self.max_support >= 1, "sampling.max_support", self.max_support, "1 or more")
-        require(self.max_prompt_tokens >= 1, "sampling.max_prompt_tokens", self.max_prompt_tokens, "1 or more")
-        require(self.max_completion_tokens >= 1, "sampling.max_completion_tokens", self.max_completion_tokens,
-                "1 or more")
-        require(self.slots_per_device >= 0, "sampling.slots_per_device", self.slots_per_device, "0 (auto) or more")
+        at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
+        at_least(self, "sampling.", 0, "slots_per_device", note="auto")
 
 
 @dataclass(frozen=True)
@@ -163,8 +179,7 @@ class AlgorithmSection:
     name: str = ""
     """A paper's settings, loaded under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help train
     algorithm`)."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo",
-                       "none"] = "grpo"
+    advantage: Annotated[str, ADVANTAGES] = "grpo"
     """Advantage estimator: how the rewards of a group become advantages. none ignores rewards (distillation from a
     teacher alone)."""
     std_ddof: int = 1
@@ -177,7 +192,7 @@ class AlgorithmSection:
     whiten_over: Literal["completions", "tokens"] = "completions"
     """reinforce++, reinforce++-baseline, gdpo: whether the mean and deviation of a step's advantages count each
     completion once, or once for each of its tokens (verl)."""
-    loss: Literal["grpo", "gspo", "gspo-token", "cispo", "gmpo", "sapo"] = "grpo"
+    loss: Annotated[str, POLICY_LOSSES] = "grpo"
     """Policy loss."""
     clip_low: float = 0.2
     """Lower clipping epsilon: the ratio is clipped below 1 - clip_low (gmpo: exp(-clip_low))."""
@@ -194,7 +209,7 @@ class AlgorithmSection:
     """sapo: temperature of the gate for positive advantages."""
     sapo_negative: float = 1.05
     """sapo: temperature of the gate for negative advantages."""
-    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl: Annotated[str, KL_ESTIMATORS] = "k3"
     """KL estimator, by Schulman's names: k1 is the log-ratio, k2 half its square, k3 unbiased and never negative."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the reference (beta of TRL and MaxText); 0 loads no reference."""
@@ -210,13 +225,12 @@ class AlgorithmSection:
     use_bias_correction_kl)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
-                         "prompt-mean"] = "token-mean"
+    aggregation: Annotated[str, AGGREGATIONS] = "token-mean"
     """How token losses are averaged (verl's loss_agg_mode, TRL's loss_type), over the whole batch of an update."""
     aggregation_tokens: int = 0
     """seq-mean-token-sum-norm: the constant length to divide by (verl's loss_scale_factor); 0 for
     sampling.max_completion_tokens."""
-    correction: Literal["none", "tis", "mis", "icepop"] = "none"
+    correction: Annotated[str, CORRECTIONS] = "none"
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
     w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
@@ -224,8 +238,9 @@ class AlgorithmSection:
     of that product."""
     correction_cap: float = 2.0
     """Upper bound of the correction weight; inf for none."""
-    correction_floor: float = 0.0
-    """Lower bound of the correction weight; 0 for none, except icepop: 0.5, as in its paper."""
+    correction_floor: float = -1.0
+    """Lower bound of the correction weight; 0 for none, -1 for the correction's own: 0.5 for icepop, as in its paper,
+    and none for the others."""
     match_sampling_support: bool = True
     """Compute the trainer's log-probs over the tokens that top_k, top_p and min_p kept in sampling; false biases the
     ratio."""
@@ -249,18 +264,26 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         require(self.std_ddof in (0, 1), "algorithm.std_ddof", self.std_ddof, "0 or 1")
-        require(0 <= self.clip_low <= 1 or self.loss == "gmpo", "algorithm.clip_low", self.clip_low,
+        require(0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms, "algorithm.clip_low", self.clip_low,
                 "a number in [0, 1]")
         for name in ("std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input", "kl_clamp_value", "entropy_coef",
-                     "correction_floor", "aggregation_tokens"):
+                     "aggregation_tokens"):
             require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "0 or more")
         for name in ("sapo_positive", "sapo_negative", "correction_cap"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
         for name in ("num_epochs", "num_minibatches", "max_sampling_rounds"):
             require(getattr(self, name) >= 1, f"algorithm.{name}", getattr(self, name), "1 or more")
         require(self.clip_dual == 0 or self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "0 (off) or above 1")
-        require(self.correction_floor <= self.correction_cap, "algorithm.correction_floor", self.correction_floor,
+        require(self.correction_floor >= 0 or self.correction_floor == -1, "algorithm.correction_floor",
+                self.correction_floor, "-1 (the correction's own), 0 (none) or more")
+        floor = CORRECTIONS[self.correction].lower_bound(self.correction_floor)
+        require(floor <= self.correction_cap, "algorithm.correction_floor", floor,
                 f"at most algorithm.correction_cap ({self.correction_cap:g})")
+
+    @property
+    def uses_rewards(self) -> bool:
+        """False if a teacher is the only signal."""
+        return ADVANTAGES[self.advantage].uses_rewards
 
 
 @dataclass(frozen=True)
@@ -273,7 +296,7 @@ class TeacherSection:
     """Weight of the teacher's term."""
 
     def __post_init__(self) -> None:
-        require(self.coef >= 0, "teacher.coef", self.coef, "0 or more")
+        at_least(self, "teacher.", 0, "coef")
 
 
 @dataclass(frozen=True)
@@ -296,11 +319,8 @@ class OptimizerSection:
     """Added to the root of AdamW's second moment."""
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, "optimizer.lr", self.lr, "0 or more")
-        require(self.eps >= 0, "optimizer.eps", self.eps, "0 or more")
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
-        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
-        require(self.clip_grad_norm >= 0, "optimizer.clip_grad_norm", self.clip_grad_norm, "0 (off) or more")
+        at_least(self, "optimizer.", 0, "lr", "eps", "warmup_steps", "weight_decay")
+        at_least(self, "optimizer.", 0, "clip_grad_norm", note="off")
         require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "a number in [0, 1)")
         require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "a number in [0, 1)")
 
@@ -318,11 +338,10 @@ class BatchSection:
     prompt. It replaces micro-batch size and gradient accumulation: it changes memory, never the result."""
 
     def __post_init__(self) -> None:
-        require(self.prompts_per_device >= 0, "batch.prompts_per_device", self.prompts_per_device, "0 (off) or more")
-        require(self.prompts_per_step >= 1, "batch.prompts_per_step", self.prompts_per_step, "1 or more")
+        at_least(self, "batch.", 0, "prompts_per_device", note="off")
+        at_least(self, "batch.", 1, "prompts_per_step", "micro_tokens")
         require(self.group_size >= 2, "batch.group_size", self.group_size,
                 "2 or more: a group of one has nothing to be compared with")
-        require(self.micro_tokens >= 1, "batch.micro_tokens", self.micro_tokens, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -340,12 +359,15 @@ class TrainSection:
     retire_above: float = 1.0
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
+    on_warning: Literal["continue", "stop"] = "continue"
+    """What a warning during training does (no group with variance, truncated completions, a reward that never varies,
+    accuracy below the start's): stop saves a checkpoint and ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
-        require(self.evaluate_every >= 0, "train.evaluate_every", self.evaluate_every, "0 (only at the ends) or more")
+        at_least(self, "train.", 0, "evaluate_every", note="only at the ends")
         require(self.pass_k >= -1, "train.pass_k", self.pass_k, "-1 (auto), 0 (off) or more")
-        require(self.weight_sync_interval >= 1, "train.weight_sync_interval", self.weight_sync_interval, "1 or more")
+        at_least(self, "train.", 1, "weight_sync_interval")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
                 self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")
 
@@ -385,10 +407,9 @@ class CheckpointSection:
     """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated version is then saved."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", self.every,
-                "0 (only the last step) or more")
-        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "1 or more")
-        require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "0 (off) or more")
+        at_least(self, "checkpoint.", 0, "every", note="only the last step")
+        at_least(self, "checkpoint.", 1, "keep_last")
+        at_least(self, "checkpoint.", 0, "keep_best", note="off")
 
 
 @dataclass(frozen=True)
@@ -408,8 +429,11 @@ class ReportSection:
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)
+    print_every: int = 0
+    """Steps between two printed lines; 0 for about 40 lines in a run. Metrics are recorded at every step."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
+        require(self.print_every >= 0, "report.print_every", self.print_every, "0 (auto) or more")
         require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")

@@ -2,8 +2,6 @@
 
     shoal/__init__.py  ->  register(...)         registers the translator
     chain.py           ->  translator()          translates names before the chain is merged
-
-Without a translator every name must be a key of the schema.
 """
 
 from __future__ import annotations
@@ -98,8 +96,12 @@ class Translator(Protocol):
         """The flag of a name that a command accepts; for some names the value decides whether it is ours."""
         ...
 
-    def blank(self, name: str, value: Any) -> Any:
+    def redact(self, name: str, value: Any) -> Any:
         """The value to store of a name's value: empty for a secret."""
+        ...
+
+    def unsupported(self, name: str) -> str:
+        """Why a name that is no key or flag has none yet; empty where nothing is known of it."""
         ...
 
     def translate(self, config_type: type, layers: Sequence[Sequence[Entry]]) -> Translation:
@@ -107,40 +109,20 @@ class Translator(Protocol):
         ...
 
 
-class NoTranslator:
-    """Translates nothing: every name must be ours."""
-
-    presets = Path("/nonexistent")
-
-    def flags(self, config_type: type) -> Mapping[str, ForeignFlag]:
-        return {}
-
-    def find(self, config_type: type, name: str, value: Any = None) -> ForeignFlag | None:
-        return None
-
-    def blank(self, name: str, value: Any) -> Any:
-        return value
-
-    def translate(self, config_type: type, layers: Sequence[Sequence[Entry]]) -> Translation:
-        return Translation({}, (), ())
-
-
 def make_entry(name: str, value: Any, origin: str) -> Entry:
     """An entry whose value is stored without secrets."""
-    return Entry(name, translator().blank(name, value), origin)
+    return Entry(name, translator().redact(name, value), origin)
 
 
-_load: Callable[[], Translator] = NoTranslator
+_registered: list[Callable[[], Translator]] = []
 
 
 def register(load: Callable[[], Translator]) -> None:
     """Registers the translator, which is loaded at its first use."""
-    global _load
-    _load = load
-    translator.cache_clear()
+    _registered[:] = [load]
 
 
 @functools.cache
 def translator() -> Translator:
     """The registered translator."""
-    return _load()
+    return _registered[0]()

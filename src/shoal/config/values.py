@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
-from shoal.config.keys import Key, keys_of, sections_of
+from shoal.config.keys import Key, choices_of, keys_of, sections_of
 from shoal.types import ShoalError
 
 UNBOUNDED = ("algorithm.correction_cap",)
@@ -82,9 +82,8 @@ def convert_value(key: Key, value: Any) -> Any:
 
 
 def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
-    if get_origin(wanted) is Literal:
-        allowed = get_args(wanted)
-        if value in allowed and isinstance(value, str):
+    if allowed := choices_of(wanted):
+        if isinstance(value, str) and value in allowed:
             return value
         raise _wrong_type(key, value, f"one of {', '.join(allowed)}")
     try:

@@ -1,7 +1,7 @@
 """Attention over two sets of keys: the prompt that a group shares, and a completion's own tokens.
 
 `attend` is the reference for every later kernel: one softmax over the scores of both sets, ordinary autodiff.
-`attend_blocks` serves decoding: the same sum, gathered over fixed blocks of keys in order, so that a row's result
+`online_softmax` serves decoding: the same sum, gathered over fixed blocks of keys in order, so that a row's result
 does not depend, to the bit, on how far the caches are padded or on who else is in the batch.
 """
 
@@ -41,7 +41,9 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     scores = [_masked(_own_scores(q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
     if prefix is not None:
         scores.append(_masked(_prefix_scores(q, prefix.k), prefix.mask[:, None, None, None, None]))
+    # The maximum cancels in the quotient, so it needs no gradient.
     top = jax.lax.stop_gradient(jnp.maximum(*(s.max(-1) for s in scores)) if prefix else scores[0].max(-1))
+    # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh padding by 1.
     parts = [jnp.where(s > LOWEST, jnp.exp(s - top[..., None]), 0.0) for s in scores]
     total = jnp.add(*(p.sum(-1) for p in parts)) if prefix else parts[0].sum(-1)
     total = jnp.where(total == 0.0, 1.0, total)
@@ -75,7 +77,7 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, LOWEST)
 
 
-def attend_blocks(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,
+def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,
                   block: int) -> jax.Array:
     """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
 
@@ -94,6 +96,7 @@ def attend_blocks(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, 
 
     def add(carry: tuple, scores: jax.Array, v: jax.Array, form: str) -> tuple:
         top, total, out = carry
+        # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
         new_top = jnp.maximum(top, scores.max(-1))
         shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
         out = out * shrink[..., None] + _einsum(form, p.astype(v.dtype), v)

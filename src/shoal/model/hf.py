@@ -24,14 +24,14 @@ import numpy as np
 from shoal.files import read_json
 from shoal.mesh import Role
 from shoal.model.hf_config import architecture_of as architecture_of  # callers read and load through this module
-from shoal.model.hf_config import saved_config, typed_config
+from shoal.model.hf_config import config_to_save
 from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
 from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError
 
 
 @dataclass(frozen=True)
-class Name:
+class TensorName:
     """A parameter's name in the files; `{layer}` is the layer's number. Files hold kernels as [out, in]."""
 
     template: str
@@ -52,16 +52,16 @@ _PRODUCTS = {
     "blocks.up": _LAYER + "mlp.up_proj",
     "blocks.down": _LAYER + "mlp.down_proj",
 }
-NAMES: Mapping[str, Name] = {
-    "embed_tokens": Name("model.embed_tokens.weight"),
-    "blocks.attention_norm": Name(_LAYER + "input_layernorm.weight"),
-    "blocks.mlp_norm": Name(_LAYER + "post_attention_layernorm.weight"),
-    "blocks.q_norm": Name(_LAYER + "self_attn.q_norm.weight"),
-    "blocks.k_norm": Name(_LAYER + "self_attn.k_norm.weight"),
-    **{path: Name(name + ".weight", transposed=True) for path, name in _PRODUCTS.items()},
-    **{path + ".bias": Name(name + ".bias") for path, name in _PRODUCTS.items()},
-    "final_norm": Name("model.norm.weight"),
-    "lm_head": Name("lm_head.weight", transposed=True),
+NAMES: Mapping[str, TensorName] = {
+    "embed_tokens": TensorName("model.embed_tokens.weight"),
+    "blocks.attention_norm": TensorName(_LAYER + "input_layernorm.weight"),
+    "blocks.mlp_norm": TensorName(_LAYER + "post_attention_layernorm.weight"),
+    "blocks.q_norm": TensorName(_LAYER + "self_attn.q_norm.weight"),
+    "blocks.k_norm": TensorName(_LAYER + "self_attn.k_norm.weight"),
+    **{path: TensorName(name + ".weight", transposed=True) for path, name in _PRODUCTS.items()},
+    **{path + ".bias": TensorName(name + ".bias") for path, name in _PRODUCTS.items()},
+    "final_norm": TensorName("model.norm.weight"),
+    "lm_head": TensorName("lm_head.weight", transposed=True),
 }
 """Path in `Parameters` (a biased weight's kernel under the weight's own path) -> name in the files."""
 
@@ -80,6 +80,7 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
     Each is stacked shard by shard, from the slices that the shard needs. ShoalError names every tensor that is missing,
     left over or misshapen, and a truncated file.
     """
+    # Checked whole before the first read: a wrong file is refused in a second, not after half of 100 GB.
     dtype, tensors = np.dtype(dtype), open_tensors(folder, architecture)
 
     def make(path: Any, declared: ParamSpec) -> jax.Array:
@@ -106,7 +107,17 @@ class Tensors:
 
     def read(self, path: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
         """A part of the parameter at a dotted path; `index` is in its own dimensions, with L first if it is stacked."""
-        return _read(self.stored[path], NAMES[path], index, np.dtype(dtype))
+        name, tensors = NAMES[path], self.stored[path]
+        # The slice of L picks layers; the rest is a slice of each layer's tensor.
+        chosen, within = (tensors[index[0]], index[1:]) if name.stacked else (tensors, index)
+        parts = None
+        for number, tensor in enumerate(chosen):
+            part = tensor.read(within[::-1]).T if name.transposed else tensor.read(within)
+            if parts is None:
+                parts = np.empty((len(chosen), *part.shape), dtype)
+            parts[number] = part
+        assert parts is not None
+        return parts if name.stacked else parts[0]
 
 
 def open_tensors(folder: str | Path, architecture: Architecture) -> Tensors:
@@ -121,19 +132,6 @@ def open_tensors(folder: str | Path, architecture: Architecture) -> Tensors:
 def dotted(path: Sequence[Any]) -> str:
     """A tree path as `NAMES` spells it: `blocks.q`, `blocks.q.bias`."""
     return ".".join(key.name for key in path).removesuffix(".kernel")
-
-
-def _read(tensors: Sequence[StoredTensor], name: Name, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-    """One shard of a parameter: `index` is in its own, stacked and untransposed, dimensions."""
-    chosen, within = (tensors[index[0]], index[1:]) if name.stacked else (tensors, index)
-    parts = None
-    for number, tensor in enumerate(chosen):
-        part = tensor.read(within[::-1]).T if name.transposed else tensor.read(within)
-        if parts is None:
-            parts = np.empty((len(chosen), *part.shape), dtype)
-        parts[number] = part
-    assert parts is not None
-    return parts if name.stacked else parts[0]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -158,11 +156,12 @@ def _match(stored: Mapping[str, StoredTensor], a: Architecture, folder: Path) ->
     """The stored tensors of each parameter, by dotted path; ShoalError unless they fit one to one."""
     found: dict[str, list[StoredTensor]] = {}
     missing, misshapen = [], []
+    # Old Llama files store the rotary frequencies, which are computed here.
     left = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
     if a.tie_embeddings and "lm_head.weight" in stored:
         left.discard("lm_head.weight")  # the same tensor once more, or alone
         stored = {"model.embed_tokens.weight": stored["lm_head.weight"], **stored}
-    for path, name, shape, numbers in _named(a):
+    for path, name, shape, numbers in _tensor_specs(a):
         tensors = found.setdefault(path, [])
         for layer in numbers:
             text = name.template.format(layer=layer)
@@ -182,7 +181,7 @@ def _match(stored: Mapping[str, StoredTensor], a: Architecture, folder: Path) ->
     return found
 
 
-def _named(a: Architecture) -> Iterator[tuple[str, Name, tuple[int, ...], Sequence[int]]]:
+def _tensor_specs(a: Architecture) -> Iterator[tuple[str, TensorName, tuple[int, ...], Sequence[int]]]:
     """Each parameter's dotted path, name, shape of one tensor in the files, and layers."""
     for path, declared in jax.tree_util.tree_leaves_with_path(param_specs(a), is_leaf=is_param_spec):
         name = NAMES[dotted(path)]
@@ -192,7 +191,7 @@ def _named(a: Architecture) -> Iterator[tuple[str, Name, tuple[int, ...], Sequen
 
 def names_of(a: Architecture) -> Iterator[str]:
     """Names in the files of all tensors of an architecture."""
-    for _, name, _, numbers in _named(a):
+    for _, name, _, numbers in _tensor_specs(a):
         yield from (name.template.format(layer=layer) for layer in numbers)
 
 
@@ -213,7 +212,7 @@ class LazyParameter:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class OutputTensor:
     """A tensor to be written: its parameter, or one layer of a stacked one."""
 
     name: str
@@ -224,6 +223,7 @@ class Outgoing:
 
     def fetch(self, dtype: np.dtype) -> np.ndarray:
         """The tensor on the host, in the file's layout."""
+        # Of another system's checkpoint, which may be larger than this host's memory.
         if isinstance(self.leaf, LazyParameter):
             value = np.asarray(self.leaf.read(self.layer))
         else:  # a new array either way: a jax.Array keeps the host copy that np.asarray made, all layers in the end
@@ -257,7 +257,8 @@ def save(
     dtype = np.dtype(jnp.dtype(dtype))
     if dtype not in DTYPES.values():
         raise ShoalError(f"dtype={dtype.name!r}: expected float32, bfloat16 or float16.")
-    config = saved_config(architecture, source, dtype) if config is None else typed_config(config, dtype)
+    config = config_to_save(architecture, source, config, dtype)
+    # Beside the target, so that the rename stays on one file system and is atomic.
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)
     try:
@@ -265,27 +266,27 @@ def save(
         for name in TOKENIZER_FILES:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
-        _write_shards(partial, _outgoing(parameters, architecture), dtype, shard_bytes)
+        _write_shards(partial, _output_tensors(parameters, architecture), dtype, shard_bytes)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _outgoing(parameters: Parameters, a: Architecture) -> Iterator[Outgoing]:
+def _output_tensors(parameters: Parameters, a: Architecture) -> Iterator[OutputTensor]:
     leaves = jax.tree.leaves(parameters)
-    for leaf, (path, name, shape, numbers) in zip(leaves, _named(a), strict=True):
+    for leaf, (path, name, shape, numbers) in zip(leaves, _tensor_specs(a), strict=True):
         full = (len(numbers), *shape) if name.stacked else shape
         wanted = (*full[:-2], full[-1], full[-2]) if name.transposed else full
         if tuple(leaf.shape) != wanted:
             raise ValueError(f"parameter {path} is {tuple(leaf.shape)}; the architecture has {wanted}")
         for layer in numbers:
             text = name.template.format(layer=layer)
-            yield Outgoing(text, leaf, shape, name.transposed, layer if name.stacked else None)
+            yield OutputTensor(text, leaf, shape, name.transposed, layer if name.stacked else None)
 
 
-def _write_shards(folder: Path, tensors: Iterator[Outgoing], dtype: np.dtype, shard_bytes: int) -> None:
-    shards: list[list[Outgoing]] = [[]]
+def _write_shards(folder: Path, tensors: Iterator[OutputTensor], dtype: np.dtype, shard_bytes: int) -> None:
+    shards: list[list[OutputTensor]] = [[]]
     sizes = [0]
     for tensor in tensors:
         size = dtype.itemsize * int(np.prod(tensor.shape))

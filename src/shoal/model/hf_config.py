@@ -41,11 +41,13 @@ def architecture_of(folder: str | Path) -> Architecture:
         num_layers=_size(config, "num_hidden_layers", folder),
         num_heads=heads,
         num_kv_heads=key_heads,
+        # Qwen3's class has head_dim=128 by default, whatever hidden_size and heads are.
         head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden_size // heads),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        # Qwen2's biases are in its code, not in its config.json; Llama's attention_bias adds one to `o` too.
         qkv_bias=family == "qwen2" or bias,
         output_bias=family != "qwen2" and bias,
         mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
@@ -76,6 +78,7 @@ def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
         refuse("config.json has a quantization_config", "Use the model's unquantised weights.")
     if config.get("hidden_act", "silu") != "silu":
         refuse(f"hidden_act is {config['hidden_act']!r} (expected 'silu')")
+    # Newer files name each layer's kind; older ones have switches, and windows from layer max_window_layers on.
     if config.get("layer_types"):
         others = set(config["layer_types"]) - {"full_attention"}
         if others:
@@ -136,6 +139,7 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "rms_norm_eps": a.norm_eps,
         "rope_theta": a.rope_theta,
         "tie_word_embeddings": a.tie_embeddings,
+        # Named as none: without them Llama's class takes ids 1 and 2, which may be any tokens here.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -158,23 +162,19 @@ def config_of(a: Architecture) -> dict[str, Any]:
     return config
 
 
-def saved_config(a: Architecture, source: Path | None, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json to write with parameters of `dtype`: the source's, or one made from the architecture."""
-    if source is None or not (source / "config.json").is_file():
-        config = made_config(a, source)
-    else:
+def config_to_save(a: Architecture, source: Path | None, config: dict[str, Any] | None,
+                   dtype: np.dtype) -> dict[str, Any]:
+    """The config.json to write with parameters of `dtype`: the given one, else the source's, else one made from the
+    architecture."""
+    if config is None and source is not None and (source / "config.json").is_file():
         if architecture_of(source) != a:
             raise ShoalError(f"{source}/config.json describes another architecture than these parameters have.")
         config = read_config(source)
-    return typed_config(config, dtype)
-
-
-def typed_config(config: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """The config with the type of the weights set."""
+    config = config or make_config(a, source)
     return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype.name}
 
 
-def made_config(a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def make_config(a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A config for an architecture (or the given one), with the special token ids of a tokenizer's folder."""
     made = dict(config or config_of(a))
     for name in ("config.json", "generation_config.json"):
@@ -187,7 +187,7 @@ def made_config(a: Architecture, tokenizer: Path | None, config: Mapping[str, An
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def own_config(a: Architecture, folder: Path) -> bool:
+def describes(folder: Path, a: Architecture) -> bool:
     """True if the config.json in a folder describes this architecture."""
     try:
         return architecture_of(folder) == a

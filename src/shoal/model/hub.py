@@ -9,6 +9,8 @@ from pathlib import Path
 
 from shoal.types import ShoalError
 
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
 
 def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
     """The folder of a model: a local one, the packaged one under the name `tiny`, or a downloaded one of a hub id.
@@ -16,6 +18,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
     downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is no such model.
     """
+    # Before folders are looked at: a run must not change because a folder `tiny` lies where it is started.
     if str(path) == "tiny":
         return _packaged("tiny")
     folder = Path(path).expanduser()
@@ -23,7 +26,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         return folder
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+    if HUB_ID.fullmatch(str(path)):
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {folder}. Give a folder, a hub id (org/name), or `tiny`.")
 
@@ -38,6 +41,7 @@ def _packaged(name: str) -> Path:
 def _download(repository: str, token: str | None, weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    # No subfolders: they hold the same weights in other formats. No *.bin: pickles are never read.
     patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     subject = f"{repository} is no local folder, and as a hub id"
     try:

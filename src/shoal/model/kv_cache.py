@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.model.attention import Keys, attend_blocks
+from shoal.model.attention import Keys, online_softmax
 from shoal.model.transformer import Architecture, AttentionFn
 
 KEY_BLOCK = 64
@@ -42,6 +42,7 @@ def write_prefixes(caches: tuple[LayerCache, ...], keys: Any, groups: jax.Array)
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written.
     """
+    # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by max_prompt_tokens.
     k, v = (x[:, :, : caches[0].prefix_k.shape[1]] for x in keys)
     size = k.shape[2]
     return tuple(
@@ -69,10 +70,11 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
         cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k, position),
                            write(cache.own_v, v, position))
         prefix_mask = jnp.arange(cache.prefix_k.shape[1]) < prefix_len[:, None]
+        # Up to and with the token itself; what an earlier completion left behind lies beyond and stays masked.
         own_mask = (jnp.arange(cache.own_k.shape[2]) <= position[..., None])[:, :, None]
         prefix = Keys(cache.prefix_k, cache.prefix_v, prefix_mask)
         own = Keys(cache.own_k, cache.own_v, own_mask)
-        out = attend_blocks(q[:, :, None], prefix, own, num_prefix, num_own, KEY_BLOCK)
+        out = online_softmax(q[:, :, None], prefix, own, num_prefix, num_own, KEY_BLOCK)
         return out[:, :, 0], cache
 
     return attention

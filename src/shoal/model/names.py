@@ -17,7 +17,7 @@ from shoal.types import ShoalError
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedModel:
     """A model that MaxText has a name for."""
 
     hub_id: str
@@ -52,37 +52,37 @@ _QWEN3_4B = _qwen3(2560, 9728, 36, 32, tied=True)
 _QWEN3_8B = _qwen3(4096, 12288, 36, 32)
 _QWEN3_14B = _qwen3(5120, 17408, 40, 40)
 
-MODELS: Mapping[str, Named] = {
-    "llama2-7b": Named("meta-llama/Llama-2-7b-hf", _llama(4096, 11008, 32, 32, 32, 32000, 10000.0)),
-    "llama2-13b": Named("meta-llama/Llama-2-13b-hf", _llama(5120, 13824, 40, 40, 40, 32000, 10000.0)),
-    "llama2-70b": Named("meta-llama/Llama-2-70b-hf", _llama(8192, 28672, 80, 64, 8, 32000, 10000.0)),
-    "llama3-8b": Named("meta-llama/Meta-Llama-3-8B", _LLAMA_8B),
-    "llama3-70b": Named("meta-llama/Meta-Llama-3-70B", _LLAMA_70B),
-    "llama3.1-8b": Named("meta-llama/Llama-3.1-8B", _LLAMA31_8B),
-    "llama3.1-8b-Instruct": Named("meta-llama/Llama-3.1-8B-Instruct", _LLAMA31_8B),
-    "llama3.1-70b": Named("meta-llama/Llama-3.1-70B", _LLAMA31_70B),
-    "llama3.1-70b-Instruct": Named("meta-llama/Llama-3.1-70B-Instruct", _LLAMA31_70B),
-    "llama3.1-405b": Named("meta-llama/Llama-3.1-405B", _llama(16384, 53248, 126, 128, 8, scaling=_LLAMA3)),
-    "llama3.3-70b": Named("meta-llama/Llama-3.3-70B-Instruct", _LLAMA31_70B),
-    "qwen2.5-1.5b": Named("Qwen/Qwen2.5-1.5B-Instruct", _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True)),
-    "qwen2.5-7b": Named("Qwen/Qwen2.5-7B-Instruct", _qwen2(3584, 18944, 28, 28, 4)),
-    "qwen2.5-14b": Named("Qwen/Qwen2.5-14B-Instruct", _qwen2(5120, 13824, 48, 40, 8)),
-    "qwen3-0.6b": Named("Qwen/Qwen3-0.6B", _qwen3(1024, 3072, 28, 16, tied=True)),
-    "qwen3-1.7b": Named("Qwen/Qwen3-1.7B", _QWEN3_2B),
-    "qwen3-1.7b-base": Named("Qwen/Qwen3-1.7B-Base", _QWEN3_2B),
-    "qwen3-4b": Named("Qwen/Qwen3-4B", _QWEN3_4B),
-    "qwen3-4b-base": Named("Qwen/Qwen3-4B-Base", _QWEN3_4B),
-    "qwen3-4b-thinking-2507": Named("Qwen/Qwen3-4B-Thinking-2507", replace(_QWEN3_4B, rope_theta=5e6)),
-    "qwen3-8b": Named("Qwen/Qwen3-8B", _QWEN3_8B),
-    "qwen3-8b-base": Named("Qwen/Qwen3-8B-Base", _QWEN3_8B),
-    "qwen3-14b": Named("Qwen/Qwen3-14B", _QWEN3_14B),
-    "qwen3-14b-base": Named("Qwen/Qwen3-14B-Base", _QWEN3_14B),
-    "qwen3-32b": Named("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64)),
+MODELS: Mapping[str, NamedModel] = {
+    "llama2-7b": NamedModel("meta-llama/Llama-2-7b-hf", _llama(4096, 11008, 32, 32, 32, 32000, 10000.0)),
+    "llama2-13b": NamedModel("meta-llama/Llama-2-13b-hf", _llama(5120, 13824, 40, 40, 40, 32000, 10000.0)),
+    "llama2-70b": NamedModel("meta-llama/Llama-2-70b-hf", _llama(8192, 28672, 80, 64, 8, 32000, 10000.0)),
+    "llama3-8b": NamedModel("meta-llama/Meta-Llama-3-8B", _LLAMA_8B),
+    "llama3-70b": NamedModel("meta-llama/Meta-Llama-3-70B", _LLAMA_70B),
+    "llama3.1-8b": NamedModel("meta-llama/Llama-3.1-8B", _LLAMA31_8B),
+    "llama3.1-8b-Instruct": NamedModel("meta-llama/Llama-3.1-8B-Instruct", _LLAMA31_8B),
+    "llama3.1-70b": NamedModel("meta-llama/Llama-3.1-70B", _LLAMA31_70B),
+    "llama3.1-70b-Instruct": NamedModel("meta-llama/Llama-3.1-70B-Instruct", _LLAMA31_70B),
+    "llama3.1-405b": NamedModel("meta-llama/Llama-3.1-405B", _llama(16384, 53248, 126, 128, 8, scaling=_LLAMA3)),
+    "llama3.3-70b": NamedModel("meta-llama/Llama-3.3-70B-Instruct", _LLAMA31_70B),
+    "qwen2.5-1.5b": NamedModel("Qwen/Qwen2.5-1.5B-Instruct", _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True)),
+    "qwen2.5-7b": NamedModel("Qwen/Qwen2.5-7B-Instruct", _qwen2(3584, 18944, 28, 28, 4)),
+    "qwen2.5-14b": NamedModel("Qwen/Qwen2.5-14B-Instruct", _qwen2(5120, 13824, 48, 40, 8)),
+    "qwen3-0.6b": NamedModel("Qwen/Qwen3-0.6B", _qwen3(1024, 3072, 28, 16, tied=True)),
+    "qwen3-1.7b": NamedModel("Qwen/Qwen3-1.7B", _QWEN3_2B),
+    "qwen3-1.7b-base": NamedModel("Qwen/Qwen3-1.7B-Base", _QWEN3_2B),
+    "qwen3-4b": NamedModel("Qwen/Qwen3-4B", _QWEN3_4B),
+    "qwen3-4b-base": NamedModel("Qwen/Qwen3-4B-Base", _QWEN3_4B),
+    "qwen3-4b-thinking-2507": NamedModel("Qwen/Qwen3-4B-Thinking-2507", replace(_QWEN3_4B, rope_theta=5e6)),
+    "qwen3-8b": NamedModel("Qwen/Qwen3-8B", _QWEN3_8B),
+    "qwen3-8b-base": NamedModel("Qwen/Qwen3-8B-Base", _QWEN3_8B),
+    "qwen3-14b": NamedModel("Qwen/Qwen3-14B", _QWEN3_14B),
+    "qwen3-14b-base": NamedModel("Qwen/Qwen3-14B-Base", _QWEN3_14B),
+    "qwen3-32b": NamedModel("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64)),
 }
 """MaxText's name -> the model; those of its families that Shoal computes."""
 
 
-def model_named(name: str) -> Named:
+def model_named(name: str) -> NamedModel:
     """The model of a name, whatever its case; ShoalError with the nearest where there is none."""
     by_lower = {known.lower(): model for known, model in MODELS.items()}
     if name.lower() not in by_lower:
@@ -91,7 +91,7 @@ def model_named(name: str) -> Named:
     return by_lower[name.lower()]
 
 
-MOST_TOLD = 3
+MAX_DIFFERENCES = 3
 """Entries of config.json that are named where two models differ."""
 
 
@@ -103,5 +103,5 @@ def check_name(name: str, a: Architecture, where: object, key: str) -> None:
              for entry in dict.fromkeys((*found, *named))
              if entry != "architectures" and found.get(entry) != named.get(entry)]
     if wrong:
-        raise ShoalError(f"{key}={name} is not the model at {where}: {', '.join(wrong[:MOST_TOLD])}; leave {key} out, "
-                         "or give the right one")
+        shown = ", ".join(wrong[:MAX_DIFFERENCES])
+        raise ShoalError(f"{key}={name} is not the model at {where}: {shown}; leave {key} out, or give the right one")

@@ -54,6 +54,7 @@ class Tokenizer:
         template: str = "",
         notes: Sequence[str] = (),
     ):
+        # tokenizer.json may store both from training the tokenizer; they would change prompts without an error.
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -61,9 +62,10 @@ class Tokenizer:
         self.template = template  # as text; empty for none
         self._template = _compile(template) if template else None
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
-        self.bos_id: int | None = self._id_of("bos_token")
-        own_pad = self._id_of("pad_token")
+        self.bos_id: int | None = self._special_id("bos_token")
+        own_pad = self._special_id("pad_token")
         choices = (own_pad, pad_id, *self.eos_ids, 0)
+        # Any id will do, since no token attends to padding: 0 where the model names none.
         self.pad_id: int = next(id for id in choices if id is not None)
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.notes: list[str] = list(notes)
@@ -78,6 +80,7 @@ class Tokenizer:
         _add_tokens(backend, config, special)
         model, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
         own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        # generation_config.json first: chat models end a turn with another token than a document (Llama 3: eot_id).
         eos_ids = _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id")) or _ids(own_eos)
         text = _given_template(template) if template else _own_template(folder, config)
         notes = []
@@ -111,6 +114,7 @@ class Tokenizer:
         """The text of messages, up to where the answer starts."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
+        # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
         clean = [{key: _plain(value) for key, value in m.items() if value is not None} for m in messages]
         if self._template is None:
             return _plain_text(clean)
@@ -172,7 +176,8 @@ class Tokenizer:
     def _array(ids: Sequence[int]) -> np.ndarray:
         return np.asarray(ids, dtype=np.int32)
 
-    def _id_of(self, name: str) -> int | None:
+    def _special_id(self, name: str) -> int | None:
+        """The id of a special token by its role, as `bos_token`; None if the model has none."""
         token = self._special.get(name)
         return None if token is None else self._backend.token_to_id(token)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal
 
 import jax
@@ -216,6 +217,7 @@ def forward(
     training, keys and values in prefill.
     """
     a = model.architecture
+    # Gathered, then cast: the other way round would copy the whole table.
     x = parameters.embed_tokens[tokens].astype(model.dtype)
     x = model.role.constrain(x, "rows", None, None)
     rope = rotary(a, positions)
@@ -231,14 +233,10 @@ def forward(
     else:
         new = []
         for number, cache in enumerate(caches):
-            x, cache = layer(x, layer_of(parameters.blocks, number), cache)
+            x, cache = layer(x, jax.tree.map(itemgetter(number), parameters.blocks), cache)
             new.append(cache)
         aux = tuple(new)
     return rms_norm(x, parameters.final_norm, a.norm_eps), aux
-
-
-def layer_of(blocks: Block, number: int) -> Block:
-    return jax.tree.map(lambda leaf: leaf[number], blocks)
 
 
 def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,
@@ -266,6 +264,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; mean and division in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    # Rounded before the weight, as transformers' LlamaRMSNorm does: parity in bfloat16 needs the same order.
     return weight.astype(x.dtype) * wide.astype(x.dtype)
 
 
@@ -281,6 +280,7 @@ def frequencies(a: Architecture) -> jax.Array:
         return base
     if scaling.kind == "linear":
         return base / scaling.factor
+    # Llama 3.1's rule goes by turns, not by wavelengths: the same bounds, without a division.
     turns = scaling.original_max_position * base / (2 * jnp.pi)  # within the original length
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = jnp.clip(share, 0.0, 1.0)
@@ -302,6 +302,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
     """hidden[..., D] -> float32[..., V]."""
     weight: Weight = parameters.embed_tokens.T if parameters.lm_head is None else parameters.lm_head
+    # float32 out: bfloat16 has 8 significant bits, and ratios are made of differences of these.
     return linear(weight, hidden.astype(model.dtype), jnp.float32)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections import Counter, deque
@@ -11,23 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from shoal.report.figures import (
-    duration,
-    evaluation_text,
-    figure_text,
-    one_line,
-    step_figures,
-    summary_rows,
-    text_table,
-)
-from shoal.report.notebook import NotebookProgress, in_notebook
+from shoal.report.figures import BARS, evaluation_text, one_line, summary_rows, text_table
+from shoal.report.notebook import NotebookProgress, in_notebook, show_table
+from shoal.report.progress import AnswerLines, LiveLine, StepLines
 from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
 
-PLAIN_SECONDS = 5.0
-PLAIN_FIRST_STEPS = 3
-FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
-"""When an evaluation first says how long it will take, and how often it does from then on."""
 _LONGEST_TEXT = 2000
 _MOST_UNKEPT = 1000
 """Lines that wait for a file to be kept in."""
@@ -47,15 +35,14 @@ class Console:
         self._clock = clock
         is_terminal = getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
         self._rich = _rich_console(self._stream, width) if is_terminal else None
-        self._progress: Any = None
-        self._bar: Any = None
-        self._pace = Pace(clock())
+        self._started = clock()
         self._repeats: Counter[str] = Counter()
-        self._last_line = (-math.inf, 0)  # when, and at which tenth of the run
-        self._answers = Pace(clock())  # of an evaluation's part
-        self._answers_due = 0.0
         self._log: Path | None = None
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
+        self._steps: StepLines | None = None
+        self._answers = AnswerLines(self._write, clock)
+        self.steps_a_line = 0
+        """Steps between two lines that stay; 0 for about 40 lines in a run."""
 
     def keep_log(self, path: Path) -> None:
         """Writes the lines printed so far, and all further ones, to the end of a file too."""
@@ -82,42 +69,25 @@ class Console:
         self._write(_indented(text))
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """`step` of `steps` (from 1) is done. Plain: a line at the first steps, every 5 s, every tenth, the last."""
-        now = self._clock()
-        self._pace.mark(now, step)
-        figures, left = step_figures(metrics), self._pace.left(steps - step)
-        times = f"{duration(self._pace.elapsed(now))} elapsed"
-        if left is not None:
-            times += f", {duration(left)} left"
-        last, last_tenth = self._last_line
-        tenth = 10 * step // max(steps, 1)
-        if self._notebook:
-            self._progress = self._progress or NotebookProgress(self._clock)
-            self._progress.update(step, steps, times, figures)
-        elif self._rich is not None:
-            self._show_progress(step, steps, "  ".join([f"{step}/{steps}", times, *figures]))
-        elif step <= PLAIN_FIRST_STEPS or step >= steps or now - last >= PLAIN_SECONDS or tenth > last_tenth:
-            self._last_line = (now, tenth)
-            self._write("  ".join([f"step {step}/{steps}", times, *figures]))
+        """`step` of `steps` (from 1) is done; `StepLines` decides what is printed."""
+        self._steps = self._steps or self._step_lines()
+        self._steps.step(step, steps, metrics)
         if step >= steps:
             self.close()
 
+    def _step_lines(self) -> StepLines:
+        notebook = NotebookProgress(self._clock) if self._notebook else None
+        live = LiveLine(self._rich, self._printable) if self._rich is not None and not notebook else None
+        return StepLines(self._write, self._clock, self._started, self.steps_a_line, live, notebook,
+                         show_trend=self._printable(BARS) == BARS)
+
     def answered(self, part: str, done: int, total: int) -> None:
-        """`done` (one more at each call) of the `total` questions of an evaluation's part: a line after 2 s where 10 s
-        or more are left, then every 10 s.
+        """`done` (one more at each call) of the `total` questions of an evaluation's part.
 
         >>> console.answered("held_out, greedy", 120, 500)
         held_out, greedy: 120 of 500, 0:48 left
         """
-        now = self._clock()
-        if done == 1:
-            self._answers, self._answers_due = Pace(now, window=total), now + FIRST_ANSWERS_SECONDS
-        self._answers.mark(now, done)
-        left = self._answers.left(total - done)
-        if now >= self._answers_due and left:
-            self._answers_due = now + ANSWERS_SECONDS
-            if left >= ANSWERS_SECONDS or self._answers.elapsed(now) >= ANSWERS_SECONDS:
-                self._write(f"{one_line(part)}: {done} of {total}, {duration(left)} left")
+        self._answers.answered(one_line(part), done, total)
 
     def evaluation(self, name: str, figures: Mapping[str, Any]) -> None:
         """The figures of one set of questions, with their number and protocol.
@@ -129,14 +99,14 @@ class Console:
         self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
 
     def summary(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]],
-                solved: SolvedProblem | None = None, facts: Mapping[str, Any] | None = None) -> None:
+                solved: SolvedProblem | None = None, facts: str = "") -> None:
         """The end: a table of figures by set of questions before and after, facts, a solved problem, counts.
 
         `before`, `after`: name of the set -> its figures, as given to `evaluation`."""
         if rows := summary_rows(before, after):
             self.table(("", "before", "after", "change"), rows)
-        for name, value in (facts or {}).items():
-            self.text(f"{one_line(name)}: {figure_text(name, value)}")
+        if facts:
+            self.text(one_line(facts))
         if solved is not None:
             self._write("a problem that was wrong before and is right after:", "bold")
             for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),
@@ -155,6 +125,10 @@ class Console:
         """Rows under their head, the first column to the left, the others to the right."""
         self.close()
         lines = text_table(head, rows)
+        if self._notebook:
+            self._keep("\n".join(lines))
+            show_table(head, rows, "\n".join(lines))
+            return
         if self._rich is None:
             self._write("\n".join(lines))
             return
@@ -171,9 +145,8 @@ class Console:
 
     def close(self) -> None:
         """Ends the progress bar and gives the terminal back."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._steps:
+            self._steps.stop()
 
     def __enter__(self) -> Console:
         return self
@@ -210,35 +183,6 @@ class Console:
 
         return Text(self._printable(text), style=style)
 
-    def _show_progress(self, step: int, steps: int, line: str) -> None:
-        if self._progress is None:
-            self._progress = _rich_progress(self._rich)
-            self._bar = self._progress.add_task("", total=max(steps, 1), figures=self._rich_text(""))
-            self._progress.start()
-        self._progress.update(self._bar, completed=step, figures=self._rich_text(line))
-        self._progress.refresh()
-
-
-class Pace:
-    """Time since the start, and time left by the mean over the last steps (compilation soon falls out of it)."""
-
-    def __init__(self, start: float, window: int = 20) -> None:
-        self._start = start
-        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
-
-    def mark(self, now: float, step: int) -> None:
-        self._marks.append((now, step))
-
-    def elapsed(self, now: float) -> float:
-        return now - self._start
-
-    def left(self, num_steps: int) -> float | None:
-        """Seconds for `num_steps` more; None until two steps have been marked."""
-        if len(self._marks) < 2:
-            return None
-        (first, begun), (last, done) = self._marks[0], self._marks[-1]
-        return None if done <= begun else (last - first) / (done - begun) * max(num_steps, 0)
-
 
 class _EscapingStream:
     """A stream that cannot fail on a character: rich draws some of its own (an ellipsis) in any encoding."""
@@ -259,18 +203,6 @@ def _rich_console(stream: TextIO, width: int | None) -> Any:
 
     escaping = cast(TextIO, _EscapingStream(stream))
     return RichConsole(file=escaping, force_terminal=True, width=width, highlight=False, emoji=False, markup=False)
-
-
-def _rich_progress(console: Any) -> Any:
-    from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
-    from rich.table import Column
-
-    class Figures(RenderableColumn):
-        def render(self, task: Any) -> Any:
-            return task.fields["figures"]
-
-    return Progress(TextColumn("step"), BarColumn(bar_width=20), Figures("", table_column=Column(ratio=1)),
-                    console=console, auto_refresh=False, expand=True)
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

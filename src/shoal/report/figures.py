@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.report.metrics import wilson_interval
+from shoal.text import count
 
 STEP_FIGURES = (
     ("reward/mean", "reward", "number"),
@@ -23,6 +24,37 @@ STEP_FIGURES = (
 def one_line(text: object) -> str:
     """The text with every run of white space as one blank."""
     return " ".join(str(text).split())
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """A number as a person writes it: so many significant digits, no exponent where few zeros do, 0 for noise.
+
+    >>> [number_text(value) for value in (0.41234, 2.17e-14, 0.00002, 1234.5)]
+    ['0.412', '0', '0.00002', '1,234']
+    """
+    if abs(value) < 1e-9:
+        return "0"
+    if not 1e-5 <= abs(value) < 1e12:
+        return f"{value:.{digits}g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def trend(values: Sequence[float]) -> str:
+    """The values as a row of bars, the smallest lowest, the largest highest; nothing for fewer than two.
+
+    >>> trend([0.1, 0.2, 0.15, 0.4])
+    '▁▃▂█'
+    """
+    known = [value for value in values if math.isfinite(value)]
+    if len(known) < 2:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    return "".join(BARS[round((len(BARS) - 1) * (value - low) / span)] if span else BARS[0] for value in known)
 
 
 def duration(seconds: float) -> str:
@@ -42,7 +74,9 @@ def step_figures(metrics: Mapping[str, float]) -> list[str]:
     return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
 
 
-def _speed(value: float) -> str:
+def _speed(value: float | None) -> str:
+    if value is None:
+        return "-"
     for limit, divisor, letter in ((1e6, 1e6, "M"), (1e3, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / divisor:.1f}{letter} tokens/s"
@@ -54,7 +88,7 @@ def _share(value: float) -> str:
 
 
 _FORMS: dict[str, Callable[[float], str]] = {
-    "number": lambda value: f"{value:.3g}", "share": _share, "tokens": lambda value: f"{value:.1f}", "speed": _speed,
+    "number": number_text, "share": _share, "tokens": lambda value: f"{value:.1f}", "speed": _speed,
 }
 
 
@@ -69,6 +103,8 @@ def _is_number(value: Any) -> bool:
 
 def figure_text(name: str, value: Any) -> str:
     """One figure as text: shares in percent, seconds with their unit, other numbers in a few digits."""
+    if value is None:
+        return "-"
     if not _is_number(value):
         return one_line(value)
     number = float(value)
@@ -80,7 +116,7 @@ def figure_text(name: str, value: Any) -> str:
         return _speed(number)
     if name.endswith("seconds") or name.startswith("seconds"):
         return f"{number:.1f} s"
-    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}"
+    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else number_text(number, 4)
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
@@ -90,7 +126,7 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     parts = [_named_figure(name, figures, figures.get("sampled_protocol") if name == sampled else None)
              for name in names]
     terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
-    terms += [f"{figures[name]} {unit}" for name, unit in _NUMBERS.items() if figures.get(name) is not None]
+    terms += [count(figures[name], unit) for name, unit in _NUMBERS.items() if figures.get(name) is not None]
     answers = figures.get("num_responses", figures.get("num_questions"))
     about = "; ".join(part for part in (", ".join(terms), _interval_text(names, figures, answers)) if part)
     if about:
@@ -98,7 +134,12 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-_NUMBERS = {"num_responses": "responses", "num_questions": "questions"}
+_NUMBERS = {"num_responses": "response", "num_questions": "question"}
+
+
+def is_shown_figure(name: str, figures: Mapping[str, Any]) -> bool:
+    """True for a figure of an evaluation that stands for itself."""
+    return name in ("step", "name", "num_questions") or not _is_detail(name, figures)
 
 
 def _is_detail(name: str, figures: Mapping[str, Any]) -> bool:
@@ -146,7 +187,7 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
         old, new = before.get(subset, {}), after.get(subset, {})
         about = new or old
         terms = ", ".join(filter(None, [str(about.get("protocol", "")),
-                                        f"{about['num_questions']} questions" if "num_questions" in about else ""]))
+                                        count(about["num_questions"], "question") if "num_questions" in about else ""]))
         for name in dict.fromkeys([*old, *new]):
             hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/") or _is_detail(name, about)
             if hidden or not _is_number(old.get(name, new.get(name))):
@@ -155,6 +196,13 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
             title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == main and terms else "")
             rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))
     return rows
+
+
+def summary_facts(summary: Mapping[str, Any]) -> str:
+    """What a finished run took, in one line."""
+    return (f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
+            f"{_speed(summary['sample_tokens_per_second'])}, training {_speed(summary['train_tokens_per_second'])}, "
+            f"{count(summary['num_compilations'], 'program')} compiled")
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -175,4 +223,6 @@ def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     difference = float(new[name]) - float(old[name])
     if not math.isfinite(difference):
         return ""
-    return f"{100 * difference:+.1f} points" if _is_share(name) else f"{difference:+.3g}"
+    if _is_share(name):
+        return f"{100 * difference:+.1f} points"
+    return ("+" if difference >= 0 else "") + number_text(difference)

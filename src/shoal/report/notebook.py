@@ -1,4 +1,4 @@
-"""Progress in a notebook: one display, updated in place."""
+"""Progress and tables in a notebook; progress is one display, updated in place."""
 
 from __future__ import annotations
 
@@ -54,6 +54,20 @@ def bundle(step: int, steps: int, times: str, figures: Sequence[str]) -> dict[st
         f"<div style='font-family:monospace'>step {step}/{steps} "
         f"<progress value='{step}' max='{max(steps, 1)}' style='width:20em;vertical-align:middle'></progress>"
         f"<div>{parts}</div></div>")}
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table with escaped cells."""
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], text: str) -> None:
+    """Shows a table in a notebook; `text` where HTML is not shown."""
+    _ipython_display()({"text/html": html_table(head, rows), "text/plain": text}, raw=True)
 
 
 def _ipython_display() -> Callable[..., Any]:

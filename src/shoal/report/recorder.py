@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from shoal.report.console import Console
-from shoal.report.figures import duration
+from shoal.report.figures import duration, summary_facts
+from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
 from shoal.report.group_metrics import add_group_metrics
 from shoal.report.group_writer import GroupWriter
@@ -19,7 +20,9 @@ from shoal.report.groups import TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, evaluation_scalars
 from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
-from shoal.types import Group
+from shoal.report.watch import Watch
+from shoal.text import count
+from shoal.types import Failure, Group, RolloutStats
 
 SECONDS_TO_STOP = 3.0
 """What a service for metrics may take to end when somebody asked the run to stop."""
@@ -45,15 +48,15 @@ class StepRecord:
 class Recorder:
     """Turns what happened into metrics, files and lines on the screen. Groups are written by a thread.
 
-    `read_clock` gives the sampler's seconds and tokens since the last call, `compilations` the number of programs
-    compiled so far, `mfu` the share of the devices' peak rate that a step used: of groups, the (group, completion)
-    that were trained on, seconds."""
+    `read_stats` gives the source's figures since the last call, `compilations` the number of programs compiled so far,
+    `mfu` the share of the devices' peak rate that a step used: of groups, the (group, completion) that were trained on,
+    seconds."""
 
     folder: RunFolder
     console: Console
     steps: int
     keep_groups: bool
-    read_clock: Callable[[], Any]
+    read_stats: Callable[[], RolloutStats]
     compilations: Callable[[], int]
     peak_bytes: Callable[[], int]
     sinks: Sequence[Background] = ()
@@ -64,23 +67,26 @@ class Recorder:
     evaluations: dict[int, Figures] = field(default_factory=dict)  # by version
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
+    watch: Watch = field(default_factory=Watch)
+    warned: list[Finding] = field(default_factory=list)  # since the loop last asked
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion
     _wrong_at_first: WrongAnswers = field(default_factory=dict)
     _solved: SolvedProblem | None = None
 
     def __post_init__(self) -> None:
-        self._groups = GroupWriter(self.folder.write_groups)
+        self._groups = GroupWriter(self.folder.write_groups, self.folder.path)
 
     # -- steps
 
     def begin_training(self, first: int) -> None:
         if self.steps > first:
-            self.console.heading(f"training, {self.steps} steps" + (f", from step {first + 1} on" if first else ""))
+            begin = f", from step {first + 1} on" if first else ""
+            self.console.heading(f"training, {count(self.steps, 'step')}{begin}")
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
-        number, metrics, clock = record.step + 1, record.metrics, self.read_clock()
+        number, metrics, stats = record.step + 1, record.metrics, self.read_stats()
         started = time.perf_counter()
         add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
         metrics.add("groups/discarded", record.num_discarded)
@@ -88,13 +94,13 @@ class Recorder:
         metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
-        self._add_rewards(metrics, clock)
+        self._add_rewards(metrics, stats)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
-        metrics.add("tokens/sampled", clock.tokens)
-        metrics.add("time/sample_seconds", clock.sample_seconds)
-        metrics.add("time/reward_seconds", clock.reward_seconds)
-        metrics.add("throughput/sample_tokens_per_second", clock.tokens, clock.sample_seconds)
+        metrics.add("tokens/sampled", stats.tokens)
+        metrics.add("time/sample_seconds", stats.sample_seconds)
+        metrics.add("time/reward_seconds", stats.reward_seconds)
+        metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.sample_seconds)
         metrics.add("time/step_seconds", record.seconds)
         metrics.add("memory/peak_bytes", self.peak_bytes())
         metrics.add("compilations", self.compilations())
@@ -111,28 +117,35 @@ class Recorder:
             self._groups.put(number, record.groups, record.advantages, record.logprobs)
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
+        self._warn(self.watch.step(number, result, record.groups))
         if result.get("update/skipped"):
             self.console.warning("an update was skipped: its gradient was not finite (metric update/skipped)")
         if result.get("groups/unscorable"):
             self.console.warning("some groups have fewer than two scorable completions (metric groups/unscorable)")
         return result
 
-    def _add_rewards(self, metrics: MetricSet, clock: Any) -> None:
+    def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """What reward functions logged, and the completions that they failed on."""
-        for name, values in clock.logged.items():
+        for name, values in stats.logged.items():
             metrics.add(logged_name(name), sum(values), len(values))
-        failed = [failure for failure in clock.failures if failure.completion is not None]
+        failed = [failure for failure in stats.failures if failure.completion is not None]
         metrics.add("rewards/failed", len(failed))
         for failure in failed:
             metrics.add(f"rewards/failed/{failure.function}", 1)
-        self._warn_of(clock.failures)
+        self._warn_of(stats.failures)
 
-    def _warn_of(self, failures: Sequence[Any]) -> None:
+    def _warn_of(self, failures: Sequence[Failure]) -> None:
         """Shows the first example of each way in which a reward function failed; all are counted."""
         for failure in failures:
             self.failures[failure.function, failure.kind] += 1
             if self.failures[failure.function, failure.kind] == 1:
                 self.console.warning(failure.text)
+
+    def _warn(self, found: Sequence[Finding]) -> None:
+        for finding in found:
+            if finding.level == "warning":  # what is wrong becomes the run's error
+                self.console.warning(finding.text)
+        self.warned += found
 
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
@@ -143,14 +156,14 @@ class Recorder:
         """Says how many completions are needed, and how long that took last time."""
         rate = self._evaluation_rate
         about = f", about {duration(rate * num_completions)}" if rate is not None else ""
-        self.console.heading(f"evaluation of version {version}, {num_completions:,} completions{about}")
+        self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
 
     def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], num_completions: int,
                    seconds: float) -> None:
         """Records the figures of one version by data set, and its greedy answers."""
         self.spent("evaluate", seconds)
         self._evaluation_rate = seconds / num_completions if num_completions else None
-        self._warn_of(self.read_clock().failures)  # read here: an evaluation's tokens are not the next step's
+        self._warn_of(self.read_stats().failures)  # read here: an evaluation's tokens are not the next step's
         if version == 0:
             self._wrong_at_first = wrong_answers(groups)
             self.folder.write_first_answers(self._wrong_at_first)
@@ -163,6 +176,8 @@ class Recorder:
             if self.keep_groups:
                 self._groups.put(version, [group for group in groups if group.subset == subset])
         self.evaluations[version] = figures
+        main = next(iter(figures), "")
+        self._warn(self.watch.evaluation(version, self.evaluations.get(0, {}).get(main, {}), figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
         """Accuracy on the main set by evaluated version; the mean reward where the task defines no right answer."""
@@ -182,7 +197,8 @@ class Recorder:
         """What a checkpoint must hold, as JSON."""
         failures = [[*key, count] for key, count in self.failures.items()]
         return {"dropped": self.prompts_dropped, "failures": failures, "seconds": dict(self.seconds),
-                "totals": dict(self.totals), "seconds_total": time.perf_counter() - self.started}
+                "totals": dict(self.totals), "watch": self.watch.state(),
+                "seconds_total": time.perf_counter() - self.started}
 
     def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
         """Continues after `version`: removes what the folder holds of later steps, and the evaluation of `version`
@@ -191,6 +207,7 @@ class Recorder:
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
+        self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
         self.folder.rewind(version, evaluated)
         if missing := self.folder.missing_steps(version):
@@ -222,12 +239,10 @@ class Recorder:
             "prompts_dropped": self.prompts_dropped,
             "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
             "run_folder": str(self.folder.path)}
-        facts = {name: summary[name] for name in
-                 ("seconds_total", "sample_tokens_per_second", "train_tokens_per_second", "num_compilations")}
         self.console.heading("before and after")
-        self.console.summary(summary["before"], summary["after"], self._solved, facts)
-        for failed, count in summary["reward_failures"].items():
-            self.console.warning(f"reward function {failed} for {count} completions")
+        self.console.summary(summary["before"], summary["after"], self._solved, summary_facts(summary))
+        for failed, number in summary["reward_failures"].items():
+            self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
         return summary
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from shoal.report.figures import duration, figure_text, summary_rows, text_table
+import numpy as np
+
+from shoal.report.console import prompt_text
+from shoal.report.figures import duration, figure_text, is_shown_figure, number_text, summary_rows, text_table
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup
 from shoal.report.lines import read_lines
+from shoal.report.notebook import html_table
 from shoal.report.reading import group_files, read_config, read_metrics, read_stored
-from shoal.text import nearest
+from shoal.text import nearest, shorten
 from shoal.types import ShoalError
+
+T = TypeVar("T")
 
 CURVES = (
     ("reward", (("reward/mean", "reward"),)),
@@ -82,13 +88,33 @@ _SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "complet
 _SHOWN_ROWS = 10  # at either end
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table with escaped cells."""
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
+class Shown(list[T], Generic[T]):
+    """A list that a notebook shows as a table: `row` gives an item's cells under `head`."""
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+    def __init__(self, items: Iterable[T], head: Sequence[str], row: Callable[[T], Sequence[str]]) -> None:
+        super().__init__(items)
+        self._head, self._row = head, row
+
+    def _repr_html_(self) -> str:
+        return html_table(self._head, [self._row(item) for item in self])
+
+
+def _group_row(stored: StoredGroup) -> list[str]:
+    group = stored.group
+    best = int(np.nanargmax(group.rewards)) if group.valid.any() else 0
+    solved = "" if group.correct is None else f"{int(group.correct.sum())} of {group.size}"
+    rewards = group.rewards[group.valid]
+    return [shorten(prompt_text(group.example.prompt)), solved,
+            *(number_text(value) for value in ((rewards.mean(), rewards.std()) if rewards.size else (np.nan, np.nan))),
+            f"{np.mean([len(completion) for completion in group.completions]):.0f}", shorten(group.texts[best])]
+
+
+_GROUP_HEAD = ("prompt", "correct", "mean reward", "standard deviation", "tokens", "best completion")
+
+
+def _evaluation_table(rows: Sequence[dict[str, Any]]) -> Shown[dict[str, Any]]:
+    names = list(dict.fromkeys(name for row in rows for name in row if is_shown_figure(name, row)))
+    return Shown(rows, names, lambda row: [figure_text(name, row[name]) if name in row else "" for name in names])
 
 
 class Result(Mapping[str, Any]):
@@ -111,7 +137,7 @@ class Result(Mapping[str, Any]):
         stored = read_metrics(self.folder)
         self.metrics = Table(list(stored.steps.values()))
         """A row a step."""
-        self.evaluations: list[dict[str, Any]] = read_lines(self.evaluations_path)
+        self.evaluations: list[dict[str, Any]] = _evaluation_table(read_lines(self.evaluations_path))
         """An entry for each evaluation and data set: `step`, `name` and the figures."""
 
     @property
@@ -125,7 +151,7 @@ class Result(Mapping[str, Any]):
 
     def groups(self, step: int) -> list[StoredGroup]:
         """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`; ShoalError if none."""
-        return read_stored(self.folder, step)
+        return Shown(read_stored(self.folder, step), _GROUP_HEAD, _group_row)
 
     @property
     def before(self) -> dict[str, dict[str, Any]]:

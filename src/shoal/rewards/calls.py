@@ -15,7 +15,6 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,13 @@ class CallResult:
     @property
     def failed(self) -> bool:
         return bool(self.kind or self.bad)
+
+    def to_be_split(self, size: int) -> bool:
+        """True for a failed call of several completions: each is called alone, which shows whose fault it is."""
+        return size > 1 and self.kind not in ("", WRONG)
+
+    def ends_run(self, on_error: str) -> bool:
+        return self.kind == WRONG or (on_error == "error" and self.failed)
 
     def as_json(self) -> dict[str, Any]:
         return {one.name: value for one in fields(self) if one.name != "cause" and (value := getattr(self, one.name))}
@@ -142,35 +148,6 @@ async def call_async(one: RewardFunction, batch: Batch, limit_seconds: float | N
         return _read(one, result, batch, journal)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return CallResult(kind="timed out") if scope.expired() else _failed(one, error)
-
-
-class Loop:
-    """An event loop that is made when first needed and kept, for clients of a network that functions keep too."""
-
-    def __init__(self) -> None:
-        self._runner: asyncio.Runner | None = None
-
-    def run(self, wanted: Awaitable[Any]) -> Any:
-        async def wait() -> Any:
-            return await wanted
-
-        self._runner = self._runner or asyncio.Runner()
-        return _outside_loops(self._runner.run, wait())
-
-    def close(self) -> None:
-        if self._runner:
-            _outside_loops(self._runner.close)
-        self._runner = None
-
-
-def _outside_loops(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function where no event loop is running: a notebook has one in its thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function(*args)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *args).result()
 
 
 class _BrokenConvention(Exception):

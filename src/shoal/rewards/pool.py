@@ -5,7 +5,7 @@
 Where a call for several completions fails, each of them is called alone, which shows whose fault it is; the others keep
 the values that they get alone. Once a call of a step has hung or died, the rest of that step is called one by one. So a
 function that hangs on everything costs at most one limit for the first calls of a step, and then one limit for each
-completion, `reward.workers` at a time: limit * (1 + P*G / workers); it ends earlier, by `reward.max_failed_share`.
+completion, `reward.workers` at a time: limit * (1 + P*G / workers); `RewardWatch` ends the run earlier.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
 
 from shoal.config.schema import RewardSection
-from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, TrainerState, call, call_async
-from shoal.rewards.scores import FunctionCalls, Policy, ScoreColumn, Scores, call_here, sum_scores
+from shoal.rewards.calls import Batch, CallResult, TrainerState
+from shoal.rewards.event_loop import Loop
+from shoal.rewards.scores import FunctionCalls, Policy, Scores, call_here, sum_scores
+from shoal.rewards.watch import RewardWatch
+from shoal.rewards.worker_calls import CallHandler, pickled
 from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import WorkerPool
 from shoal.workers.process import Header
@@ -32,8 +33,6 @@ REPORT_SECONDS = 60.0
 """After how long a wait is reported; then each time that it has doubled."""
 GENEROUS = 2.0
 """By how much calls may pass the time that they take at most, before the supervisor counts as stuck."""
-NUM_RECENT = 64
-"""Of so many last completions, `reward.max_failed_share` may fail."""
 _GIB = 2**30
 
 
@@ -45,7 +44,7 @@ class _Job:
     batch: Batch
     policy: Policy
     trial: bool
-    calls: dict[str, FunctionCalls]  # by function
+    calls: dict[str, FunctionCalls] = field(default_factory=dict)  # by function
     open: dict[str, set[int]] = field(default_factory=dict)  # by function: calls without a result
     done: bool = False
 
@@ -64,8 +63,8 @@ class RewardPool:
     """
 
     def __init__(self, functions: Sequence[RewardFunction], section: RewardSection, max_steps: int = 0) -> None:
-        if len({one.name for one in functions}) < len(functions):
-            raise ValueError(f"expected functions each with its own name; got {[one.name for one in functions]}")
+        if not functions or len({one.name for one in functions}) < len(functions):
+            raise ValueError(f"expected one function or more, each of its own name; got {[f.name for f in functions]}")
         self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
         self._remote = [one for one in functions if not one.builtin] if section.workers else []
         self._here = [one for one in functions if one not in self._remote]
@@ -75,8 +74,7 @@ class RewardPool:
         self._calls: dict[int, tuple[_Job, RewardFunction, int | None]] = {}  # None: for all completions of the job
         self._next_call = 0
         self._hung: set[tuple[str, int]] = set()  # (function, step): call it for one completion at a time
-        self._recent = {one.name: deque[bool](maxlen=NUM_RECENT) for one in functions}  # whether it failed
-        self._first_failures: dict[str, str] = {}
+        self._watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
         self._progress = time.monotonic()  # when a call was last replied to
         if self._remote:
@@ -84,7 +82,7 @@ class RewardPool:
                 raise ShoalError(f"reward.workers={section.workers}: this system cannot fork processes; "
                                  f"reward.workers=0 calls reward functions in this one, without limits")
             self._limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * _GIB))
-            handler = _Handler(self._remote, section.timeout_seconds)
+            handler = CallHandler(self._remote, section.timeout_seconds)
             self._workers = WorkerPool(handler.call, self._limits, handler.call_async)
 
     @property
@@ -105,12 +103,10 @@ class RewardPool:
         policy = on_error or self.section.on_error
         state = TrainerState.at(step, self.max_steps)
         batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state)
-        job = _Job(ticket, batch, policy, trial, call_here(self._here, batch, self._loop, policy))
-        for one in self._here:
-            calls = job.calls[one.name]
-            for i, result in [(None, calls.whole), *sorted(calls.singles.items())]:
-                if result is not None and not job.done:
-                    self._count(job, one, i, result)
+        job = _Job(ticket, batch, policy, trial)
+        self._watch.begin_wait()
+        call_here(self._here, batch, self._loop, job.calls,
+                  lambda one, i, result: self._decides(job, one, i, result))
         if job.done:
             return
         if not self._remote:
@@ -120,7 +116,7 @@ class RewardPool:
             self._progress = time.monotonic()
         self._hung = {(name, of) for name, of in self._hung if of >= step}
         self._jobs.append(job)
-        body = _pickled(batch)
+        body = pickled(batch)
         for one in self._remote:
             job.calls[one.name] = FunctionCalls()
             if one.per_completion or ((one.name, step) in self._hung and len(batch) > 1):
@@ -176,7 +172,7 @@ class RewardPool:
 
     def _call_singles(self, job: _Job, one: RewardFunction, together: bool = True) -> None:
         for i in range(len(job.batch)):
-            self._call(job, one, i, _pickled(job.batch.single(i)), together and one.awaits)
+            self._call(job, one, i, pickled(job.batch.single(i)), together and one.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
         if calls and self._workers is not None:
@@ -185,6 +181,7 @@ class RewardPool:
     def _take(self, number: int, reply: Header) -> None:
         """Enters the reply to a call; where one for several completions failed, each is to be called alone."""
         job, one, i = self._calls.pop(number)
+        self._watch.add_change(one, reply.pop("changed", ""))
         if job.done or number not in job.open[one.name]:
             return
         job.open[one.name].discard(number)
@@ -198,19 +195,17 @@ class RewardPool:
         calls = job.calls[one.name]
         if i is None:
             calls.whole = result
-            if result.kind not in ("", WRONG) and len(job.batch) > 1:
+            if result.to_be_split(len(job.batch)):
                 self._call_singles(job, one, together=not alone)
                 return
         else:
             calls.singles[i] = result
-        if result.kind == WRONG or (job.policy == "error" and result.failed):
-            self._finish(job, [one])
+        if self._decides(job, one, i, result):
             return
-        self._count(job, one, i, result)
         if result.kind == "timed out" and job.trial:
             self._cancel([*job.open[one.name]])
             job.open[one.name].clear()
-        if not job.done and not any(job.open.values()):
+        if not any(job.open.values()):
             self._finish(job, self.functions)
 
     def _note_hung(self, one: RewardFunction, step: int) -> None:
@@ -220,32 +215,25 @@ class RewardPool:
             self._cancel([number for number, (job, other, i) in self._calls.items() if other is one and i is None
                           and job.batch.state.global_step == step and len(job.batch) > 1 and not job.done])
 
-    def _count(self, job: _Job, one: RewardFunction, i: int | None, result: CallResult) -> None:
-        """Ends the job with an error where too many of the last completions failed."""
-        size = len(job.batch)
-        if job.policy == "error" or job.trial or result.kind == WRONG or (i is None and result.kind and size > 1):
-            return
-        bad = {place for place, _ in result.bad}
-        recent = self._recent[one.name]
-        recent.extend([True] if result.kind else [place in bad for place in range(size if i is None else 1)])
-        if not result.failed:
-            return
-        column = ScoreColumn(one, job.batch, "skip", self.section.timeout_seconds)
-        column.add(result, range(size) if i is None else range(i, i + 1))
-        first = self._first_failures.setdefault(one.name, column.failures[0].text)
-        if sum(recent) > self.section.max_failed_share * NUM_RECENT:
-            self._drop(job)
-            error = ShoalError(
-                f"reward function {one.name!r} failed for {sum(recent)} of the last {len(recent)} completions, more "
-                f"than reward.max_failed_share={self.section.max_failed_share:g} of {NUM_RECENT}; the first: "
-                f"{first}. Repair the function, or raise reward.max_failed_share (1: no limit)")
-            self._done.append((job.ticket, error))
+    def _decides(self, job: _Job, one: RewardFunction, i: int | None, result: CallResult) -> bool:
+        """Whether a result ends its job, and with it the run."""
+        self._watch.count_wait()
+        if result.ends_run(job.policy):
+            self._finish(job, [one])
+        elif job.policy != "error" and not job.trial:
+            try:
+                self._watch.add_result(one, job.batch, i, result)
+            except ShoalError as error:
+                self._drop(job)
+                self._done.append((job.ticket, error))
+        return job.done
 
     def _finish(self, job: _Job, functions: Sequence[RewardFunction]) -> None:
         """Sums a job's results; those of one function where that ends the run."""
         self._drop(job)
         try:
             scores = sum_scores(functions, job.batch, job.calls, job.policy, self.section.timeout_seconds)
+            self._watch.add_scores(job.batch, scores, job.trial)
         except ShoalError as error:
             scores = error
         self._done.append((job.ticket, scores))
@@ -262,7 +250,9 @@ class RewardPool:
         if self._workers is None:
             return
         try:
+            self._watch.begin_wait()
             replies = self._workers.receive(seconds)
+            self._watch.count_wait()
             for number, reply in replies:
                 self._progress = time.monotonic()
                 self._take(number, {"kind": "", **reply})
@@ -306,49 +296,3 @@ class RewardPool:
         return ShoalError(f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward workers "
                           f"is stopped or stuck; check what holds it, such as storage that does not answer, and start "
                           f"or resume the run again")
-
-
-# ---- in a worker
-
-
-class _Handler:
-    """Calls a function in a worker for the batch that it is sent. After a MemoryError the worker is replaced."""
-
-    def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
-        self.functions, self.timeout_seconds = functions, timeout_seconds
-        self.loop = Loop()
-
-    def call(self, header: Header, body: bytes) -> Header:
-        batch = _unpickled(body)
-        result = batch if isinstance(batch, CallResult) else \
-            call(self.functions[header["function"]], batch, self.loop.run)
-        return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
-
-    async def call_async(self, header: Header, body: bytes) -> Header:
-        batch = _unpickled(body)
-        result = batch if isinstance(batch, CallResult) else \
-            await call_async(self.functions[header["function"]], batch, self.timeout_seconds)
-        return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
-
-
-def _unpickled(body: bytes) -> Batch | CallResult:
-    try:
-        return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
-    except Exception as error:
-        return CallResult(kind=WRONG, text=f"cannot be sent its batch: {type(error).__name__}: {error}; "
-                                           f"reward.workers=0 calls it in this process")
-
-
-def _pickled(batch: Batch) -> bytes:
-    try:
-        return bytes(ForkingPickler.dumps(batch))
-    except Exception as error:
-        for name, values in batch.columns.items():
-            for (row, _), value in zip(batch.rows, values, strict=True):
-                try:
-                    ForkingPickler.dumps(value)
-                except Exception:
-                    raise ShoalError(f"column {name!r} of example row {row} holds a {type(value).__name__}, which "
-                                     f"cannot be sent to a reward process ({error}); leave it out, or call rewards in "
-                                     "this process: reward.workers=0") from error
-        raise

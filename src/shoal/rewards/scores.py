@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, TrainerState, call, call_async, unused
-from shoal.types import Example, Prompt, RewardFunction, ShoalError
+from shoal.rewards.calls import WRONG, Batch, CallResult, call, call_async, unused
+from shoal.rewards.event_loop import Loop
+from shoal.types import Failure, RewardFunction, ShoalError
 
 Policy = Literal["error", "zero", "skip"]
-Kind = Literal["raised", "timed out", "died", "not a number"]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A completion for which a function gave no value because it failed.
-
-    >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' after ...")
-    """
-
-    function: str
-    row: int  # of the data
-    completion: int | None  # its index in the group; None where a call of several failed and none of them alone
-    kind: Kind
-    text: str  # one line that names function, step, what happened and the place
 
 
 @dataclass(frozen=True)
@@ -64,7 +50,7 @@ def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
     return {"failed": counts.total()} | {f"failed/{name}": count for name, count in counts.items()} if counts else {}
 
 
-# ---- calling in this process
+# ---- calls in this process
 
 
 @dataclass
@@ -75,28 +61,10 @@ class FunctionCalls:
     singles: dict[int, CallResult] = field(default_factory=dict)
 
 
-def score(functions: Sequence[RewardFunction], examples: Sequence[Example], prompts: Sequence[Prompt],
-          texts: Sequence[Sequence[str]], completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]],
-          step: int = 0, max_steps: int = 0, num_input_tokens_seen: int = 0, on_error: Policy = "error") -> Scores:
-    """Scores `texts[P][G]`, the completions of P prompts, with every function; None stays out of the weighted sum.
-
-    All in this process, without limits of time and memory. Raises `ShoalError`, naming function, step and example,
-    for a function that breaks its convention, and with `on_error="error"` for any that fails.
-    """
-    if not functions or len({one.name for one in functions}) < len(functions):
-        raise ValueError(f"expected one function or more, each with its own name; got {[f.name for f in functions]}")
-    state = TrainerState.at(step, max_steps, num_input_tokens_seen)
-    batch = Batch.of(examples, prompts, texts, completion_ids, state)
-    loop = Loop()
-    try:
-        return sum_scores(functions, batch, call_here(functions, batch, loop, on_error), on_error)
-    finally:
-        loop.close()
-
-
-def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop,
-              on_error: Policy) -> dict[str, FunctionCalls]:
-    """Calls functions in this process, the `async` ones together, by name."""
+def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop, calls: dict[str, FunctionCalls],
+              decides: Callable[[RewardFunction, int | None, CallResult], bool]) -> None:
+    """Calls functions in this process, the `async` ones together, and fills `calls`, by name. No more calls are made
+    once a result `decides`; it is not asked of a failed call of several completions, since each is called alone."""
     async def gather() -> list[CallResult]:
         return await asyncio.gather(*(call_async(one, part) for one, _, part in waiting))
 
@@ -105,17 +73,18 @@ def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop,
                for one in functions if one.awaits for i in places[one.name]]
     results = {(one.name, i): result for (one, i, _), result in
                zip(waiting, loop.run(gather()) if waiting else (), strict=True)}
-    found = {}
     for one in functions:
-        found[one.name] = calls = FunctionCalls()
+        calls[one.name] = found = FunctionCalls()
         if not one.per_completion:
-            calls.whole = results.get((one.name, None)) or call(one, batch, loop.run)
-        if calls.whole is None or (calls.whole.kind == "raised" and len(batch) > 1):
-            for i in range(len(batch)):
-                calls.singles[i] = result = results.get((one.name, i)) or call(one, batch.single(i), loop.run)
-                if result.kind == WRONG or (on_error == "error" and result.failed):
-                    break
-    return found
+            found.whole = results.get((one.name, None)) or call(one, batch, loop.run)
+            if not found.whole.to_be_split(len(batch)):
+                if decides(one, None, found.whole):
+                    return
+                continue
+        for i in range(len(batch)):
+            found.singles[i] = result = results.get((one.name, i)) or call(one, batch.single(i), loop.run)
+            if decides(one, i, result):
+                return
 
 
 # ---- scores from calls
@@ -169,7 +138,7 @@ class ScoreColumn:
 
     def fill(self, calls: FunctionCalls) -> ScoreColumn:
         whole, size = calls.whole, len(self.batch)
-        if whole is not None and (whole.kind in ("", WRONG) or size == 1):
+        if whole is not None and not whole.to_be_split(size):
             self.add(whole, range(size))
             return self
         at = f"in a batch of {size} that starts with {self.batch.describe(0)}"

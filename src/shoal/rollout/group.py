@@ -17,6 +17,7 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
     Purpose, data set and greedy or sampled are part of the noise's address, with step and row: a prompt occurs once in
     each of them, so no two completions of a run share their noise.
     """
+    # An evaluation's step is a version and may equal a training step: without the purpose both would share noise.
     purpose = f"{request.purpose}/{request.subset}/{'greedy' if request.params.temperature == 0 else 'sampled'}"
     address = Address(seed, purpose, request.step, request.example.row)
     return SampleRequest(id, request.prompt_ids, request.num_completions, address, request.params)
@@ -27,6 +28,7 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
     """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
     `scores`."""
     correct = None
+    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about accuracy.
     if task.correct is not None:
         correct = np.array([bool(task.correct(text, request.example)) for text in texts])
     return Group(

@@ -1,6 +1,6 @@
-"""Plays one step's requests on an engine in this process and has their completions judged.
+"""Plays one step's requests: a sampler completes them, reward functions score the completions.
 
-    requests -> Engine of the group's size -> completions -> texts -> RewardPool -> groups with rewards
+    requests -> Sampler of the group's size -> completions -> texts -> RewardPool -> groups with rewards
 
 Rewards are computed while sampling goes on: a group is submitted to the pool as soon as its last completion ends.
 """
@@ -12,25 +12,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Failure, Scores
+from shoal.rewards.scores import Scores
 from shoal.rollout.group import make_group, sample_request
-from shoal.sampler.engine import Engine, run_until_idle
+from shoal.sampler.engine import run_until_idle
 from shoal.tasks.task import Task
-from shoal.types import Completion, Group, GroupRequest, Params, Purpose, StopSignal
-
-
-@dataclass
-class SamplingClock:
-    """Seconds, tokens and reward failures since the clock was last read.
-
-    `reward_seconds` is the time waited for rewards after sampling ended, not the time they took.
-    """
-
-    sample_seconds: float = 0.0
-    reward_seconds: float = 0.0
-    tokens: int = 0
-    logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
-    failures: list[Failure] = field(default_factory=list)  # of reward functions
+from shoal.types import Completion, Group, GroupRequest, Params, Purpose, RolloutStats, Sampler, StopSignal
 
 
 @dataclass(frozen=True)
@@ -45,20 +31,20 @@ class Siblings:
 class Player:
     """Turns requests for one version and one group size into groups.
 
-    There is one engine for each purpose and group size (evaluation's greedy answers are groups of one). One that is not
-    in use keeps its compiled programs and frees its caches.
+    There is one sampler for each purpose and group size (evaluation's greedy answers are groups of one). One that is
+    not in use keeps its compiled programs and frees its caches.
     """
 
-    make_engine: Callable[[Purpose, int], Engine]  # for groups of a size
+    make_sampler: Callable[[Purpose, int], Sampler]  # for groups of a size
     task: Task
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
     seed: int
-    clock: SamplingClock = field(default_factory=SamplingClock)
-    engines: dict[tuple[Purpose, int], Engine] = field(default_factory=dict)
-    next_id: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
     on_progress: Callable[[str, int, int], None] | None = None  # (part of an evaluation, groups done, groups in all)
+    stats: RolloutStats = field(default_factory=RolloutStats)
+    samplers: dict[tuple[Purpose, int], Sampler] = field(default_factory=dict)
+    next_id: int = 0
 
     def play(self, requests: Sequence[GroupRequest], version: int, params: Params) -> list[Group]:
         """The groups of these requests, in their order; all ask for groups of one size."""
@@ -68,9 +54,9 @@ class Player:
         siblings, scores = self._sample(by_id, version, params)
         sampled = time.perf_counter()
         tickets = self._wait(by_id, siblings, scores)
-        self.clock.sample_seconds += sampled - started
-        self.clock.reward_seconds += time.perf_counter() - sampled
-        self.clock.tokens += sum(len(completion) for one in siblings.values() for completion in one.completions)
+        self.stats.sample_seconds += sampled - started
+        self.stats.reward_seconds += time.perf_counter() - sampled
+        self.stats.tokens += sum(len(completion) for one in siblings.values() for completion in one.completions)
         groups = []
         for number, (id, request) in enumerate(by_id.items()):
             found, position = (scores["step"], number) if self.pool.by_step else (scores[id], 0)
@@ -84,21 +70,22 @@ class Player:
                 params: Params) -> tuple[dict[int, Siblings], dict[Hashable, Scores]]:
         """Completions by request, and the scores that were ready when sampling ended."""
         first = next(iter(by_id.values()))
-        engine = self._engine(first.purpose, first.num_completions)
-        engine.load(version, params)
-        engine.submit([sample_request(request, id, self.seed) for id, request in by_id.items()])
+        sampler = self._sampler(first.purpose, first.num_completions)
+        sampler.load(version, params)
+        sampler.submit([sample_request(request, id, self.seed) for id, request in by_id.items()])
         siblings: dict[int, Siblings] = {}
         scores: dict[Hashable, Scores] = {}
-        for id, completions in run_until_idle(engine, self.stop):
+        for id, completions in run_until_idle(sampler, self.stop):
             siblings[id] = Siblings(completions, [self.decode(one.token_ids.tolist()) for one in completions])
             if not self.pool.by_step:
+                # At once: workers score this group while the device samples the others.
                 self._submit(id, [by_id[id]], [siblings[id]])
             scores |= self.pool.collect()
             if self.on_progress and first.purpose is Purpose.EVALUATE:
                 kind = "greedy" if first.params.temperature == 0 else "sampled"
                 self.on_progress(f"{first.subset}, {kind}", len(siblings), len(by_id))
         # Before rewards are waited for: the update that follows needs the memory of the caches.
-        engine.release_memory()
+        sampler.release_memory()
         return siblings, scores
 
     def _wait(self, by_id: Mapping[int, GroupRequest], siblings: Mapping[int, Siblings],
@@ -106,17 +93,18 @@ class Player:
         """Fills `scores` up; the tickets under which they stand, in the order of the requests."""
         tickets: list[Hashable] = ["step"] if self.pool.by_step else list(by_id)
         if self.pool.by_step:
+            # TRL's convention, reward.call=step: functions that compare the groups of a step need them together.
             self._submit("step", list(by_id.values()), [siblings[id] for id in by_id])
         while not scores.keys() >= set(tickets):
             with self.stop.raising_at_once():
                 scores |= self.pool.collect(wait=True)
         return tickets
 
-    def _engine(self, purpose: Purpose, size: int) -> Engine:
-        # By purpose too: training's engine stores the support of truncated sampling and is bounded by it.
-        if (purpose, size) not in self.engines:
-            self.engines[purpose, size] = self.make_engine(purpose, size)
-        return self.engines[purpose, size]
+    def _sampler(self, purpose: Purpose, size: int) -> Sampler:
+        # By purpose too: training's sampler stores the support of truncated sampling and is bounded by it.
+        if (purpose, size) not in self.samplers:
+            self.samplers[purpose, size] = self.make_sampler(purpose, size)
+        return self.samplers[purpose, size]
 
     def _submit(self, ticket: Hashable, requests: Sequence[GroupRequest], siblings: Sequence[Siblings]) -> None:
         token_ids = [[completion.token_ids.tolist() for completion in one.completions] for one in siblings]
@@ -125,15 +113,15 @@ class Player:
                              token_ids, requests[0].step)
 
     def _count(self, scores: Scores) -> None:
-        self.clock.failures.extend(scores.failures)
+        self.stats.failures.extend(scores.failures)
         for name, values in scores.metrics.items():
-            self.clock.logged.setdefault(name, []).extend(values)
+            self.stats.logged.setdefault(name, []).extend(values)
 
-    def read_clock(self) -> SamplingClock:
+    def read_stats(self) -> RolloutStats:
         """The figures since the last call."""
-        clock, self.clock = self.clock, SamplingClock()
-        return clock
+        stats, self.stats = self.stats, RolloutStats()
+        return stats
 
     def close(self) -> None:
-        self.engines.clear()
+        self.samplers.clear()
         self.pool.close()

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.model.transformer import Model
-from shoal.rollout.player import Player, SamplingClock
+from shoal.rollout.player import Player
 from shoal.rollout.publication import publish_to, published_shapes
-from shoal.types import Group, GroupRequest, Params, Purpose, ShoalError
+from shoal.types import Group, GroupRequest, Params, Purpose, RolloutStats, ShoalError
 
 
 @dataclass
@@ -49,6 +49,7 @@ class LocalSource:
         # Oldest version first: its weights can be dropped soonest. A batch samples from one version.
         for (version, _, _), numbers in sorted(batches.items(), key=lambda item: item[0][0]):
             if version not in self.versions:
+                # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
                 raise RuntimeError(f"version {version} is requested, but only {sorted(self.versions)} are published")
             played = self.player.play([wanted[number] for number in numbers], version, self.versions[version])
             groups |= zip(numbers, played, strict=True)
@@ -64,13 +65,11 @@ class LocalSource:
         self.versions = {version: params for version, params in self.versions.items()
                          if version in needed or version >= self.keep_from}
 
-    def shapes(self) -> Params:
-        """Shapes, type and layout of the weights that are published here."""
+    def published_shapes(self) -> Params:
         return published_shapes(self.model)
 
-    def read_clock(self) -> SamplingClock:
-        """Seconds, tokens and reward failures since the last call."""
-        return self.player.read_clock()
+    def read_stats(self) -> RolloutStats:
+        return self.player.read_stats()
 
     def state(self) -> dict[str, Any]:
         """Addresses of pending training groups (an evaluation is taken as soon as it is requested), and the weights

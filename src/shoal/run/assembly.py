@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from shoal.config.schema import Config
 from shoal.config.text import texts_of, to_dict
@@ -38,7 +39,7 @@ from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.loading import LoadedModel, copy_model_files, make_model, open_run_model, open_teacher
+from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, open_data, schedule_of, training_engines
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
@@ -51,7 +52,7 @@ from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run, sampling_params
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
-from shoal.types import ShoalError
+from shoal.types import RolloutSource, ShoalError, StopSignal
 
 
 def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console: Console, stack: ExitStack,
@@ -59,27 +60,31 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     """The run of a plan. Raises ShoalError for whatever is wrong with the configuration, before the run folder exists;
     what must be closed at the end is pushed on `stack`."""
     started, compilations = time.perf_counter(), CompilationCounter()
-    check_before_weights(plan.config, functions_given=bool(reward_functions) or task is not None)
+    check_before_weights(plan.config, bool(reward_functions) or task is not None, resumed=plan.run is not None)
     check_sinks(plan.config.report)
+    # Before the devices: the pool's server is forked while this process has no threads of JAX (decision 0006).
     task, pool = open_task(plan.config, reward_functions, stack, task)
     for note in task.notes:
         console.note(note)
     config, roles = open_devices(plan, console)
-    loaded, findings = open_run_model(config.model, plan.run, roles.trainer), Findings()
-    model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
-    data = open_data(config, task, loaded.tokenizer, Check(findings, "data").warning)
-    print_head(config, roles, task, None if plan.run else pool, loaded, model, data, console, findings)
+    spec, findings = open_run_model(config.model, plan.run, None), Findings()
+    model = make_model(config.model, spec, roles.trainer, config.batch.micro_tokens)
+    data = open_data(config, task, spec.tokenizer, Check(findings, "data").warning)
+    print_head(config, roles, task, None if plan.run else pool, spec, model, data, console, findings)
+    # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
     has_reference = config.algorithm.kl_coef > 0
-    weights = loaded.load() if has_reference or not plan.run else None
-    teacher = open_teacher(config, loaded, roles.reference, console)
+    weights = spec.load(roles.trainer, np.float32) if has_reference or not plan.run else None
+    teacher = open_teacher(config, spec, roles.reference, console)
 
     folder = open_folder(plan, console, stack)
-    source = stack.enter_context(closing(make_source(config, model.on(roles.sampler), loaded.tokenizer, task, pool)))
-    source.player.on_progress = console.answered
+    stop = StopSignal()
+    source = stack.enter_context(closing(make_source(
+        config, model.on(roles.sampler), spec.tokenizer, task, pool, stop, console.answered)))
     updater = make_updater(config, make_learner(config, model), weights, teacher)
     facts = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
-    restored = restore_latest(folder, updater.learner, source.shapes(), facts, config, console) if plan.run else None
-    write_head(folder, loaded, config, restored.version if restored else 0)
+    restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, config, console) \
+        if plan.run else None
+    write_head(folder, spec, config, restored.version if restored else 0)
     console.keep_log(folder.log_path)
     utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, model.architecture, model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
@@ -89,9 +94,9 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:
-        weights = loaded.load()
+        weights = spec.load(roles.trainer, np.float32)
     recorder.spent("start", time.perf_counter() - started)
-    source.player.stop = stop = stack.enter_context(stop_on_signals())
+    stack.enter_context(stop_on_signals(stop))  # last: before this a signal ends the process at once
     return Run(
         config=config,
         parameters=None if restored else weights,
@@ -113,7 +118,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
 def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitStack,
               task: Task | None = None) -> tuple[Task, RewardPool]:
     """The task, and the worker processes that score its completions."""
-    task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.advantage != "none")
+    task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.uses_rewards)
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
     return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))
 
@@ -132,6 +137,7 @@ def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
 def with_prompts(config: Config, roles: Roles) -> Config:
     """The configuration with `batch.prompts_per_step` made from `batch.prompts_per_device`, where that is set."""
     each, devices, parts = config.batch.prompts_per_device, roles.trainer.mesh.size, config.algorithm.num_minibatches
+    # Counted here and not with the configuration: the number of devices is known only now.
     if not each:
         return config
     if parts > each * devices:
@@ -140,9 +146,11 @@ def with_prompts(config: Config, roles: Roles) -> Config:
     return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
 
 
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool) -> LocalSource:
+def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool, stop: StopSignal,
+                on_progress: Callable[[str, int, int], None]) -> RolloutSource:
     """The source of groups in this process; `model` is the sampler's."""
-    player = Player(training_engines(config, model, tokenizer), task, pool, tokenizer.decode, config.seed)
+    player = Player(training_engines(config, model, tokenizer), task, pool, tokenizer.decode, config.seed, stop,
+                    on_progress)
     return LocalSource(model, player)
 
 
@@ -151,6 +159,7 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFold
     config = plan.config
     folder = stack.enter_context(
         RunFolder(plan.run) if plan.run else RunFolder.create(config.base_output_directory, config.run_name))
+    # Given twice at once, a command finds no run in either process; the lock decides which of them makes it.
     if not plan.run and is_run(folder.path):
         raise ShoalError(f"another process has just started the run {folder.path}: give the same command again to "
                          "resume it")
@@ -161,31 +170,33 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFold
     return folder
 
 
-def write_head(folder: RunFolder, loaded: LoadedModel, config: Config, version: int) -> None:
+def write_head(folder: RunFolder, spec: ModelSpec, config: Config, version: int) -> None:
     """Writes what a run folder holds from the start: the configuration (from `version` on) and the model's files, and
     makes `last` name this run."""
     folder.write_config(*texts_of(config), version)
     folder.remember(config.base_output_directory)
-    if loaded.folder != folder.path / MODEL_FOLDER:
+    if spec.folder != folder.path / MODEL_FOLDER:
         with writing(folder.path, "base_output_directory"):
-            copy_model_files(loaded, folder.path / MODEL_FOLDER)
+            copy_model_files(spec, folder.path / MODEL_FOLDER)
 
 
-def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, source: LocalSource,
+def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, source: RolloutSource,
                   console: Console, stack: ExitStack, *, started: float,
                   compilations: Callable[[], int], utilisation: Utilisation | None) -> Recorder:
     """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
+    console.steps_a_line = config.report.print_every
     sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
                        console.note, console.warning)
     for sink in sinks:
         stack.callback(sink.close)
     return stack.enter_context(closing(Recorder(
-        folder, console, config.steps, config.report.groups, source.read_clock, compilations, peak_bytes, sinks,
+        folder, console, config.steps, config.report.groups, source.read_stats, compilations, peak_bytes, sinks,
         utilisation and utilisation.share, started)))
 
 
 def resume_command(folder: Path, config: Config) -> str:
     """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
+    # The folder holds no code: a shell could not load what was passed to shoal.train.
     from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
     if from_python:
         return f'shoal.train(resume="{folder}", ...), with its task and reward'
@@ -195,8 +206,10 @@ def resume_command(folder: Path, config: Config) -> str:
 def peak_bytes() -> int:
     """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
     stats: Any = jax.local_devices()[0].memory_stats()
+    # Devices of the CPU backend have no figures of memory.
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     import resource
 
+    # Linux gives KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import itertools
+import modulefinder
 import os
 import platform
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.report.console import Console
 from shoal.report.lines import json_line
-from shoal.types import Address, Params, ShoalError
+from shoal.types import Address, Params, RewardFunction, ShoalError
 
 if TYPE_CHECKING:
     from shoal.tasks.task import Task
@@ -31,7 +33,7 @@ def fingerprint(task: Task, seed: int, reference: Params | None = None,
     from shoal.model.transformer import checksum
 
     found = {"machine": machine(), "data": data_digest(task, seed),
-             "rewards": {one.name: _source_digest(one.function) for one in task.rewards}}
+             "rewards": {one.name: _source_digest(one) for one in task.rewards}}
     weights = {"reference": reference, "teacher": teacher}
     return found | {name: f"{int(checksum(params)):#010x}" for name, params in weights.items() if params is not None}
 
@@ -77,13 +79,33 @@ def data_digest(task: Task, seed: int) -> str:
     return f"{count} rows, {hashed.hexdigest()}"
 
 
-def _source_digest(function: Any) -> str:
-    """A hash of the source of a function's module; empty if it is not available."""
+def _source_digest(one: RewardFunction) -> str:
+    """A hash of the source of a function's module and, unless it is packaged, of the modules beside it that this
+    imports; empty if it is not available."""
+    function = one.function
+    while isinstance(function, functools.partial):
+        function = function.func
     try:
-        text = inspect.getsource(inspect.getmodule(function) or function)
+        module = inspect.getmodule(function) or function
+        hashed = hashlib.blake2b(inspect.getsource(module).encode("utf-8", "backslashreplace"), digest_size=8)
     except (OSError, TypeError):
         return ""
-    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+    if not one.builtin and (file := getattr(module, "__file__", None)) and "site-packages" not in file:
+        for path in _local_imports(Path(file)):
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()
+
+
+def _local_imports(file: Path) -> list[Path]:
+    """The modules of a file's folder or package that it imports, or that these import, also inside functions."""
+    root = next(folder for folder in file.parents if not (folder / "__init__.py").exists())
+    finder = modulefinder.ModuleFinder([str(file.parent), str(root)])  # what is installed is not found there
+    try:
+        finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
+    except (ImportError, SyntaxError, ValueError):
+        return []
+    found = {Path(path) for module in finder.modules.values() if (path := getattr(module, "__file__", None))}
+    return sorted(path for path in found - {file} if path.is_file())
 
 
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:

@@ -15,11 +15,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[StopSignal]:
-    """The signal that SIGINT and SIGTERM set while this is entered; a second one raises KeyboardInterrupt anywhere.
+def stop_on_signals(stop: StopSignal | None = None) -> Iterator[StopSignal]:
+    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere.
 
     Outside the main thread Python handles no signals: there nothing sets it."""
-    stop = StopSignal()
+    stop = stop or StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.requested_at is not None:

@@ -3,11 +3,11 @@ checkpoint."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +33,69 @@ REMAT_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model's folder and architecture, and how to read its weights."""
+    """A model that was found, without its weights: what it is, and how to read them.
+
+    >>> spec = open_model(ModelSection(path="Qwen/Qwen3-0.6B"), console)
+    >>> params = spec.load(roles.trainer, jnp.float32)
+    """
 
     folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
     load: Callable[[Role, Any], Params]  # reads the weights, laid out for a role, in a dtype
     config: dict[str, Any] | None = None  # a config.json in place of the folder's
     notes: tuple[str, ...] = ()
+    template: str = ""  # a chat template in place of the folder's
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder, self.template)
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model with its tokenizer, on the devices of a role; `load` reads the weights."""
+def open_model(section: ModelSection, console: Console | None) -> ModelSpec:
+    """The model that the settings name, checked against its tokenizer. Prints notes about both to `console`."""
+    return check_tokenizer(resolve_model(section), console)
 
-    folder: Path  # as in ModelSpec
-    architecture: Architecture
-    tokenizer: Tokenizer
-    load: Callable[[], Params]
-    config: dict[str, Any] | None = None
-    notes: tuple[str, ...] = ()  # about the model and its tokenizer
+
+def check_tokenizer(spec: ModelSpec, console: Console | None) -> ModelSpec:
+    """The same; ShoalError if the tokenizer has ids that the model does not."""
+    spec.tokenizer.check_vocabulary(spec.architecture)
+    if console is not None:
+        for note in (*spec.notes, *spec.tokenizer.notes):
+            console.note(note)
+    return spec
+
+
+def open_run_model(section: ModelSection, run: Path | None, console: Console | None) -> ModelSpec:
+    """The model of a training run. A resumed run loads the files in its folder, and `model.path` only for the first
+    weights."""
+    if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
+        return open_model(section, console)
+    # The run's own files: what `model.path` names may have changed since, or be gone.
+    stored = resolve_model(replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template=""))
+    first = replace(stored, load=lambda role, dtype: open_model(section, console).load(role, dtype))
+    return check_tokenizer(first, console)
 
 
 def resolve_model(section: ModelSection) -> ModelSpec:
     """Finds the model that the settings name; a model on the hub is downloaded."""
     path = model_path(section)
+    # Before anything is read: a cloud path would be taken for a hub id and fail as one.
     local = check_local(path, "model.path")
     if section.tokenizer:
         check_local(section.tokenizer, "model.tokenizer")
+    # First: another system's folder may hold a config.json too.
     if foreign := find_foreign(local):
         return foreign[0].resolve(section, foreign[1])
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(path)
     a = hf_config.architecture_of(folder)
-    load = partial(load_parameters, *checkpoint, a) if checkpoint else partial(hf.load, folder, a)
+    load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else functools.partial(hf.load, folder, a)
     notes = _unused_name(section, a) if path == section.path else ()
     if not section.tokenizer:
-        return ModelSpec(folder, a, load, None, notes)
+        return ModelSpec(folder, a, load, None, notes, section.template)
     tokenizer = hub.locate(section.tokenizer, weights=False)
-    return ModelSpec(tokenizer, a, load, hf_config.made_config(a, tokenizer, hf_config.read_config(folder)), notes)
+    config = hf_config.make_config(a, tokenizer, hf_config.read_config(folder))
+    return ModelSpec(tokenizer, a, load, config, notes, section.template)
 
 
 def model_path(section: ModelSection) -> str:
@@ -93,62 +118,41 @@ def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
     return () if same else (note,)
 
 
-def open_model(section: ModelSection, role: Role, console: Console | None, dtype: Any = jnp.float32) -> LoadedModel:
-    """The model that the settings name, with its tokenizer; `load` gives weights in `dtype`. Prints notes about both
-    to `console`."""
-    spec = resolve_model(section)
-    tokenizer = Tokenizer.load(spec.folder, section.template)
-    tokenizer.check_vocabulary(spec.architecture)
-    notes = (*spec.notes, *tokenizer.notes)
-    if console is not None:
-        for note in notes:
-            console.note(note)
-    return LoadedModel(spec.folder, spec.architecture, tokenizer, partial(spec.load, role, dtype), spec.config, notes)
-
-
-def open_run_model(section: ModelSection, run: Path | None, role: Role) -> LoadedModel:
-    """The model of a training run. A resumed run loads the files in its folder, and `model.path` only for the first
-    weights."""
-    if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
-        return open_model(section, role, None)
-    stored = replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template="")
-    model = open_model(stored, role, None)
-    return replace(model, load=lambda: open_model(section, role, None).load())
-
-
-def find_teacher(config: Config, student: LoadedModel, role: Role, console: Console | None) -> LoadedModel:
+def find_teacher(config: Config, student: ModelSpec, console: Console | None) -> ModelSpec:
     """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
-    section = replace(config.model, path=config.teacher.path, name="", tokenizer="", template="")
-    teacher = open_model(section, role, console, compute_dtype(section.dtype))
+    teacher = open_model(replace(config.model, path=config.teacher.path, name="", tokenizer="", template=""), console)
+    # By vocabulary, not by family: log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
                          f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family")
     return teacher
 
 
-def open_teacher(config: Config, student: LoadedModel, role: Role, console: Console) -> ModelScorer | None:
+def open_teacher(config: Config, student: ModelSpec, role: Role, console: Console) -> ModelScorer | None:
     """The teacher with its weights, in the dtype of the computation; None without `teacher.path`."""
     if not config.teacher.path:
         return None
-    teacher = find_teacher(config, student, role, console)
-    return ModelScorer(make_model(config.model, teacher, role, config.batch.micro_tokens), teacher.load())
+    teacher = find_teacher(config, student, console)
+    model = make_model(config.model, teacher, role, config.batch.micro_tokens)
+    return ModelScorer(model, teacher.load(role, model.dtype))
 
 
 def compute_dtype(name: str) -> Any:
     """The dtype of `model.dtype`: for `auto`, float32 on CPU and bfloat16 on accelerators."""
     if name == "auto":
+        # Most CPUs have no bfloat16 products: XLA converts to float32 and back, which is slower.
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
 
 
-def make_model(section: ModelSection, loaded: LoadedModel, role: Role, micro_tokens: int) -> Model:
+def make_model(section: ModelSection, spec: ModelSpec, role: Role, micro_tokens: int) -> Model:
     """The `Model` on a role's devices; `micro_tokens` (0 without training) decides `model.remat=auto`."""
     dtype, remat = compute_dtype(section.dtype), section.remat
     if remat == "auto":
-        remat = "full" if activation_bytes(loaded.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
+        remat = "full" if activation_bytes(spec.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
     if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "highest")
-    return Model(loaded.architecture, role, dtype, remat)
+    return Model(spec.architecture, role, dtype, remat)
 
 
 def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:
@@ -157,10 +161,11 @@ def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:
     return a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize
 
 
-def copy_model_files(model: LoadedModel, target: Path) -> None:
+def copy_model_files(model: ModelSpec, target: Path) -> None:
     """Copies tokenizer, chat template and config.json, so that checkpoints need nothing else. config.json comes last:
     it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
+    # The template may be the user's own; exported, the model must be asked as it was trained.
     if model.tokenizer.template:
         (target / "chat_template.jinja").write_text(model.tokenizer.template, encoding="utf-8")
     names = [name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"]

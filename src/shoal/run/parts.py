@@ -20,6 +20,7 @@ from shoal.types import Params, Purpose, ShoalError
 
 def schedule_of(t: TrainSection) -> Schedule:
     """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
+    # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
     lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
     return Schedule(lag, t.weight_sync_interval)
 
@@ -42,6 +43,7 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
 def training_engines(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a training run; `model` is the sampler's."""
     slots = config.sampling.slots_per_device * model.role.mesh.size
+    # A whole step at once: a second wave of groups would wait for the longest completion of the first.
     slots = slots or config.batch.prompts_per_step * config.batch.group_size
     return engine_maker(model, tokenizer, config.sampling, slots, max_support(config))
 
@@ -53,6 +55,7 @@ def make_learner(config: Config, model: Model) -> Learner:
 def make_updater(config: Config, learner: Learner, first: Params | None, teacher: ModelScorer | None) -> Updater:
     """`first`: the weights of the reference, read only with a KL term."""
     a = config.algorithm
+    # Only with a KL term: otherwise the first weights would hold a model's memory for nothing.
     reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
     return Updater(
         learner, a, config.batch, temperature=config.sampling.temperature, seed=config.seed, reference=reference,
@@ -92,6 +95,7 @@ def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
         if dropped := len(prepared) - len(sets[subset]):
             warn(f"{dropped} of {len(prepared)} questions of {subset} have more than "
                  f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are dropped")
+        # An empty set would have no figures, and a run on it would end without saying what it reached.
         if not sets[subset]:
             raise ShoalError(f"no question of {subset} has at most {sampling.max_prompt_tokens} tokens: raise "
                              "sampling.max_prompt_tokens")

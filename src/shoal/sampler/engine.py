@@ -1,8 +1,8 @@
-"""Samples completions: runs the compiled steps over fixed slots, N groups of G siblings.
+"""Samples completions: runs the compiled steps over the slots of N groups, G in each.
 
-    submit -> Scheduler -> prefill (prompts enter free groups, each samples its first token)
+    submit -> Scheduler -> prefill (prompts enter free groups, each slot samples its first token)
                         -> decode  (every slot samples up to CHUNK tokens, ends early when all are done)
-    collect <- the tokens of each step, gathered by request until all siblings of a group have ended
+    collect <- the tokens of each step, gathered by request until all its completions have ended
 
 The host decides what runs next and when a completion ends; it never waits for a step that it has just started.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,14 +19,14 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.transformer import Model
-from shoal.sampler.programs import CHUNK, SampledTokens, Slots, make_programs
+from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, make_programs
 from shoal.sampler.sample_tokens import SamplingArrays
 from shoal.sampler.scheduler import Admission, Scheduler
-from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason, StopSignal
+from shoal.types import Completion, Params, Sampler, SampleRequest, ShoalError, StopReason, StopSignal
 
 
 @dataclass
-class Draft:
+class PartialCompletion:
     """The tokens of one completion so far."""
 
     tokens: list[int] = field(default_factory=list)
@@ -44,7 +43,7 @@ class Progress:
     """One request and its completions so far."""
 
     request: SampleRequest
-    drafts: list[Draft]
+    partials: list[PartialCompletion]
 
 
 class Engine:
@@ -74,33 +73,77 @@ class Engine:
         self.num_groups = _round_up(max(1, slots // group_size), shards)
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
+        # A quarter of the groups enters in one prefill: it costs the same however few of its rows are used
+        # (docs/decisions/0004).
         rows = min(self.num_groups, _round_up(max(1, self.num_groups // 4), shards))
         self.scheduler = Scheduler(self.num_groups, rows)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[tuple[SampledTokens, tuple[int | None, ...]]] = deque()  # with the request of each row
-        self.finished: list[Completion] = []
+        self.finished: dict[int, list[Completion]] = {}
         self._stopped = np.zeros((self.num_groups, group_size), bool)
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
-        self._slots: Slots | None = None
+        self._state: DecodeState | None = None
         self._layout, *programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
-        self.programs: dict[str, Callable] = dict(zip(("make_slots", "prefill", "decode"), programs, strict=True))
+        self.programs: dict[str, Callable] = dict(zip(("make_state", "prefill", "decode"), programs, strict=True))
 
     # -- the Sampler protocol
 
     def load(self, version: int, params: Params) -> None:
         if not self.idle:
             raise RuntimeError(f"version {version} cannot be loaded while version {self.version} is sampled from")
+        # Only between requests: a completion is of one version, which the bound on staleness counts on.
         self.version, self.parameters = version, params
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
             self._check(request)
             self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)))
-            self.progress[request.id] = Progress(request, [Draft() for _ in range(request.num_completions)])
+            self.progress[request.id] = Progress(request, [PartialCompletion() for _ in range(request.num_completions)])
+
+    def collect(self) -> dict[int, list[Completion]]:
+        self._start_all()
+        if not self.finished:
+            if self.in_flight:
+                self._drain_one()
+            elif not self.scheduler.idle:
+                raise RuntimeError(f"the sampler waits for nothing: {self.scheduler}")
+        while self.in_flight and all(leaf.is_ready() for leaf in jax.tree.leaves(self.in_flight[0][0])):
+            self._drain_one()
+        finished, self.finished = self.finished, {}
+        self._start_all()  # before the caller decodes and scores these: the device must not wait for that
+        return finished
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self.in_flight and not self.finished
+
+    def release_memory(self) -> None:
+        if not self.idle:
+            raise RuntimeError("an engine with requests in progress cannot release its memory")
+        self._state, self.parameters = None, None
+
+    # -- for the checks before a run
+
+    def cancel(self, id: int) -> None:
+        """Ends a request: `collect` returns what was sampled so far, with StopReason.CANCELLED."""
+        progress = self.progress[id]
+        for index, partial in enumerate(progress.partials):
+            if partial.reason is None:
+                self._end(progress, index, StopReason.CANCELLED)
+        self._finish_if_done(id)
+
+    def state_shapes(self) -> DecodeState:
+        """Shapes, types and layout of the caches and slots; nothing is allocated."""
+        shapes = jax.eval_shape(self.programs["make_state"])
+        return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+                            shapes, self._layout)
+
+    # -- dispatch
 
     def step(self) -> bool:
+        """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
         if (admission := self.scheduler.admit()) is not None:
@@ -111,40 +154,9 @@ class Engine:
             return True
         return False
 
-    def collect(self) -> list[Completion]:
-        if not self.finished and self.in_flight:
-            self._drain_one()
-        while self.in_flight and _ready(self.in_flight[0][0]):
-            self._drain_one()
-        finished, self.finished = self.finished, []
-        return finished
-
-    def cancel(self, id: int) -> None:
-        """Ends a request: `collect` returns what was sampled so far, with StopReason.CANCELLED."""
-        progress = self.progress[id]
-        for index, draft in enumerate(progress.drafts):
-            if draft.reason is None:
-                self._end(progress, index, StopReason.CANCELLED)
-        self._finish_if_done(id)
-
-    @property
-    def idle(self) -> bool:
-        """True if nothing is waiting, running or left to collect."""
-        return self.scheduler.idle and not self.in_flight and not self.finished
-
-    def slot_shapes(self) -> Slots:
-        """Shapes, types and layout of caches and slots; nothing is allocated."""
-        shapes = jax.eval_shape(self.programs["make_slots"])
-        return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-                            shapes, self._layout)
-
-    def release_memory(self) -> None:
-        """Frees caches and weights until the next `load`; compiled programs stay. RuntimeError unless idle."""
-        if not self.idle:
-            raise RuntimeError("an engine with requests in progress cannot release its memory")
-        self._slots, self.parameters = None, None
-
-    # -- dispatch
+    def _start_all(self) -> None:
+        while self.step():
+            pass
 
     @property
     def _decoding(self) -> bool:
@@ -158,29 +170,29 @@ class Engine:
         groups = np.full(rows, self.num_groups, np.int32)  # past the end: nothing is written
         keys = np.zeros((rows, siblings, 2), np.uint32)
         sampling = [np.zeros(rows, dtype) for dtype in (np.float32, np.int32, np.float32, np.float32)]
-        for row, (id, slot) in enumerate(zip(admission.ids, admission.slots, strict=True)):
+        for row, (id, group) in enumerate(zip(admission.ids, admission.groups, strict=True)):
             request = self.progress[id].request
             ids, params = request.prompt_ids, request.params
-            tokens[row, : len(ids)], length[row], groups[row] = ids, len(ids), slot
+            tokens[row, : len(ids)], length[row], groups[row] = ids, len(ids), group
             active[row], limit[row] = request.num_completions, params.max_tokens
             keys[row] = [request.address.key(index) for index in range(siblings)]
             for column, value in zip(sampling, (params.temperature, params.top_k, params.top_p, params.min_p),
                                      strict=True):
                 column[row] = value
-            self._stopped[slot] = False
-        if self._slots is None:
-            self._slots = self.programs["make_slots"]()
-        self._slots, sampled = self.programs["prefill"](
-            self.parameters, slots=self._slots, tokens=tokens, length=length, groups=groups, active=active,
+            self._stopped[group] = False
+        if self._state is None:
+            self._state = self.programs["make_state"]()
+        self._state, sampled = self.programs["prefill"](
+            self.parameters, state=self._state, tokens=tokens, length=length, groups=groups, active=active,
             limit=limit, keys=keys, sampling=SamplingArrays(*sampling))
         self.in_flight.append((sampled, admission.ids + (None,) * (rows - len(admission.ids))))
 
     def _start_decode(self) -> None:
         owners: list[int | None] = [None] * self.num_groups
-        for id, slot in self.scheduler.running.items():
-            owners[slot] = id
+        for id, group in self.scheduler.running.items():
+            owners[group] = id
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
-        self._slots, sampled = self.programs["decode"](self.parameters, slots=self._slots, stopped=self._stopped.copy())
+        self._state, sampled = self.programs["decode"](self.parameters, state=self._state, stopped=self._stopped.copy())
         self.in_flight.append((sampled, tuple(owners)))
 
     # -- gathering
@@ -189,27 +201,28 @@ class Engine:
         sampled, owners = self.in_flight.popleft()
         host: SampledTokens = jax.device_get(sampled)
         for row, id in enumerate(owners):
+            # Unused row, or a request that was cancelled while the step ran.
             if id is None or id not in self.progress:
                 continue
             progress = self.progress[id]
-            for index, draft in enumerate(progress.drafts):
-                if draft.reason is None:
+            for index, partial in enumerate(progress.partials):
+                if partial.reason is None:
                     self._gather(progress, index, host, row)
             self._finish_if_done(id)
 
     def _gather(self, progress: Progress, index: int, host: SampledTokens, row: int) -> None:
         """Adds one slot's new tokens to its completion, and ends it where they say so."""
-        draft, count = progress.drafts[index], int(host.count[row, index])
-        draft.tokens.extend(host.token[:count, row, index].tolist())
-        draft.logprobs.extend(host.logprob[:count, row, index].tolist())
+        partial, count = progress.partials[index], int(host.count[row, index])
+        partial.tokens.extend(host.token[:count, row, index].tolist())
+        partial.logprobs.extend(host.logprob[:count, row, index].tolist())
         if host.support_ids is not None:
-            draft.support_ids.extend(host.support_ids[:count, row, index])
+            partial.support_ids.extend(host.support_ids[:count, row, index])
         reason = None
         if host.done[row, index]:
             reason = StopReason.EOS if host.eos[row, index] else StopReason.LENGTH
-        length = self._stop_length(progress.request.params.stop, draft.tokens, count)
+        length = self._stop_length(progress.request.params.stop, partial.tokens, count)
         if length is not None:
-            draft.cut(length)
+            partial.cut(length)
             reason = StopReason.STOP
         if reason is not None:
             self._end(progress, index, reason)
@@ -221,6 +234,7 @@ class Engine:
         assert self.decode_text is not None
 
         def stopped(length: int) -> bool:
+            # The whole text, not the last token's: a stop string, or one character of it, may span tokens.
             text = self.decode_text(tokens[:length])  # type: ignore[misc]
             return any(string in text for string in stop)
 
@@ -229,37 +243,38 @@ class Engine:
         return next(length for length in range(len(tokens) - new + 1, len(tokens) + 1) if stopped(length))
 
     def _end(self, progress: Progress, index: int, reason: StopReason) -> None:
-        progress.drafts[index].reason = reason
-        slot = self.scheduler.running.get(progress.request.id)
-        if slot is not None:
-            self._stopped[slot, index] = True
+        progress.partials[index].reason = reason
+        group = self.scheduler.running.get(progress.request.id)
+        if group is not None:
+            self._stopped[group, index] = True
 
     def _finish_if_done(self, id: int) -> None:
-        drafts = self.progress[id].drafts
-        if any(draft.reason is None for draft in drafts):
+        partials = self.progress[id].partials
+        if any(partial.reason is None for partial in partials):
             return
         self.scheduler.finish(id)
         del self.progress[id]
-        self.finished.extend(self._completion(id, index, draft) for index, draft in enumerate(drafts))
+        self.finished[id] = [self._completion(id, index, partial) for index, partial in enumerate(partials)]
 
-    def _completion(self, id: int, index: int, draft: Draft) -> Completion:
-        assert draft.reason is not None
-        count, extra = len(draft.tokens), {}
+    def _completion(self, id: int, index: int, partial: PartialCompletion) -> Completion:
+        assert partial.reason is not None
+        count, extra = len(partial.tokens), {}
         if self.max_support:
-            extra["support_ids"] = np.array(draft.support_ids, np.int32).reshape(count, self.max_support)
+            extra["support_ids"] = np.array(partial.support_ids, np.int32).reshape(count, self.max_support)
         return Completion(
             request_id=id,
             index=index,
-            token_ids=np.asarray(draft.tokens, np.int32),
-            logprobs=np.asarray(draft.logprobs, np.float32),
+            token_ids=np.asarray(partial.tokens, np.int32),
+            logprobs=np.asarray(partial.logprobs, np.float32),
             loss_mask=np.ones(count, bool),
             versions=np.full(count, self.version, np.int32),
-            stop_reason=draft.reason,
+            stop_reason=partial.reason,
             extra=extra,
         )
 
     def _check(self, request: SampleRequest) -> None:
         params, size = request.params, len(request.prompt_ids)
+        # All checked here: a compiled step would clamp what is out of range and sample on without an error.
         if self.parameters is None:
             raise RuntimeError("no weights are loaded")
         if not 1 <= size <= self.max_prompt_tokens:
@@ -284,40 +299,21 @@ def prompt_bucket(size: int) -> int:
     return bucket
 
 
-def run_until_idle(engine: Engine, stop: StopSignal | None = None) -> Iterator[tuple[int, list[Completion]]]:
-    """Runs an engine until nothing is left; yields each request with its completions, by index, as it finishes.
+def run_until_idle(sampler: Sampler, stop: StopSignal | None = None) -> Iterator[tuple[int, list[Completion]]]:
+    """Runs a sampler until nothing is left; yields each request's id with its completions as it finishes.
 
-    While the caller handles one, the next piece of device work is running. `stop` is checked between the pieces.
+    `stop` is checked between two calls of `collect`.
     """
-    while not engine.idle:
+    while not sampler.idle:
         if stop is not None:
             stop.check()
-        started = _start_all(engine)
-        if not started and not engine.in_flight and not engine.finished:
-            raise RuntimeError(f"the sampler waits for nothing: {engine.scheduler}")
-        by_request: dict[int, list[Completion]] = {}
-        for completion in engine.collect():
-            by_request.setdefault(completion.request_id, []).append(completion)
-        _start_all(engine)
-        yield from by_request.items()
+        yield from sampler.collect().items()
 
 
-def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
-    """Runs an engine until nothing is left; the completions by (request, index)."""
-    return {(id, one.index): one for id, completions in run_until_idle(engine) for one in completions}
-
-
-def _start_all(engine: Engine) -> bool:
-    """Starts every step that can start now; True if any could."""
-    started = engine.step()
-    while engine.step():
-        pass
-    return started
+def drain(sampler: Sampler) -> dict[tuple[int, int], Completion]:
+    """Runs a sampler until nothing is left; the completions by (request, index)."""
+    return {(id, one.index): one for id, completions in run_until_idle(sampler) for one in completions}
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _ready(tree: Any) -> bool:
-    return all(leaf.is_ready() for leaf in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""The compiled steps of sampling: prefill and decode over fixed slots, N groups of G siblings.
+"""The compiled steps of sampling: prefill and decode over the slots of N groups, G in each.
 
 One compiled program (N, G, a bucket of prompt lengths) gives a completion the same bits whatever the other slots do.
 """
@@ -31,8 +31,8 @@ PROGRAMS_KEPT = 4
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Slots:
-    """What the device holds between steps, for N groups of G slots. Donated from step to step."""
+class DecodeState:
+    """What the device holds between steps, for the slots [N, G]. Donated from step to step."""
 
     caches: tuple[LayerCache, ...]
     prefix_len: Any  # int32[N]
@@ -58,33 +58,35 @@ class SampledTokens:
 
 
 class Programs(NamedTuple):
-    """The compiled functions of one engine, and the shardings of its slots."""
+    """The compiled functions of one engine, and the shardings of its state."""
 
-    layout: Slots
-    make_slots: Callable[[], Slots]
-    prefill: Callable[..., tuple[Slots, SampledTokens]]
-    decode: Callable[..., tuple[Slots, SampledTokens]]
+    layout: DecodeState
+    make_state: Callable[[], DecodeState]
+    prefill: Callable[..., tuple[DecodeState, SampledTokens]]
+    decode: Callable[..., tuple[DecodeState, SampledTokens]]
 
 
 @lru_cache(PROGRAMS_KEPT)
 def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
                   max_support: int) -> Programs:
-    """The programs for slots of `sizes`: groups, siblings, prompt tokens, completion tokens."""
-    make = partial(_idle_slots, model, *sizes)
+    """The programs for a state of `sizes`: groups, slots a group, prompt tokens, completion tokens."""
+    make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
-    options: dict[str, Any] = {"donate_argnames": "slots", "out_shardings": (layout, model.role.replicated)}
+    # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
+    # chose another, the next call would compile again.
+    options: dict[str, Any] = {"donate_argnames": "state", "out_shardings": (layout, model.role.replicated)}
     return Programs(layout, jax.jit(make, out_shardings=layout), jax.jit(partial(_prefill, **static), **options),
                     jax.jit(partial(_decode, **static), **options))
 
 
-def _idle_slots(model: Model, groups: int, siblings: int, prefix: int, own: int) -> Slots:
-    """Slots that are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid for idle
-    slots, which decoding computes along with the others."""
+def _idle_state(model: Model, groups: int, siblings: int, prefix: int, own: int) -> DecodeState:
+    """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid
+    for idle slots, which decoding computes along with the others."""
     shape = (groups, siblings)
     caches = kv_cache.empty(model.architecture, groups, siblings, prefix, own, model.dtype)
     zeros = partial(jnp.zeros, shape)
-    return Slots(
+    return DecodeState(
         caches=caches,
         prefix_len=jnp.ones(groups, jnp.int32),
         token=zeros(jnp.int32),
@@ -96,8 +98,8 @@ def _idle_slots(model: Model, groups: int, siblings: int, prefix: int, own: int)
     )
 
 
-def _layout(role: Role, shapes: Slots) -> Slots:
-    """Shardings of the slots: groups over the rows of the mesh, key/value heads over `tensor`."""
+def _layout(role: Role, shapes: DecodeState) -> DecodeState:
+    """Shardings of the state: groups over the rows of the mesh, key/value heads over `tensor`."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> Any:
         last = ("heads", None) if leaf.ndim >= 4 else ()  # only caches have heads: [.., K, A]
@@ -124,9 +126,9 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
 
 
-def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax.Array, groups: jax.Array,
+def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, groups: jax.Array,
              active: jax.Array, limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model,
-             eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[Slots, SampledTokens]:
+             eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
     """Prompts tokens[R, T] of length[R] enter groups[R]; the first active[R] siblings sample their first token."""
     rows, size = tokens.shape
     siblings = keys.shape[1]
@@ -145,35 +147,35 @@ def _prefill(parameters: Params, *, slots: Slots, tokens: jax.Array, length: jax
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[groups].set(new, mode="drop")  # unused rows have a group past the end
 
-    slots = Slots(
-        caches=kv_cache.write_prefixes(slots.caches, prompt_keys, groups),
-        prefix_len=put(slots.prefix_len, length),
-        token=put(slots.token, token),
-        length=put(slots.length, first + 1),
-        done=put(slots.done, done),
-        limit=put(slots.limit, jnp.broadcast_to(limit[:, None], (rows, siblings))),
-        keys=put(slots.keys, keys),
-        sampling=jax.tree.map(put, slots.sampling, spread),
+    state = DecodeState(
+        caches=kv_cache.write_prefixes(state.caches, prompt_keys, groups),
+        prefix_len=put(state.prefix_len, length),
+        token=put(state.token, token),
+        length=put(state.length, first + 1),
+        done=put(state.done, done),
+        limit=put(state.limit, jnp.broadcast_to(limit[:, None], (rows, siblings))),
+        keys=put(state.keys, keys),
+        sampling=jax.tree.map(put, state.sampling, spread),
     )
     sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
                             None if support_ids is None else support_ids[None])
-    return slots, sampled
+    return state, sampled
 
 
-def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool, max_support: int) -> tuple[Slots, SampledTokens]:
+def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
+            truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, G] by the host."""
-    shape = slots.token.shape
-    start = replace(slots, done=slots.done | stopped)
+    shape = state.token.shape
+    start = replace(state, done=state.done | stopped)
     empty = SampledTokens(
         jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32), jnp.zeros(shape, jnp.int32),
         start.done, jnp.zeros(shape, bool), jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
-    num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, slots.prefix_len))
+    num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
 
-    def unfinished(carry: tuple[jax.Array, Slots, SampledTokens]) -> jax.Array:
+    def unfinished(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> jax.Array:
         return (carry[0] < CHUNK) & ~carry[1].done.all()
 
-    def one_token(carry: tuple[jax.Array, Slots, SampledTokens]) -> tuple[jax.Array, Slots, SampledTokens]:
+    def one_token(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> tuple[jax.Array, DecodeState, SampledTokens]:
         step, s, out = carry
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
@@ -184,6 +186,7 @@ def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Mode
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, s.keys, s.length, truncated,
                                                    max_support)
         live = ~s.done
+        # A finished slot is computed along and writes its last token again, at its own position, where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live
         eos = live & _is_eos(token, eos_ids)
@@ -194,5 +197,5 @@ def _decode(parameters: Params, *, slots: Slots, stopped: jax.Array, model: Mode
         return step + 1, replace(s, caches=caches, token=token, length=length, done=done), out
 
     # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens.
-    _, slots, sampled = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), start, empty))
-    return slots, sampled
+    _, state, sampled = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), start, empty))
+    return state, sampled

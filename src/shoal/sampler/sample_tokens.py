@@ -30,6 +30,7 @@ def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
     """
 
     def one(key: jax.Array, position: jax.Array) -> jax.Array:
+        # The generator by name: jax_default_prng_impl may name another, with other numbers.
         folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
         return jax.random.bits(folded, dtype=jnp.uint32)
 
@@ -46,6 +47,7 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
     truncation then keeps at most K tokens and returns which (-1 fills up; all -1 means that every token was kept).
     """
     greedy = params.temperature == 0.0
+    # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
     masses = jnp.exp(scaled - scaled.max(-1, keepdims=True))
     support_ids = None
@@ -59,6 +61,7 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
         kept = jnp.zeros_like(masses).at[index].set(largest, mode="drop")
         masses = jnp.where(truncates[:, None], kept, masses)
     total = masses.sum(-1)
+    # Greedy by the logits: two that differ may have equal masses.
     token = jnp.where(greedy, jnp.argmax(logits, -1), inverse(masses, uniforms)).astype(jnp.int32)
     top = scaled.max(-1)
     score = jnp.take_along_axis(scaled, token[:, None], -1)[:, 0]
@@ -101,6 +104,7 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
     ordered = -jnp.sort(-masses, axis=-1)
     count = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, size), size)
     smallest = jnp.take_along_axis(ordered, count[:, None] - 1, -1)
+    # The order of transformers' samplers: top-k, then top-p (arXiv 1904.09751), then min-p (arXiv 2407.01082).
     ordered = jnp.where(ordered >= smallest, ordered, 0.0)
     before = jnp.cumsum(ordered, -1) - ordered  # mass of the more likely tokens
     share = params.top_p[:, None]  # at 1 everything is kept, also masses that vanish in the rounded sum

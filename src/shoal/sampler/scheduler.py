@@ -1,4 +1,4 @@
-"""Decides what runs next: which waiting prompts enter which free group slots. It handles numbers, never arrays."""
+"""Decides what runs next: which waiting prompts enter which free groups. It handles numbers, never arrays."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Admission:
-    """One prefill: request ids and the group slots they enter; all prompts fit `bucket` tokens."""
+    """One prefill: request ids and the numbers of the groups they enter; all prompts fit `bucket` tokens."""
 
     bucket: int
     ids: tuple[int, ...]
-    slots: tuple[int, ...]
+    groups: tuple[int, ...]
 
 
 @dataclass
@@ -23,14 +23,14 @@ class Scheduler:
     scheduler waits until it can fill one, unless nothing else is left to run.
     """
 
-    num_slots: int
+    num_groups: int
     prefill_rows: int
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (id, bucket)
-    running: dict[int, int] = field(default_factory=dict)  # id -> slot
+    running: dict[int, int] = field(default_factory=dict)  # id -> group
     free: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.free = list(range(self.num_slots))
+        self.free = list(range(self.num_groups))
 
     def submit(self, id: int, bucket: int) -> None:
         if id in self.running or any(id == other for other, _ in self.waiting):
@@ -42,19 +42,21 @@ class Scheduler:
         wanted = min(self.prefill_rows, len(self.waiting))
         if wanted == 0 or not self.free or (len(self.free) < wanted and self.running):
             return None
+        # The first one's bucket, not the fullest: otherwise a rare length would wait to the end of the step.
         bucket = self.waiting[0][1]
         room = min(self.prefill_rows, len(self.free))
         ids = [id for id, size in self.waiting if size == bucket][:room]
         chosen = set(ids)
         self.waiting = deque(entry for entry in self.waiting if entry[0] not in chosen)
-        slots = [self.free.pop(0) for _ in ids]
-        self.running.update(zip(ids, slots, strict=True))
-        return Admission(bucket, tuple(ids), tuple(slots))
+        groups = [self.free.pop(0) for _ in ids]
+        self.running.update(zip(ids, groups, strict=True))
+        return Admission(bucket, tuple(ids), tuple(groups))
 
     def finish(self, id: int) -> None:
-        """Frees a request's slot, or removes it from the queue."""
+        """Frees a request's group, or removes it from the queue."""
         if id in self.running:
             self.free.append(self.running.pop(id))
+            # Lowest first: equal runs then use equal groups, which makes their traces comparable.
             self.free.sort()
         else:
             self.waiting = deque(entry for entry in self.waiting if entry[0] != id)

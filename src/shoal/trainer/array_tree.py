@@ -5,6 +5,8 @@ Arrays are named by their path, with `/` between its parts.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +71,7 @@ def find_tree(folder: Path) -> Path | None:
     """The tree at a path, or in its `items`; None unless Orbax wrote it and it is not part of a run of Shoal's."""
     for path in (folder, folder / ITEM):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
+            # Our own checkpoints are Orbax trees, too; `checkpoint.py` reads those, and compares checksums.
             return None if path.parent.parent.name == FOLDER and (path.parent / "extra").exists() else path
     return None
 
@@ -93,7 +96,7 @@ def read_leaves(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     with reading(folder), ocp.PyTreeCheckpointer() as reader:
         read = reader.restore(folder.absolute(), args=ocp.args.PyTreeRestore(
             item=tree, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)))
-        return {name: _at(read, name) for name in wanted}
+        return {name: functools.reduce(operator.getitem, name.split("/"), read) for name in wanted}
 
 
 def write_tree(folder: Path, target: Path, arrays: Mapping[str, LazyArray], metadata: Mapping[str, Any],
@@ -125,6 +128,7 @@ def _slice_by_slice(type_handlers: Any, on_written: Callable[[int], None]) -> An
                             args: Sequence[Any] | None = None) -> Sequence[Any]:
             assert args is not None
             for batch in _batches(values):
+                # All at once, as Orbax does it, every array would have a slice in memory at the same time.
                 for saved in await super().serialize(values[batch], infos[batch], args[batch]):
                     saved.result()  # done before the next batch is read
             return []
@@ -133,6 +137,7 @@ def _slice_by_slice(type_handlers: Any, on_written: Callable[[int], None]) -> An
             array: Any = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
             axis = value.axis or 0
             size = value.shape[axis]
+            # Steps are the file's own pieces: a piece written twice in part is read, merged and compressed twice.
             step = size if value.axis is None else array.chunk_layout.write_chunk.shape[axis]
             for start in range(0, size, step):
                 part = slice(start, min(start + step, size))
@@ -167,8 +172,3 @@ def _nested(named: Mapping[str, Any]) -> dict[str, Any]:
         place[last] = leaf
     return tree
 
-
-def _at(tree: Mapping[str, Any], name: str) -> Any:
-    for part in name.split("/"):
-        tree = tree[part]
-    return tree

@@ -70,6 +70,7 @@ class Checkpoints:
         items = {"state": _tree(state)}
         if published:
             items["published"] = {str(number): params for number, params in sorted(published.items())}
+        # Orbax notices a lost or shortened file, but not every flipped bit.
         sums = {name: int(checksum(tree)) for name, tree in items.items()}
         saves = {name: self._args.StandardSave(tree) for name, tree in items.items()}
         layouts = {name: layout(tree) for name, tree in items.items()}
@@ -87,8 +88,13 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._prune()
 
+    def versions(self) -> list[int]:
+        """The versions that have a checkpoint, in order."""
+        return sorted(self._manager.all_steps())
+
     def _prune(self) -> None:
-        saved, scores = sorted(self._manager.all_steps()), self._scores
+        saved, scores = self.versions(), self._scores
+        # Of equal scores the newer is kept: with few questions ties are common, and it has learnt more.
         scored = sorted((v for v in saved if v in scores), key=lambda v: (scores[v], v))
         keep = {*saved[-self.keep_last:], *(scored[-self.keep_best:] if self.keep_best else [])}
         for version in saved:
@@ -204,6 +210,7 @@ def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[
 
 
 def _move_away(run: Path, version: int) -> Path:
+    # Moved, not deleted: a file that is lost today may be on a disk that comes back.
     folder = run / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
     names = (f"{version}" if attempt == 0 else f"{version}-{attempt}" for attempt in range(1000))
@@ -218,6 +225,7 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
     wanted = jax.tree.map(
         lambda d, sharding: jax.ShapeDtypeStruct(d.shape, dtype, sharding=sharding),
         param_specs(architecture), shardings(architecture, role), is_leaf=is_param_spec)
+    # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to say their shapes.
     path = (run / FOLDER / str(version) / "state").absolute()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:

@@ -48,6 +48,7 @@ class PassRates:
                                               before + float(passed[group.valid].sum()))
 
     def begin_epoch(self) -> None:
+        # Frozen for an epoch: were rates of its own steps to act, its order would depend on how far ahead it is asked.
         self.at_epoch = {row: passed / sampled for row, (sampled, passed) in self.counts.items() if sampled}
 
     @property
@@ -106,6 +107,7 @@ class PromptStream:
         """
         before, found = self.state(), {}
         try:
+            # Through the data once: with the curriculum an epoch may hold nothing but rows that are taken.
             for _ in range(len(self.examples)):
                 row = self._next_row()
                 if row not in found and row not in taken and (prepared := self._prepare(row)) is not None:
@@ -123,6 +125,7 @@ class PromptStream:
         if len(self.examples) < count:
             raise ShoalError(f"the data has {len(self.examples)} prompts, fewer than batch.prompts_per_step={count}: "
                              "lower it, or add data")
+        # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's size was changed.
         if self.ended == (self.rates.bound, count):
             raise self._exhausted(count)
         try:
@@ -179,6 +182,7 @@ class PromptStream:
         """One example by its row, without moving the cursor."""
         if not 0 <= row < len(self.examples):
             raise ShoalError(f"row {row} is not in the data, which has {len(self.examples)} rows")
+        # A row asked for by number was sampled before: dropping it in silence would change a step that is repeated.
         prepared = prepare(self.examples[row], self.encode, self.max_tokens, "error")
         assert prepared is not None
         return prepared
@@ -207,10 +211,12 @@ class PromptStream:
     def _order_of(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, shuffled: each once, or with the curriculum as often as `PassRates.times` says."""
         if self._order[0] != epoch:
+            # From (seed, epoch) alone, so that a checkpoint holds two numbers and not an order or a generator's state.
             random = np.random.default_rng(Address(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
             if self.rates.active:
                 times = self.rates.times(random.random(len(self.examples)))
+                # Repeats come after the whole epoch, shuffled anew: side by side, a step would skip the second.
                 again = order[times[order] > 1]
                 order = np.concatenate([order[times[order] > 0], random.permutation(again)])
             if not len(order):

@@ -33,35 +33,28 @@ class Evaluator:
     pass_k: int
     task: Task
 
-    def request(self, source: RolloutSource, step: int, version: int, sampled: bool) -> None:
-        greedy = self.params.as_greedy()
-        for subset, questions in self.sets.items():
-
-            def ask(prepared: Prepared, count: int, params: SamplingParams, subset: str = subset) -> GroupRequest:
-                return GroupRequest(Purpose.EVALUATE, step, version, prepared.example, prepared.prompt_ids, count,
-                                    params, subset)
-
-            source.request([ask(question, 1, greedy) for question in questions])
-            if sampled and self.is_sampled(subset):
-                source.request([ask(question, self.pass_k, self.params) for question in questions])
+    def passes(self, subset: str, sampled: bool) -> list[tuple[int, SamplingParams]]:
+        """The passes over a set, each as completions a question and their settings: a greedy one, and for the main
+        set, the first, a sampled one."""
+        # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and cost k times as much.
+        sampled = sampled and self.pass_k > 0 and self.params.temperature > 0 and subset == next(iter(self.sets))
+        return [(1, self.params.as_greedy()), *([(self.pass_k, self.params)] if sampled else [])]
 
     def num_completions(self, sampled: bool) -> int:
         """How many completions an evaluation takes."""
-        return sum(len(questions) * (1 + (self.pass_k if sampled and self.is_sampled(subset) else 0))
-                   for subset, questions in self.sets.items())
-
-    def is_sampled(self, subset: str) -> bool:
-        """The main set, the first, is; at temperature 0 every sample would be the greedy answer."""
-        return self.pass_k > 0 and self.params.temperature > 0 and subset == next(iter(self.sets))
+        return sum(len(questions) * count for subset, questions in self.sets.items()
+                   for count, _ in self.passes(subset, sampled))
 
     def answers(self, source: RolloutSource, step: int, version: int, sampled: bool) -> dict[str, Answers]:
         """The answers by data set; nothing where there is no data set."""
         if not self.sets:
             return {}
-        self.request(source, step, version, sampled)
-        taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked
-        return {subset: Answers(list(islice(taken, len(questions))),
-                                list(islice(taken, len(questions))) if sampled and self.is_sampled(subset) else [])
+        for subset, questions in self.sets.items():
+            for count, params in self.passes(subset, sampled):
+                source.request([GroupRequest(Purpose.EVALUATE, step, version, question.example, question.prompt_ids,
+                                             count, params, subset) for question in questions])
+        taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked, whoever finished first
+        return {subset: Answers(*(list(islice(taken, len(questions))) for _ in self.passes(subset, sampled)))
                 for subset, questions in self.sets.items()}
 
     def figures(self, answers: Answers) -> dict[str, Any]:
@@ -88,6 +81,7 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
         figures |= {"accuracy": right / total, "accuracy_interval": list(wilson_interval(right, total))}
     else:
         figures["mean_reward"] = known_mean(rewards)
+    # The text alone is judged again: a reward may be a mixture, and IFEval has four verdicts of one answer.
     if task.figures is not None and task.verdict is not None:
         figures |= task.figures([task.verdict(group.texts[0], group.example) for group in groups])
     if task.well_formed is not None:

@@ -111,6 +111,7 @@ class Run:
                 metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
             if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
                 self.evaluate(step + 1, state)
+            self.end_if_warned(step + 1, state)
             if self.save_due(step + 1):
                 self.save(step + 1, state)
             if self.after_step:
@@ -155,14 +156,32 @@ class Run:
         prompts = self.prompts.state() if self.config.algorithm.dynamic_sampling else None
         try:
             yield
+        # Any other exception is a fault of the program: what it left behind is not worth a checkpoint.
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
                 self.prompts.restore(prompts)
             self.request_again()
             stopped_before_first = isinstance(reason, StopRequested) and version in self.recorder.evaluations
+            # The first update of a step donates the moments: from then on there is nothing left to save.
             if (version > 0 or stopped_before_first) and is_intact(state):
                 self.save(version, state)
             raise
+
+    def end_if_warned(self, version: int, state: TrainState) -> None:
+        """Raises ShoalError where a warning since the last step is hopeless, or train.on_warning=stop."""
+        warned, self.recorder.warned = self.recorder.warned, []
+        if wrong := next((finding for finding in warned if finding.level == "wrong"), None):
+            raise ShoalError(f"stopped after step {version}: {wrong.text} ({self.newest_before_fault()})")
+        if warned and self.config.train.on_warning == "stop":
+            self.save(version, state)
+            raise ShoalError(f"stopped after step {version} by train.on_warning=stop: {warned[0].text}; resume: "
+                             f"{self.resume_command} train.on_warning=continue")
+
+    def newest_before_fault(self) -> str:
+        """The newest checkpoint from before the first skipped update: the weights that it began with were bad."""
+        first = self.recorder.watch.in_a_row["skipped"][1]
+        good = [number for number in self.checkpoints.versions() if number < first - 1]
+        return f"the newest checkpoint from before is of step {max(good)}" if good else "no checkpoint is from before"
 
     def stopped_text(self) -> str:
         if self.saved < 0:
@@ -207,6 +226,7 @@ class Run:
             useful = sum(map(self.is_useful, groups))
             if useful >= wanted:
                 break
+            # As many as the share of useful groups so far asks for, so that one more round mostly suffices.
             count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
             if not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
                 break

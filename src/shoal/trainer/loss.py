@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shoal.algorithm.correction import CORRECTIONS, correction_weights
-from shoal.algorithm.kl import KL_ESTIMATORS, token_kl
+from shoal.algorithm.correction import correction_weights
+from shoal.algorithm.kl import k3, token_kl
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
-from shoal.algorithm.policy_loss import POLICY_LOSSES, Bounds, policy_log_ratio
+from shoal.algorithm.policy_loss import policy_log_ratio, policy_loss
+from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 from shoal.model.attention import segment_index, shared_prefix_attention
 from shoal.model.transformer import Model, forward, logits
@@ -32,54 +32,47 @@ SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "samp
 MAXIMA = ("sampler_gap/logprob_max",)
 """Metrics of which the largest value is kept."""
 
-ICEPOP_FLOOR = 0.5
-"""The lower bound of IcePop's paper, arXiv 2510.18855."""
-
 
 @dataclass(frozen=True)
 class Objective:
-    """What an update minimises: static, a key of the compiled programs."""
+    """What an update minimises: static, a key of the compiled programs. Functions are those of their registries."""
 
-    loss: str
-    bounds: Bounds
-    kl: str = "k3"
+    loss: Callable[..., Any]
+    settings: tuple[tuple[str, Any], ...] = ()  # of the loss, by name
+    ratio: str = "token"  # the level of the loss's ratio
+    kl: Callable[..., Any] = k3
     kl_coef: float = 0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
     use_old: bool = False  # the batch holds old_logprobs; else they are this update's own, and clipping never acts
     kl_clamps: tuple[float, float] = (0.0, 0.0)  # of input and value; 0 for none
     kl_weighted: bool = False
     entropy_coef: float = 0.0
-    correction: str = "none"
+    correction: Callable[..., Any] | None = None
     correction_level: str = "token"
     correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
     chunk_elements: int = CHUNK_ELEMENTS
 
     @classmethod
     def of(cls, a: AlgorithmSection) -> Objective:
-        floor = a.correction_floor or (ICEPOP_FLOOR if a.correction == "icepop" else 0.0)
+        loss, correction = POLICY_LOSSES[a.loss], CORRECTIONS[a.correction]
         return cls(
-            loss=a.loss,
-            bounds=Bounds(low=a.clip_low, high=a.clip_high, dual=a.clip_dual, cispo=a.cispo_bound,
-                          positive=a.sapo_positive, negative=a.sapo_negative),
-            kl=a.kl,
+            loss=loss.load(),
+            settings=tuple(loss.settings(a).items()),
+            ratio=loss.ratio,
+            kl=KL_ESTIMATORS[a.kl].load(),
             kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
             use_old=a.num_epochs * a.num_minibatches > 1,
             kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
             kl_weighted=a.kl_weighted,
             entropy_coef=a.entropy_coef,
-            correction=a.correction,
+            correction=None if a.correction == "none" else correction.load(),
             correction_level=a.correction_level,
-            correction_bounds=(a.correction_cap, floor),
+            correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)),
         )
-
-    @property
-    def functions(self) -> tuple[Callable | None, ...]:
-        """The registered functions that its names mean."""
-        return POLICY_LOSSES[self.loss], KL_ESTIMATORS[self.kl], CORRECTIONS.get(self.correction)
 
     @property
     def sums(self) -> tuple[str, ...]:
         """Names of the (sum, count) metrics that a micro-batch returns."""
-        corrected = ("correction/weight", "correction/zero") if self.correction != "none" else ()
+        corrected = ("correction/weight", "correction/zero") if self.correction else ()
         return (*SUMS, *(["kl"] if self.kl_coef else []), *corrected)
 
 
@@ -104,15 +97,14 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     before = jnp.pad(own, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
     chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
-    project = partial(_project, model, parameters)
+
+    def project(hidden: jax.Array) -> jax.Array:
+        return model.role.constrain(logits(model, parameters, hidden), "rows", None, "vocab")
+
     support_ids = None if batch.support_ids is None else batch.support_ids.reshape(rows, slots * size, -1)
     values = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk,
                             support_ids, entropy_gradient)
     return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in values)
-
-
-def _project(model: Model, parameters: Params, hidden: jax.Array) -> jax.Array:
-    return model.role.constrain(logits(model, parameters, hidden), "rows", None, "vocab")
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
@@ -134,15 +126,10 @@ def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: Learner
     # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute nothing new.
     old_logprobs = batch.old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
     count = mask.sum(dtype=jnp.float32)
-    token_loss, policy = POLICY_LOSSES[o.loss](lp, old_logprobs, batch.advantage, mask, batch.segment, o.bounds)
-    sums = {
-        "clip/fraction": policy["clip_fraction"],
-        "clip/low": policy["clip_low_fraction"],
-        "clip/high": policy["clip_high_fraction"],
-        "ratio/mean": policy["ratio"],
-        "entropy": (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count),
-    }
-    if o.correction != "none":
+    log_ratio = policy_log_ratio(o.ratio, lp, old_logprobs, mask, batch.segment)
+    token_loss, sums = policy_loss(o.loss, log_ratio, lp, batch.advantage, mask, batch.segment, **dict(o.settings))
+    sums["entropy"] = (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count)
+    if o.correction:
         weight = correction_weights(o.correction, o.correction_level, old_logprobs, batch.sampler_logprobs, mask,
                                     batch.segment, *o.correction_bounds)
         # The correction multiplies the policy term alone: KL and entropy are of the trainer's own distribution.
@@ -153,7 +140,7 @@ def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: Learner
         kl = token_kl(o.kl, lp, batch.ref_logprobs, mask, *o.kl_clamps)
         sums["kl"] = (kl.sum(), count)
         if o.kl_weighted:
-            kl *= jnp.exp(policy_log_ratio(o.loss, lp, old_logprobs, mask, batch.segment))
+            kl *= jnp.exp(log_ratio)
         token_loss += o.kl_coef * kl
     if o.entropy_coef:
         token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)

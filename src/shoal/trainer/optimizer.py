@@ -36,6 +36,7 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
 def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any],
                    weight_decay: Any) -> optax.GradientTransformation:
     """`weight_decay` is a tree of bools over the parameters: weight decay applies where it is True."""
+    # A part that is left out leaves no state either, so 0 or not is part of a checkpoint's layout.
     parts = [optax.clip_by_global_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
     adamw = optax.adamw(rate, section.beta1, section.beta2, section.eps, weight_decay=section.weight_decay,
                         mask=weight_decay)
@@ -44,6 +45,7 @@ def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any],
 
 def state_shardings(optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, other: Any) -> Any:
     """Shardings of the optimizer's state: moments as their parameters, counters as `other`."""
+    # By optax's own map, not by shape: a counter and a scalar parameter, or two parameters, may have one shape.
     state = jax.eval_shape(optimizer.init, shapes)
     return optax.tree_utils.tree_map_params(
         optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: other)

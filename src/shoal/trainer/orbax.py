@@ -31,6 +31,7 @@ def load_orbax() -> Any:
     for name in ("absl", "asyncio"):  # they log what is raised as well
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning)
+    # Once: each hook wraps the one before, and this function is called for every checkpoint.
     if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
         sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
     return ocp

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from shoal.mesh import Role
 from shoal.model.transformer import Architecture, Model, initialise, is_param_spec, param_specs
 from shoal.trainer.batch import LearnerBatch, bucket
 from shoal.trainer.loss import batch_logprobs
+from shoal.trainer.step import put_batch
 from shoal.types import Params
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
@@ -38,6 +38,7 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> Non
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
+    # A number of several digits as one token hides its parts: sums of such tokens must be learnt by heart.
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # type: ignore[assignment]
@@ -107,10 +108,7 @@ def run_pretraining(
     parameters = initialise(architecture, seed, role)
     moments = jax.jit(optimizer.init)(parameters)
     for step in range(steps):
-        batch = batch_of(step)
-        temperature = batch.temperature
-        batch = replace(role.put_rows(replace(batch, temperature=None)), temperature=temperature)
-        parameters, moments, loss = update(parameters, moments, batch)
+        parameters, moments, loss = update(parameters, moments, put_batch(model, batch_of(step)))
         if after(step + 1, loss, parameters):
             break
     return parameters

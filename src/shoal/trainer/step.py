@@ -46,7 +46,7 @@ def is_intact(state: TrainState) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Accumulated:
+class GradientSum:
     """Sums over the micro-batches of one update."""
 
     gradient: Params
@@ -56,7 +56,7 @@ class Accumulated:
 
 
 @dataclass(frozen=True)
-class Applied:
+class UpdateMetrics:
     """The metrics of one update."""
 
     loss: Any
@@ -76,44 +76,43 @@ class Learner:
         self.model, self.objective = model, objective
         self.optimizer, self.layout, init, apply = _optimizer_programs(
             model.architecture, model.role, section, num_updates)
-        zero, accumulate, score = _gradient_programs(model, objective, objective.functions)
+        zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
             "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
         self._in_flight: deque[Any] = deque()
 
     def init(self, parameters: Params) -> TrainState:
+        # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
         updates = jax.device_put(np.int32(0), self.model.role.replicated)
         return TrainState(parameters, self.programs["init"](parameters), updates)
 
     def shapes(self) -> TrainState:
         """Shapes, types and layout of the state that `init` makes; nothing is allocated."""
-        parameters = self.shapes_of_parameters()
-        moments = jax.tree.map(
-            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-            jax.eval_shape(self.optimizer.init, parameters), self.layout.optimizer)
-        updates = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.model.role.replicated)
-        return TrainState(parameters, moments, updates)
 
-    def shapes_of_parameters(self) -> Params:
-        return jax.tree.map(
-            lambda d, sharding: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=sharding),
-            param_specs(self.model.architecture), self.layout.trainable, is_leaf=is_param_spec)
+        def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def accumulate(self, total: Accumulated | None, state: TrainState, batch: LearnerBatch) -> tuple[Accumulated, Any]:
+        parameters = _gradient_shapes(self.model.architecture)
+        shapes = TrainState(parameters, jax.eval_shape(self.optimizer.init, parameters),
+                            jax.ShapeDtypeStruct((), jnp.int32))
+        return jax.tree.map(placed, shapes, self.layout)
+
+    def accumulate(self, total: GradientSum | None, state: TrainState, batch: LearnerBatch) -> tuple[GradientSum, Any]:
         """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, S, C])."""
+        # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s).
         before = self.programs["zero"]() if total is None else total
         self._make_room()
         after, lp = self.programs["accumulate"](before, state.trainable, put_batch(self.model, batch))
         self._in_flight.append(lp)
         return after, lp
 
-    def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Applied]:
+    def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
         """One update of the optimizer. The buffers of `total` and of the moments are donated."""
         self._make_room()
         state, applied = self.programs["apply"](total.loss, state.trainable, state.updates, gradient=total.gradient,
                                                 moments=state.optimizer)
         self._in_flight.append(applied)
-        return state, Applied(*applied)
+        return state, UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
@@ -124,6 +123,7 @@ class Learner:
 
     def _make_room(self) -> None:
         """Waits until fewer than MAX_IN_FLIGHT steps are undrained, before another is dispatched."""
+        # On simulated devices a longer queue of collectives aborts the process after a rendezvous of 40 s.
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             jax.block_until_ready(self._in_flight.popleft())
 
@@ -174,14 +174,11 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
 
 
 @lru_cache(PROGRAMS_KEPT)
-def _gradient_programs(model: Model, objective: Objective, functions: tuple) -> tuple[Callable, Callable, Callable]:
-    """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone.
-
-    `functions` are those that the objective's names mean: registering another under a name compiles other programs.
-    """
+def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
+    """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone."""
     # Log-probs (None) keep the layout of rows: only their own process reads them.
     everywhere = model.role.replicated
-    sums = Accumulated(shardings(model.architecture, model.role), everywhere, everywhere, everywhere)
+    sums = GradientSum(shardings(model.architecture, model.role), everywhere, everywhere, everywhere)
     zero = jax.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
     accumulate = jax.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
     return zero, accumulate, jax.jit(partial(_score, model, objective.chunk_elements))
@@ -195,23 +192,23 @@ def _gradient_shapes(a: Architecture) -> Params:
     return _map_specs(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), a)
 
 
-def _zero(shapes: Params, objective: Objective) -> Accumulated:
+def _zero(shapes: Params, objective: Objective) -> GradientSum:
     def pair() -> tuple[jax.Array, jax.Array]:
         return jnp.float32(0), jnp.float32(0)
 
     gradient = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
     maxima = {name: jnp.float32(0) for name in MAXIMA}
-    return Accumulated(gradient, jnp.float32(0), {name: pair() for name in objective.sums}, maxima)
+    return GradientSum(gradient, jnp.float32(0), {name: pair() for name in objective.sums}, maxima)
 
 
-def _accumulate(model: Model, objective: Objective, total: Accumulated, trainable: Params,
-                batch: LearnerBatch) -> tuple[Accumulated, jax.Array]:
+def _accumulate(model: Model, objective: Objective, total: GradientSum, trainable: Params,
+                batch: LearnerBatch) -> tuple[GradientSum, jax.Array]:
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, trainable, batch)
 
     # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8 of the gradient.
     (value, (sums, maxima, lp)), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
-    new = Accumulated(gradient, value, sums, maxima)
+    new = GradientSum(gradient, value, sums, maxima)
     added = jax.tree.map(jnp.add, replace(total, maxima=None), replace(new, maxima=None))
     return replace(added, maxima=jax.tree.map(jnp.maximum, total.maxima, maxima)), lp
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.algorithm.advantage import ADVANTAGES, nonzero_std
+from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.filtering import has_variance
+from shoal.config.algorithm_parts import ADVANTAGES
 from shoal.config.schema import AlgorithmSection
 from shoal.rewards.scores import weighted_sum
 from shoal.types import Group, StopReason
@@ -50,16 +51,16 @@ def step_advantages(a: AlgorithmSection, rewards: np.ndarray, valid: np.ndarray,
     names = list(weights or {})
     stacked = np.array([[group[name] for group in components] for name in names]) if names and components else None
     scale = np.array([weights[name] for name in names]) if stacked is not None and weights else None
-    return ADVANTAGES[a.advantage](rewards, valid, std_ddof=a.std_ddof, std_eps=a.std_eps, std_eps_mode=a.std_eps_mode,
-                                   components=stacked, weights=scale,
-                                   lengths=lengths if a.whiten_over == "tokens" else None)
+    estimator = ADVANTAGES[a.advantage]
+    return estimator.load()(rewards, valid, components=stacked, weights=scale,
+                            lengths=lengths if a.whiten_over == "tokens" else None, **estimator.settings(a))
 
 
 def is_useful(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     """True if dynamic sampling keeps the group: its completions differ in what `dynamic_sampling_by` names.
 
     That is the task's verdict of right or wrong; without a verdict the reward less the function called `penalty`; or
-    the whole reward. With `gdpo` a single function that has a weight is enough, since each is normalised separately.
+    the whole reward. Where the advantage normalises each function separately, a single one that has a weight is enough.
     """
     if a.dynamic_sampling_by == "correct" and group.correct is not None:
         return has_variance(group.valid, group.correct[None].astype(float))
@@ -67,5 +68,5 @@ def is_useful(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
     values = np.array([group.reward_components[name] for name in weights]).reshape(len(weights), len(group.rewards))
     reward = weighted_sum(list(weights.values()), values) if left_out else group.rewards
-    counted = [values[n] for n, weight in enumerate(weights.values()) if weight] if a.advantage == "gdpo" else []
-    return has_variance(group.valid, np.stack([reward, *counted]))
+    counted = [values[n] for n, weight in enumerate(weights.values()) if weight]
+    return has_variance(group.valid, np.stack([reward, *(counted if ADVANTAGES[a.advantage].by_function else ())]))

@@ -16,11 +16,12 @@ import numpy as np
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.kl import token_kl
+from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, choose_shape, pack
 from shoal.trainer.loss import Objective
-from shoal.trainer.step import Applied, Learner, ParameterScorer, TrainState
+from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
 from shoal.types import Address, Group, Scorer, StopSignal
 
@@ -93,6 +94,7 @@ class Updater:
                              self.learner.model.role.row_shards)
         metrics, table = MetricSet(), StepTable.of(groups, self.algorithm)
         precomputed = self._precompute(state, groups, table, shape)
+        # A KL in the reward needs log-probs, which need packed groups: the table is made twice, without and with it.
         if (penalty := self._kl_penalty(groups, table, precomputed, shape, metrics)) is not None:
             table = StepTable.of(groups, self.algorithm, penalty)
         result = UpdateResult(table, metrics, dict(precomputed.old_logprobs or {}))
@@ -108,6 +110,7 @@ class Updater:
                 trained += sum(int((batch.arrays.segment > 0).sum() + batch.arrays.prefix_len.sum())
                                for batch in batches)
                 _record_prompt_sharing(metrics, batches)
+        # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of micro-batches' would differ.
         w, count, squares = result.correction
         if count:
             metrics.add("sampler_gap/ess", w**2 / (count * squares))
@@ -141,8 +144,8 @@ class Updater:
         lengths = np.where(table.truncated, 0, table.lengths) if a.mask_truncated else table.lengths
         weights = np.zeros(table.valid.shape)
         # The denominator is that of these members, the whole mini-batch, whatever micro-batches it is packed into.
-        weights[members] = token_weights(a.aggregation, lengths[members], table.valid[members], counts[members],
-                                         a.aggregation_tokens or self.max_tokens)
+        weights[members] = token_weights(AGGREGATIONS[a.aggregation].load(), lengths[members], table.valid[members],
+                                         counts[members], a.aggregation_tokens or self.max_tokens)
         return pack(groups, included, table.advantages, weights, shape, self.temperature, old_logprobs,
                     ref_logprobs, teacher_bonus, self.max_support)
 
@@ -182,7 +185,7 @@ class Updater:
             loss_mask[position] = groups[group].completions[index].loss_mask
         # One group at a time: one compiled shape whatever the number of groups, and little memory.
         kl = np.stack([
-            np.asarray(token_kl(a.kl, *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
+            np.asarray(token_kl(KL_ESTIMATORS[a.kl].load(), *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
                                 clamp_value=a.kl_clamp_value), np.float64)
             for arrays in zip(old_logprobs, ref_logprobs, loss_mask, strict=True)])
         trained = loss_mask & ~table.truncated[..., None] if a.mask_truncated else loss_mask
@@ -202,6 +205,7 @@ class Updater:
         return {key: np.float32(self.teacher_coef) * values for key, values in log_ratio.items()}
 
     def _scores(self, scorer: Scorer, batches: Sequence[MicroBatch]) -> TokenValues:
+        # All are dispatched before the first is read: reading each at once would leave the device idle in between.
         values = []
         for batch in batches:
             self.stop.check()
@@ -222,6 +226,7 @@ class Updater:
         assert total is not None
         sums, maxima = total.sums, total.maxima  # `apply` donates the rest
         state, applied = self.learner.apply(state, total)
+        # One transfer: each `float(x)` of its own waits for the device.
         sums, maxima, applied, values = jax.device_get((sums, maxima, applied, logprobs if keep else []))
         result.correction += [float(x) for x in (*sums.pop("sampler_gap/w"), sums.pop("sampler_gap/w2")[0])]
         _record_update(result.metrics, sums, maxima, applied)
@@ -240,7 +245,7 @@ def _record_prompt_sharing(metrics: MetricSet, batches: Sequence[MicroBatch]) ->
         metrics.add("tokens/prompt_saved", flattened - float(lengths.sum()), flattened)
 
 
-def _record_update(metrics: MetricSet, sums: dict, maxima: dict, applied: Applied) -> None:
+def _record_update(metrics: MetricSet, sums: dict, maxima: dict, applied: UpdateMetrics) -> None:
     for name, (value, number) in sums.items():
         if number:
             metrics.add(name, float(value), float(number))

@@ -43,7 +43,7 @@ def check_dry_run(config: Any) -> list[Finding]:
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
 
-            loaded = open_model(config.model, roles.trainer, None)
+            loaded = open_model(config.model, None)
             model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
             findings.extend([check_memory(config, model, roles, loaded.tokenizer)])
     return findings.at("wrong", "warning")
@@ -58,16 +58,14 @@ def _tokens(config: Config) -> int:
 
 def _check_inputs(config: Config, task: Task | None, own_model: bool, findings: Findings) -> None:
     """Checks tokenizer, template and data, as far as they are on this machine."""
-    from shoal.model.tokenizer import Tokenizer
-    from shoal.run.loading import resolve_model
+    from shoal.run.loading import open_model
     from shoal.run.parts import open_data
     from shoal.run.preflight.inputs import check_prompts, check_tokenizer
 
     if not own_model and config.model.path != "tiny":
         return
-    spec = resolve_model(config.model)
-    tokenizer = Tokenizer.load(spec.folder, config.model.template)
-    tokenizer.check_vocabulary(spec.architecture)
+    spec = open_model(config.model, None)
+    tokenizer = spec.tokenizer
     check_tokenizer(tokenizer, (*spec.notes, *tokenizer.notes), findings)
     if task is None and config.task.name in GENERATED and not config.task.path:
         task = load_by_name(config.task, config.reward)

@@ -12,7 +12,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Findings
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import step_text
-from shoal.run.loading import LoadedModel
+from shoal.run.loading import ModelSpec
 from shoal.run.parts import RunData
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, devices_text, set_sizes
 from shoal.run.preflight.memory import check_memory, parameter_count
@@ -25,7 +25,7 @@ FIRST_PROMPT = 240
 """Characters of the first prompt that are shown."""
 
 
-def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None, loaded: LoadedModel, model: Model,
+def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None, loaded: ModelSpec, model: Model,
                data: RunData, console: Console, findings: Findings) -> None:
     """Checks what can be checked before weights are read, prints the head, then the warnings.
 
@@ -35,7 +35,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     check_settings(config, findings)
     check_size(config, parameter_count(model.architecture), findings)
     check_devices(config, roles, findings)
-    check_tokenizer(tokenizer, loaded.notes, findings)
+    check_tokenizer(tokenizer, (*loaded.notes, *tokenizer.notes), findings)
     lengths = check_prompts(config, task, tokenizer, findings)
     rewards = check_first_prompt(config, tokenizer, data.first, pool) if pool else []
     memory = check_memory(config, model, roles, tokenizer)
@@ -58,7 +58,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     Findings(console).extend(findings.at("wrong", "warning"))
 
 
-def model_text(config: Config, loaded: LoadedModel, model: Model) -> str:
+def model_text(config: Config, loaded: ModelSpec, model: Model) -> str:
     """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
     place = "" if str(loaded.folder) == config.model.path else f", from {loaded.folder}"

@@ -154,7 +154,7 @@ def static_budget(config: Config, model: Model, roles: Roles, teacher: Architect
         budget.always["teacher"] = weight_bytes(teacher, roles.reference, model.dtype)
     if roles.sampler.mesh.size > 1 or model.dtype != jnp.float32:
         budget.always["the sampler's copy"] = weight_bytes(a, roles.sampler, model.dtype)
-    size, name = max((bytes_per_device(engine.slot_shapes()), name) for name, engine in engines.items())
+    size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in engines.items())
     budget.sampling[f"KV caches ({name})"] = size
     budget.update["gradient"] = masters
     return budget

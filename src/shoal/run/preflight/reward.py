@@ -247,7 +247,7 @@ def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, po
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or
     fails for all of them and `reward.on_error` is `error`. Nothing else may be under way in the pool."""
-    if config.algorithm.advantage == "none":  # rewards are ignored
+    if not config.algorithm.uses_rewards:
         return []
     tried = probe(pool, [first.example], tokenizer.encode_prompt, on_error="skip")
     if tried.useless and config.reward.on_error == "error":

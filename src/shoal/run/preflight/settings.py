@@ -5,9 +5,10 @@ They are shared by the run, `--dry-run` and `shoal doctor`, and neither import J
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSection
@@ -24,12 +25,6 @@ HIGHEST_USUAL_LR = 2e-5
 """Learning rate above which models of LARGE parameters or more seldom train well."""
 LARGE = 100_000_000
 
-BOUNDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("grpo", "gspo", "gspo-token"), ("clip_low", "clip_high", "clip_dual")),
-    "cispo": ("clip_low", "clip_high"), "gmpo": ("clip_low", "clip_high"), "sapo": ("sapo_positive", "sapo_negative"),
-}
-"""Policy loss -> the keys that bound its ratio."""
-
 CHECKED = tuple(name for name in TASKS if name != "custom")
 """Tasks with a check of answers of their own, whatever the reward functions are."""
 
@@ -37,25 +32,26 @@ CHECKED = tuple(name for name in TASKS if name != "custom")
 # ---- errors
 
 
-def check_before_weights(config: Any, functions_given: bool = False) -> None:
+def check_before_weights(config: Any, functions_given: bool = False, resumed: bool = False) -> None:
     """Raises ShoalError for the settings of any command that cannot work, before weights are read.
 
-    `functions_given`: reward functions come from Python. Models and data on the hub are not checked."""
+    `functions_given`: reward functions come from Python. `resumed`: the run has the model's files in its own folder.
+    Models and data on the hub are not checked."""
     known = keys_of(type(config))
     for key in ("base_output_directory", "output", "to"):
         if key in known:
             check_local(getattr(config, key), key)
     if isinstance(config, Config):
         check_trainable(config)
-        needs_reward = config.task.name == "custom" and config.algorithm.advantage != "none"
+        needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
             raise no_reward(config.task.name)
-        if config.run_name:
-            named_folder(config.base_output_directory, config.run_name)
+        named = config.run_name and named_folder(config.base_output_directory, config.run_name)
+        resumed = resumed or bool(config.resume or (named and is_run(named)))
     if "model.path" in known:
-        check_model(config.model)
+        check_model(config.model, exists=resumed)
     if "teacher.path" in known and config.teacher.path:
-        check_model(ModelSection(path=config.teacher.path), "teacher.path")
+        check_model(ModelSection(path=config.teacher.path), key="teacher.path")
     if "task.name" in known:
         check_task(config.task)
 
@@ -66,22 +62,28 @@ def check_trainable(config: Config) -> None:
     if config.sampling.temperature == 0:
         raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
                          "set it to 1.0")
-    if a.advantage == "none" and not config.teacher.path:
-        raise ShoalError("algorithm.advantage=none: nothing would be learned, as rewards are ignored and there is no "
-                         "teacher; set teacher.path, or another advantage")
-    if a.kl_placement == "reward" and a.kl_coef and a.advantage in ("none", "gdpo"):
-        reason = ("rewards, and the KL penalty in them, are ignored" if a.advantage == "none" else
+    if not a.uses_rewards and not config.teacher.path:
+        raise ShoalError(f"algorithm.advantage={a.advantage}: nothing would be learned, as rewards are ignored and "
+                         "there is no teacher; set teacher.path, or another advantage")
+    if a.kl_placement == "reward" and a.kl_coef and (ADVANTAGES[a.advantage].by_function or not a.uses_rewards):
+        reason = ("rewards, and the KL penalty in them, are ignored" if not a.uses_rewards else
                   "each reward function is divided by its own deviation, so algorithm.kl_coef would cancel")
         raise ShoalError(f"algorithm.kl_placement=reward with algorithm.advantage={a.advantage}: {reason}; set "
                          "algorithm.kl_placement=loss")
-    if a.dynamic_sampling and a.advantage == "none":
-        raise ShoalError("algorithm.dynamic_sampling=true with algorithm.advantage=none: groups are chosen by their "
-                         "rewards, which are ignored; change one of the two")
+    if a.dynamic_sampling and not a.uses_rewards:
+        raise ShoalError(f"algorithm.dynamic_sampling=true with algorithm.advantage={a.advantage}: groups are chosen "
+                         "by their rewards, which are ignored; change one of the two")
 
 
-def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model in cloud storage, of an unknown name, or in a local folder of an unknown family."""
+def check_model(section: ModelSection, exists: bool = False, key: str = "model.path") -> None:
+    """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing (unless it is
+    known that the model `exists`), or in a local folder of an unknown family."""
+    from shoal.model.hub import HUB_ID
+
     local = check_local(section.path, key)
+    if not (exists or section.path == ModelSection.path or local.exists() or HUB_ID.fullmatch(section.path)):
+        raise ShoalError(f"{key}={section.path}: there is no model folder {local}. Give a folder, a hub id (org/name), "
+                         "or `tiny`.")
     check_local(section.tokenizer, "model.tokenizer")
     if section.name and "/" not in section.name:
         from shoal.model.names import model_named
@@ -111,12 +113,13 @@ def check_task(section: TaskSection) -> None:
 def algorithm_warnings(config: Config) -> Iterator[str]:
     """A line for each combination of settings that is allowed but probably a mistake."""
     a, s, truncated = config.algorithm, config.sampling, is_truncated(config.sampling)
-    if a.loss.startswith("gspo") and max(a.clip_low, a.clip_high) > 0.01:
+    loss, kl = POLICY_LOSSES[a.loss], KL_ESTIMATORS[a.kl]
+    if loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01:
         yield (f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
                "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
-    if a.kl == "k1" and a.kl_placement == "loss" and a.kl_coef:
-        yield ("algorithm.kl=k1 in the loss regularises nothing: its on-policy gradient is zero in expectation; set "
-               "algorithm.kl_placement=reward, or kl=k2 or k3")
+    if not kl.in_loss and a.kl_placement == "loss" and a.kl_coef:
+        yield (f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero in expectation; "
+               "set algorithm.kl_placement=reward, or kl=k2 or k3")
     if truncated and not a.match_sampling_support:
         yield ("algorithm.match_sampling_support=false: log-probs are over all tokens, samples over those that top_k, "
                "top_p and min_p keep; the ratio is biased by the mass that is kept")
@@ -131,7 +134,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         yield (f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
                "train.weight_sync_interval), and algorithm.correction=none treats them as on-policy: set "
                "algorithm.correction=tis")
-    if config.teacher.path and a.loss in ("gspo", "gmpo"):
+    if config.teacher.path and loss.one_gradient:
         yield (f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of "
                "whose tokens have one gradient; set algorithm.loss=gspo-token, or grpo")
     if a.dynamic_sampling and a.dynamic_sampling_by == "correct" and config.reward.functions \
@@ -145,14 +148,15 @@ def unread_settings(config: Config) -> Iterator[str]:
     """A line for each key that has no effect, or an unexpected one, with the rest of the configuration."""
     a = config.algorithm
     yield from unread_bounds(config)
-    if a.aggregation_tokens and a.aggregation != "seq-mean-token-sum-norm":
+    if a.aggregation_tokens and "aggregation_tokens" not in AGGREGATIONS[a.aggregation].reads:
+        users = ", ".join(name for name, part in AGGREGATIONS.items() if "aggregation_tokens" in part.reads)
         yield (f"algorithm.aggregation_tokens={a.aggregation_tokens} has no effect on "
-               f"algorithm.aggregation={a.aggregation}: it is for seq-mean-token-sum-norm")
-    if a.loss == "cispo" and a.cispo_bound == "absolute" and a.clip_high <= 1:
+               f"algorithm.aggregation={a.aggregation}: it is for {users}")
+    if "cispo_bound" in POLICY_LOSSES[a.loss].reads and a.cispo_bound == "absolute" and a.clip_high <= 1:
         yield (f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
                "1 that it starts from; 5 is usual")
     kl_in_reward = a.kl_coef and a.kl_placement == "reward"
-    if kl_in_reward and a.kl != "k1":
+    if kl_in_reward and not KL_ESTIMATORS[a.kl].in_reward:
         yield f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there"
     if kl_in_reward and a.kl_weighted:
         yield "algorithm.kl_weighted=true has no effect on a KL penalty in the reward"
@@ -160,19 +164,20 @@ def unread_settings(config: Config) -> Iterator[str]:
         yield ("algorithm.zero_std_groups=exclude has no effect where a KL penalty, an entropy bonus or a teacher acts "
                "on every group")
     shifted = config.reward.overlong_buffer_tokens or kl_in_reward
-    if a.advantage == "maxrl" and (shifted or any(weight < 0 for weight in config.reward.weights)):
-        yield ("algorithm.advantage=maxrl divides by the group's mean reward, for rewards of 0 or more: a group with "
-               "one below 0 (a penalty, a KL term, a weight below 0) has no effect")
+    if ADVANTAGES[a.advantage].of_positive and (shifted or any(weight < 0 for weight in config.reward.weights)):
+        yield (f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a "
+               "KL term, a weight below 0) has no effect")
 
 
 def unread_bounds(config: Config) -> Iterator[str]:
     """Lines for bounds that the loss does not read, or that have no effect because every ratio is 1, except those set
     by a recipe or an algorithm's preset."""
     a, defaults = config.algorithm, AlgorithmSection()
-    if a.clip_dual and "clip_dual" not in BOUNDS[a.loss]:
-        users = ", ".join(loss for loss, bounds in BOUNDS.items() if "clip_dual" in bounds)
+    bounds = [name for name in POLICY_LOSSES[a.loss].reads if name != "cispo_bound"]
+    if a.clip_dual and "clip_dual" not in bounds:
+        users = ", ".join(name for name, loss in POLICY_LOSSES.items() if "clip_dual" in loss.reads)
         yield f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for {users}"
-    changed = [name for name in BOUNDS[a.loss] if getattr(a, name) != getattr(defaults, name)]
+    changed = [name for name in bounds if getattr(a, name) != getattr(defaults, name)]
     if not changed or a.num_epochs * a.num_minibatches > 1:
         return
     preset = packaged_values(config)

@@ -15,6 +15,7 @@ import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
+from shoal.config.algorithm_parts import AGGREGATIONS
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.rewards.pool import RewardPool
@@ -22,7 +23,7 @@ from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.source import publish_to
 from shoal.run.derived import max_support
 from shoal.run.preflight.reward import score
-from shoal.sampler.engine import Engine
+from shoal.sampler.engine import Engine, run_until_idle
 from shoal.tasks.task import Task
 from shoal.trainer.batch import Shape, choose_shape, pack
 from shoal.trainer.curriculum import Prepared
@@ -123,7 +124,7 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     engine.submit([sample_request(request, id, config.seed) for id, request in enumerate(requests)])
     sampled, sample_seconds = _sample(engine, programs)
     engine.release_memory()
-    siblings = [[sampled[id, index] for index in range(size)] for id in range(len(requests))]
+    siblings = [sampled[id] for id in range(len(requests))]
     texts = [[tokenizer.decode(completion.token_ids.tolist()) for completion in group] for group in siblings]
     ids = [[completion.token_ids.tolist() for completion in group] for group in siblings]
     started = time.perf_counter()
@@ -131,7 +132,7 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     reward_seconds = time.perf_counter() - started
     groups = [make_group(task, request, siblings[number], texts[number], scores, number)
               for number, request in enumerate(requests)]
-    cancelled = sum(completion.stop_reason == StopReason.CANCELLED for completion in sampled.values())
+    cancelled = sum(completion.stop_reason == StopReason.CANCELLED for group in siblings for completion in group)
     per_update = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
     shape = choose_shape(_all_valid(groups), per_update, size, config.batch.micro_tokens,
                          learner.model.role.row_shards)
@@ -140,29 +141,27 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     return trial
 
 
-def _sample(engine: Engine, programs: dict[str, Program]) -> tuple[dict[tuple[int, int], Completion], float]:
-    """Completions by (request, index), and the seconds without compilation."""
+def _sample(engine: Engine, programs: dict[str, Program]) -> tuple[dict[int, list[Completion]], float]:
+    """Completions by request, and the seconds without compilation."""
 
     def clock() -> float:
         return time.perf_counter() - sum(program.seconds for program in programs.values())
 
-    found: dict[tuple[int, int], Completion] = {}
-    started = clock()
-    while not engine.idle:
-        while engine.step():
-            pass
-        found |= {(completion.request_id, completion.index): completion for completion in engine.collect()}
-        if clock() - started > SAMPLING_SECONDS and engine.progress:
-            for id in list(engine.progress):
-                engine.cancel(id)
-    return found, clock() - started
+    found: dict[int, list[Completion]] = {}
+    started, seconds = clock(), 0.0
+    while engine.progress and seconds <= SAMPLING_SECONDS:
+        found |= engine.collect()
+        seconds = clock() - started
+    for id in list(engine.progress):
+        engine.cancel(id)
+    return found | dict(run_until_idle(engine)), seconds
 
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
     """Part of an update on the trial's groups, those without variance included: times, and the trainer's log-probs."""
     table, groups = StepTable.of(trial.groups, config.algorithm), _all_valid(trial.groups)
     valid = np.ones_like(table.valid)
-    weights = token_weights(config.algorithm.aggregation, table.lengths, valid, valid,
+    weights = token_weights(AGGREGATIONS[config.algorithm.aggregation].load(), table.lengths, valid, valid,
                             config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens)
     sampled = {(p, g): c.logprobs for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
     batches = pack(groups, range(len(groups)), np.nan_to_num(table.advantages), weights, trial.shape,

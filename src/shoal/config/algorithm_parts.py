@@ -1,0 +1,125 @@
+"""The registry of an algorithm's parts: by the name that a user sets, a function and what else must be known of it.
+
+    AlgorithmSection   the names that each key accepts, and the range of its bounds
+    help, completion, preflight   names, and which keys act on which part
+    trainer            `load`, and the settings that the function takes
+
+Rows name functions as text, so nothing here imports JAX: `--help` and `--dry-run` stay quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function in `shoal.algorithm`, and the keys of `algorithm` that act on it.
+
+    >>> AGGREGATIONS["token-mean"].load()
+    <function token_mean at ...>
+    """
+
+    function: str  # `module:function`
+    reads: tuple[str, ...] = ()
+
+    def load(self) -> Callable[..., Any]:
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    def settings(self, section: Any) -> dict[str, Any]:
+        """The values of the keys that it reads, by name: policy losses and advantages take them as keywords."""
+        return {key: getattr(section, key) for key in self.reads}
+
+
+@dataclass(frozen=True)
+class Advantage(Part):
+    """An advantage estimator."""
+
+    uses_rewards: bool = True  # else the teacher is the only signal
+    by_function: bool = False  # normalises each reward function by itself, so a KL in the reward would cancel
+    of_positive: bool = False  # defined for rewards of 0 or more only
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Part):
+    """A policy loss; `ratio` is a level of `policy_log_ratio`."""
+
+    ratio: str = "token"
+    in_logarithms: bool = False  # clip_low bounds the log-ratio, so it may exceed 1
+    one_gradient: bool = False  # all tokens of a completion have one gradient: a bonus by token is averaged
+
+
+@dataclass(frozen=True)
+class KL(Part):
+    """A KL estimator, and where it may stand."""
+
+    in_loss: bool = True  # as a term of the loss its gradient regularises
+    in_reward: bool = False  # subtracted from the reward it is unbiased
+
+
+@dataclass(frozen=True)
+class Correction(Part):
+    """An importance weight."""
+
+    floor: float = 0.0  # its own lower bound
+
+    def lower_bound(self, correction_floor: float) -> float:
+        """The lower bound of the weight: `correction_floor`, or with -1 its own."""
+        return self.floor if correction_floor == -1 else correction_floor
+
+
+_DEVIATION = ("std_ddof", "std_eps", "std_eps_mode")
+_CLIP = ("clip_low", "clip_high", "clip_dual")
+_ADVANTAGE, _LOSS = "shoal.algorithm.advantage", "shoal.algorithm.policy_loss"
+_AGGREGATION, _CORRECTION = "shoal.algorithm.aggregation", "shoal.algorithm.correction"
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": Advantage(f"{_ADVANTAGE}:grpo", _DEVIATION),
+    "dr_grpo": Advantage(f"{_ADVANTAGE}:dr_grpo"),
+    "rloo": Advantage(f"{_ADVANTAGE}:rloo"),
+    "batch_std": Advantage(f"{_ADVANTAGE}:batch_std", _DEVIATION),
+    "reinforce++": Advantage(f"{_ADVANTAGE}:reinforce_pp", _DEVIATION),
+    "reinforce++-baseline": Advantage(f"{_ADVANTAGE}:reinforce_pp_baseline", _DEVIATION),
+    "maxrl": Advantage(f"{_ADVANTAGE}:maxrl", of_positive=True),
+    "gdpo": Advantage(f"{_ADVANTAGE}:gdpo", _DEVIATION, by_function=True),
+    "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False),
+}
+"""By the names of `algorithm.advantage`."""
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "grpo": PolicyLoss(f"{_LOSS}:clipped", _CLIP),
+    "gspo": PolicyLoss(f"{_LOSS}:clipped", _CLIP, ratio="sequence", one_gradient=True),
+    "gspo-token": PolicyLoss(f"{_LOSS}:clipped", _CLIP, ratio="sequence-token"),
+    "cispo": PolicyLoss(f"{_LOSS}:cispo", ("clip_low", "clip_high", "cispo_bound")),
+    "gmpo": PolicyLoss(f"{_LOSS}:gmpo", ("clip_low", "clip_high"), in_logarithms=True, one_gradient=True),
+    "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative")),
+}
+"""By the names of `algorithm.loss`."""
+
+KL_ESTIMATORS: dict[str, KL] = {
+    "k1": KL("shoal.algorithm.kl:k1", in_loss=False, in_reward=True),
+    "k2": KL("shoal.algorithm.kl:k2"),
+    "k3": KL("shoal.algorithm.kl:k3"),
+}
+"""By the names of `algorithm.kl`."""
+
+AGGREGATIONS: dict[str, Part] = {
+    "token-mean": Part(f"{_AGGREGATION}:token_mean"),
+    "seq-mean-token-mean": Part(f"{_AGGREGATION}:seq_mean_token_mean"),
+    "seq-mean-token-sum": Part(f"{_AGGREGATION}:seq_mean_token_sum"),
+    "seq-mean-token-sum-norm": Part(f"{_AGGREGATION}:seq_mean_token_sum_norm", ("aggregation_tokens",)),
+    "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean"),
+}
+"""By the names of `algorithm.aggregation`."""
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(""),  # nothing is computed
+    "tis": Correction(f"{_CORRECTION}:tis"),
+    "mis": Correction(f"{_CORRECTION}:mis"),
+    "icepop": Correction(f"{_CORRECTION}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
+}
+"""By the names of `algorithm.correction`."""

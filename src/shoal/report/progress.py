@@ -1,0 +1,173 @@
+"""Progress of a run's steps and of an evaluation's questions: the kept lines, the live line, the time that is left."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.report.figures import duration, step_figures, trend
+from shoal.report.notebook import NotebookProgress
+
+LINES_A_RUN = 40
+FIRST_STEPS = 3
+QUIET_SECONDS = 60.0
+"""A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a minute."""
+
+TREND_LINES = 8
+"""Lines whose mean rewards the trend shows."""
+
+
+class Pace:
+    """The time that is left, by the mean duration of the last steps. The first step, and steps that compile a program,
+    are left out, since they would make it jump."""
+
+    def __init__(self, start: float, window: int = 20) -> None:
+        self.start = self._last = start
+        self._done = 0
+        self._steps: deque[tuple[float, int, bool]] = deque(maxlen=window)  # seconds, number of steps, compiled
+
+    def mark(self, now: float, done: int, compiled: bool = False) -> None:
+        """`done` steps have been made; `compiled`: the last of them compiled a program."""
+        if self._done:
+            self._steps.append((now - self._last, done - self._done, compiled))
+        self._last, self._done = now, done
+
+    def left(self, number: int) -> float | None:
+        """Seconds for so many steps more; None until a step after the first has compiled nothing."""
+        usual = [step for step in self._steps if not step[2]]
+        if not usual and len(self._steps) > 5:  # every step compiles: that is this run's pace
+            usual = list(self._steps)
+        done = sum(step[1] for step in usual)
+        return sum(step[0] for step in usual) / done * number if done else None
+
+
+class StepLines:
+    """Prints steps: lines that stay, at equal distances and with the reward's trend, and on a terminal (`live`) one
+    that is updated in place; a notebook has only such a one.
+
+    `started`: the clock at the run's start; `every`: steps between two lines that stay, 0 for about LINES_A_RUN lines;
+    `write` prints one; `show_trend`: the stream can print the trend's bars."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float], started: float, every: int = 0,
+                 live: LiveLine | None = None, notebook: NotebookProgress | None = None,
+                 show_trend: bool = True) -> None:
+        self._write, self._clock, self._every = write, clock, every
+        self._live, self._notebook, self._show_trend = live, notebook, show_trend
+        self._pace = Pace(started)
+        self._printed_at = -math.inf
+        self._programs = 0.0
+        self._rewards: list[float] = []  # since the last kept line
+        self._means: deque[float] = deque(maxlen=TREND_LINES)
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+        """Step `step` (from 1) of `steps` has been made."""
+        now, programs = self._clock(), metrics.get("compilations", 0)
+        self._pace.mark(now, step, compiled=programs > self._programs)
+        self._programs = programs
+        if (reward := metrics.get("reward/mean")) is not None:
+            self._rewards.append(reward)
+        times, left = f"{duration(now - self._pace.start)} elapsed", self._pace.left(steps - step)
+        if left is not None:
+            times += f", {duration(left)} left"
+        figures = step_figures(metrics)
+        if self._notebook:
+            self._notebook.update(step, steps, times, figures)
+        elif self._is_kept(step, steps, now):
+            self._printed_at = now
+            self._write("  ".join([f"step {step}/{steps}", times, *self._with_trend(figures)]))
+        if self._live:
+            self._live.update(step, steps, [f"{step}/{steps}", times, *figures])
+
+    def stop(self) -> None:
+        """Takes the live line away until the next step; a notebook shows its newest figures."""
+        for display in (self._live, self._notebook):
+            if display:
+                display.stop()
+
+    def _is_kept(self, step: int, steps: int, now: float) -> bool:
+        every = self._every or max(1, math.ceil(steps / LINES_A_RUN))
+        return step <= FIRST_STEPS or step >= steps or step % every == 0 or now - self._printed_at >= QUIET_SECONDS
+
+    def _with_trend(self, figures: Sequence[str]) -> list[str]:
+        """The figures, and behind the reward the trend of its means between the last kept lines."""
+        if self._rewards:
+            self._means.append(sum(self._rewards) / len(self._rewards))
+            self._rewards = []
+        bars = trend(self._means) if self._show_trend else ""
+        return [f"{figure} {bars}" if bars and figure.startswith("reward ") else figure for figure in figures]
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """As many of the parts, from the first, as fit a width in characters; the first is cut where it does not.
+
+    >>> fitting(["3/80", "0:05 elapsed", "reward 0.41"], 20)
+    '3/80  0:05 elapsed'
+    """
+    line = parts[0][:max(width, 1)]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) > width:
+            break
+        line += f"  {part}"
+    return line
+
+
+FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
+"""When an evaluation first prints how long it will take, and how often it does from then on."""
+
+
+class AnswerLines:
+    """Prints how many questions of an evaluation's part have been answered, and the time that is left."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._pace, self._due = Pace(clock()), 0.0
+
+    def answered(self, part: str, done: int, total: int) -> None:
+        """`done` (one more at each call) of the part's `total` questions: a line after 2 s where 10 s or more are left,
+        then every 10 s."""
+        now = self._clock()
+        if done == 1:
+            self._pace, self._due = Pace(now, window=total), now + FIRST_ANSWERS_SECONDS
+        self._pace.mark(now, done)
+        left = self._pace.left(total - done)
+        if now >= self._due and left:
+            self._due = now + ANSWERS_SECONDS
+            if left >= ANSWERS_SECONDS or now - self._pace.start >= ANSWERS_SECONDS:
+                self._write(f"{part}: {done} of {total}, {duration(left)} left")
+
+
+class LiveLine:
+    """A progress bar of rich with a text that fits the terminal, updated in place; `stop` takes it away."""
+
+    def __init__(self, console: Any, printable: Callable[[str], str]) -> None:
+        from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
+        from rich.table import Column
+        from rich.text import Text
+
+        bar_width = 20 if console.width >= 100 else 8
+
+        class Figures(RenderableColumn):
+            def render(self, task: Any) -> Any:
+                text = fitting(task.fields["parts"], max(console.width - bar_width - 9, 10))
+                return Text(printable(text), no_wrap=True, overflow="crop")
+
+        self._progress = Progress(TextColumn("step"), BarColumn(bar_width=bar_width),
+                                  Figures("", table_column=Column(ratio=1)), console=console, auto_refresh=False,
+                                  expand=True, transient=True)
+        self._bar = self._progress.add_task("", total=1, parts=[""])
+        self._runs = False
+
+    def update(self, step: int, steps: int, parts: Sequence[str]) -> None:
+        self._progress.update(self._bar, completed=step, total=max(steps, 1), parts=parts)
+        if not self._runs:
+            self._progress.start()
+        self._runs = True
+        self._progress.refresh()
+
+    def stop(self) -> None:
+        if self._runs:
+            self._progress.stop()
+        self._runs = False

@@ -1,0 +1,101 @@
+"""Warnings while a run goes on: each is given once, with the key that helps; some say that the run is hopeless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal.report.findings import Finding
+from shoal.types import Group
+
+STEPS_OF_CONSTANT_REWARD, COMPLETIONS_OF_CONSTANT_REWARD = 10, 64
+"""After so many steps and completions with one and the same value a reward function is taken to be constant."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign that something is wrong, once it has been seen `limit` times in a row."""
+
+    name: str
+    limit: int
+    seen: Callable[[Mapping[str, float]], float]  # a step's metrics -> how often; 0 starts the count again
+    text: str  # what is wrong, what helps
+    key: str
+    hopeless: bool = False
+
+
+SIGNS = (
+    Sign("no variance", 5, lambda m: m["groups/nonzero_std"] == 0,
+         "for 5 steps no group has had completions of different reward, so nothing has been learned: take easier or "
+         "harder questions, a larger batch.group_size, a higher sampling.temperature, or a reward with more levels",
+         "batch.group_size"),
+    Sign("truncated", 3, lambda m: m["completions/truncated"] > 0.5,
+         "for 3 steps more than half of the completions have been cut off at sampling.max_completion_tokens: raise it, "
+         "or ask for shorter answers", "sampling.max_completion_tokens"),
+    Sign("skipped", 3, lambda m: m["update/skipped"] if m["update/count"] == 0 else 0,
+         "3 updates in a row have been skipped, since their gradients were not finite: lower optimizer.lr",
+         "optimizer.lr", hopeless=True),
+)
+
+
+@dataclass
+class Watch:
+    """Reads each step's metrics and groups, and each evaluation; returns what is to be warned of, each once."""
+
+    in_a_row: dict[str, list[float]] = field(default_factory=dict)  # sign -> how often, and since which step
+    given: set[str] = field(default_factory=set)  # warnings that were given already
+    rewards: dict[str, list[float]] = field(default_factory=dict)  # function -> min, max, steps, completions
+
+    def step(self, number: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> list[Finding]:
+        """The warnings that step `number` (from 1) brings; `wrong` where training cannot recover."""
+        found = []
+        for sign in SIGNS:
+            if not (seen := sign.seen(metrics)):
+                self.in_a_row.pop(sign.name, None)
+                continue
+            count, first = self.in_a_row.get(sign.name, [0, number])
+            self.in_a_row[sign.name] = [count + seen, first]
+            if count + seen >= sign.limit:
+                found += self._once(sign.name, sign.text, sign.key, sign.hopeless)
+        for function in sorted({name for group in groups for name in group.reward_components}):
+            found += self._reward(function, np.concatenate([g.reward_components[function] for g in groups]))
+        return found
+
+    def _reward(self, function: str, values: np.ndarray) -> list[Finding]:
+        known = values[~np.isnan(values)]
+        low, high, steps, count = self.rewards.get(function, [np.inf, -np.inf, 0, 0])
+        if known.size:
+            low, high = min(low, float(known.min())), max(high, float(known.max()))
+            steps, count = steps + 1, count + known.size
+        self.rewards[function] = [low, high, steps, count]
+        if low == high and steps >= STEPS_OF_CONSTANT_REWARD and count >= COMPLETIONS_OF_CONSTANT_REWARD:
+            return self._once(f"constant {function}", f"reward function {function} has given {low:g} to each of "
+                              f"{count:,.0f} completions, so nothing is learned from it: check it (shoal rescore), or "
+                              "leave it out of reward.functions", "reward.functions")
+        return []
+
+    def evaluation(self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
+        """Warns where accuracy on a set has fallen below the 95% interval that it had before training."""
+        low = (first.get("accuracy_interval") or [None])[0]
+        accuracy = now.get("accuracy")
+        if low is None or accuracy is None or accuracy >= low:
+            return []
+        return self._once("worse", f"after step {version} accuracy is {accuracy:.1%}, below the interval of before "
+                          f"training ({low:.1%} or more): lower optimizer.lr, or set algorithm.kl_coef", "optimizer.lr")
+
+    def _once(self, name: str, text: str, key: str, hopeless: bool = False) -> list[Finding]:
+        if name in self.given:
+            return []
+        self.given.add(name)
+        return [Finding("training", "wrong" if hopeless else "warning", text, key)]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON."""
+        return {"in_a_row": dict(self.in_a_row), "given": sorted(self.given), "rewards": dict(self.rewards)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.in_a_row, self.given = dict(state["in_a_row"]), set(state["given"])
+        self.rewards = {name: list(values) for name, values in state["rewards"].items()}

@@ -1,0 +1,161 @@
+"""Mistakes on the command line: each is one line on stderr that has the words that matter, within a second."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal import cli
+from shoal.config.keys import COMMANDS, RENAMED, keys_of
+from shoal.config.loading import compose, from_overrides
+from shoal.config.schema import Config
+from shoal.config.text import difference_from_defaults
+from shoal.types import ShoalError
+
+FILES = {
+    "tab.yml": "optimizer:\n\tlr: 1\n", "dup.yml": "steps: 1\nsteps: 2\n", "open.yml": "steps: [1\n",
+    "colon.yml": "steps:3\n", "typo.yml": "optimizer:\n  lrr: 1\n", "unit.yml": "steps: 1k\n",
+    "list.yml": "steps: [1, 2]\n", "old.yml": "train: {publish_every: 2}\n", "indent.yml": "model:\n  path: a\n b: 0\n",
+    "python.yml": "steps: !!python/object:os.system x\n", "data.jsonl": '{"prompt": "a"}\n', "mine.yml": "steps: 3\n",
+}
+
+MISTAKES = """
+train steps=1k                        | steps='1k' | whole number
+train steps=1.5                       | steps='1.5' | whole number
+train steps=-1                        | steps=-1 | 0 or more
+train steps==5                        | steps='=5'
+train steps= 5                        | 5: expected key=value | no space
+train steps 5                         | write steps=VALUE
+train steps=[1,2]                     | whole number
+train steps:5                         | did you mean steps?
+train --steps=                        | steps=''
+train --steps 5x                      | steps='5x'
+train -- steps=5                      | '--': expected key=value
+train STEPS=5                         | did you mean steps?
+train seed=0x10                       | seed='0x10'
+train optimizer.lr=3e-6x              | optimizer.lr='3e-6x' | finite number
+train optimizer.lr=nan                | optimizer.lr='nan'
+train optimizer.lr=-1                 | optimizer.lr=-1.0 | 0 or more
+train learning_rate=3e-6x             | optimizer.lr='3e-6x' | --learning_rate
+train lr=1                            | did you mean optimizer.lr?
+train foo=1                           | foo: there is no such key; | --help
+train report.groups=maybe             | true or false
+train model.dtype=BF16                | one of auto, float32
+train 'sampling.stop=["a","b]'        | cannot be read after | quotes
+train reward.weights=[1,x]            | reward.weights='x'
+train sampling.top_p=0                | (0, 1]
+train optimizer=adamw                 | section | optimizer.lr
+train algorithm=grpoo                 | did you mean grpo?
+train recipe=hf                       | no such recipe; | trl
+train use_peft=true                   | use_peft=true: LoRA is not supported yet
+train lora_r=8                        | lora_r: LoRA is not supported yet
+train load_in_4bit=true               | quantised weights are not supported yet
+train num_gpus=2                      | JAX_PLATFORMS | mesh.trainer
+train algorithm.kl_in=loss            | algorithm.kl_in: this key is called algorithm.kl_placement now
+train old.yml                         | old.yml:1: train.publish_every | train.weight_sync_interval now
+train task=data.jsonl                 | write task=custom task.path=data.jsonl
+train data.jsonl                      | did you mean task=custom task.path=data.jsonl?
+train gsm8k                           | did you mean task=gsm8k?
+train steps=3 mine.yml                | a file comes first: `shoal train mine.yml
+train train                           | one command
+train tab.yml                         | line 2 | no tabs
+train dup.yml                         | lines 1 and 2 both set steps
+train open.yml                        | cannot be read | line 2
+train colon.yml                       | expected keys with values
+train indent.yml                      | cannot be read | line 3
+train python.yml                      | cannot be read | python/object
+train typo.yml                        | typo.yml:2: optimizer.lrr | did you mean optimizer.lr?
+train unit.yml                        | steps='1k' | unit.yml:1
+train list.yml                        | whole number | list.yml:1
+train missing.yml                     | no preset or YAML file
+train --config_name gsm8k --config-name math | two presets were named
+train model=./nope                    | model.path=./nope: there is no model folder
+train model=~/nope task.path=missing  | model.path=~/nope: there is no model folder /
+train model=nope                      | hub id
+eval model=./nope                     | model.path=./nope: there is no model folder
+task=gsm8k train                      | the command comes first: `shoal train task=gsm8k`
+gsm8k                                 | the command comes first: `shoal train task=gsm8k`
+./data.jsonl                          | `shoal train task=custom task.path=./data.jsonl`
+mine.yml                              | `shoal train mine.yml`
+Train                                 | did you mean train?
+eval steps=5                          | shoal train does
+diff a b c                            | one word too many
+train generation_batch_size=30        | expected a multiple of 8
+train generation_batch_size=64 steps_per_generation=4 | say the same
+train generation_batch_size=64 mesh.fsdp=-1 | set mesh.fsdp
+train reward_funcs=no_such.module.f   | there is no module no_such.module
+""".strip().splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.partition("|")[0].strip())
+def test_a_mistake_is_one_clear_line(row, folder, capsys):
+    line, *parts = (part.strip() for part in row.split(" | "))
+    words = shlex.split(line)
+    started = time.process_time()
+    assert cli.main([*words, "--dry-run"] if words[0] in COMMANDS else words) == 2
+    assert time.process_time() - started < 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_renamed_key_names_its_new_name(old):
+    command = next(name for name, kind in COMMANDS.items() if RENAMED[old] in keys_of(kind))
+    with pytest.raises(ShoalError, match=f"^{old}: this key is called {RENAMED[old]} now$"):
+        compose(command, [f"{old}=1"])
+
+
+@pytest.mark.parametrize("words", [["--dryrun"], ["--dry_run"], ["--dry-run=true"], ["--multi-run", "--dry-run"]])
+def test_switches_in_any_spelling_are_the_same(words, capsys):
+    assert cli.main(["train", *words]) == 0
+
+
+@pytest.mark.parametrize("words", [["config_name=gsm8k"], ["--config_name", "gsm8k"], ["--config-file=gsm8k"]])
+def test_presets_are_named_with_either_dash(words):
+    assert compose("train", words)[0].task.name == "gsm8k"
+
+
+def test_max_staleness_is_a_short_form_everywhere(folder):
+    (folder / "own.yml").write_text("max_staleness: 2\n")
+    for config in (compose("train", ["max_staleness=2"])[0], compose("doctor", ["--max_staleness", "2"])[0],
+                   compose("train", ["own.yml"])[0], from_overrides(Config, max_staleness=2)[0]):
+        assert config.train.max_staleness == 2
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["generation_batch_size=64"], {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 8}),
+    (["generation_batch_size=64", "per_device_train_batch_size=16", "gradient_accumulation_steps=2"],
+     {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 2}),
+    (["per_device_train_batch_size=16", "mesh.fsdp=2", "generation_batch_size=64"],
+     {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 2}),
+    (["recipe=trl", "generation_batch_size=32"], {"batch.prompts_per_step": 4, "algorithm.num_minibatches": 4}),
+])
+def test_generation_batch_size_counts_all_devices(words, expected):
+    found = difference_from_defaults(compose("train", words)[0])
+    assert {key: found.get(key) for key in expected} == expected and "batch.prompts_per_device" not in found
+
+
+def test_a_reward_by_its_modules_path_is_its_file(folder):
+    (folder / "my_lib").mkdir()
+    (folder / "my_lib" / "rewards.py").write_text("def f(completions, **_): return [1.0] * len(completions)\n")
+    config, _ = compose("train", ["--reward_funcs", "my_lib.rewards.f", "accuracy_reward"])
+    assert config.reward.functions == ("my_lib/rewards.py:f", "accuracy_reward")
+
+
+def test_a_stored_name_of_the_hub_is_read_again(folder):
+    config, resolved = compose("train", ["model_name=org/model"])
+    (folder / "config.yaml").write_text(resolved.text)
+    assert config.model.name == "org/model" and compose("train", ["config_file=config.yaml"])[0] == config
+    assert compose("train", ["model.name=org/model"])[0].model.path == "org/model"

@@ -1,0 +1,78 @@
+"""Warnings while a run goes on: when each is given, that it is given once, and that a resumed run remembers."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from shoal.report.watch import Watch
+
+FINE = {"groups/nonzero_std": 0.5, "completions/truncated": 0.1, "update/skipped": 0, "update/count": 1}
+
+
+def group(**rewards):
+    return SimpleNamespace(reward_components={name: np.array(values, float) for name, values in rewards.items()})
+
+
+VARYING = [group(correct=[0, 1] * 8)]
+
+
+def steps(watch: Watch, number: int, groups=VARYING, first: int = 1, **metrics) -> list[list]:
+    """The findings of each of so many equal steps."""
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return [watch.step(first + n, FINE | named, groups) for n in range(number)]
+
+
+@pytest.mark.parametrize(("metrics", "limit", "words", "level"), [
+    ({"groups__nonzero_std": 0}, 5, "batch.group_size", "warning"),
+    ({"completions__truncated": 0.51}, 3, "sampling.max_completion_tokens", "warning"),
+    ({"update__skipped": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
+    ({"update__skipped": 3, "update__count": 0}, 1, "optimizer.lr", "wrong"),
+])
+def test_a_sign_is_warned_of_once_after_so_many_steps_in_a_row(metrics, limit, words, level):
+    watch = Watch()
+    assert not any(steps(watch, limit - 1, **metrics))
+    assert not any(steps(watch, 1))  # one good step between: the count starts again
+    found = steps(watch, limit + 4, **metrics)
+    assert [len(step) for step in found] == [0] * (limit - 1) + [1] + [0] * 4
+    assert words in found[limit - 1][0].text and found[limit - 1][0].level == level
+
+
+def test_a_good_run_is_not_warned_of():
+    watch = Watch()
+    assert not any(steps(watch, 30))
+    assert not any(steps(watch, 9, update__skipped=1, update__count=1))  # skipped now and then
+    assert not watch.evaluation(5, {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}, {"accuracy": 0.41})
+
+
+def test_a_reward_function_that_never_varies_is_named():
+    watch = Watch()
+    found = steps(watch, 12, [group(correct=[0, 1] * 8, length=[0.25] * 16)])
+    [finding] = found[9]
+    assert "length" in finding.text and "0.25" in finding.text and "correct" not in finding.text
+    assert sum(map(len, found)) == 1
+    assert not any(steps(Watch(), 12, [group(rare=[1] * 15 + [0])]))
+    assert not any(steps(Watch(), 12, [group(rare=[np.nan] * 16)]))  # nothing scored is another fault
+    assert not any(steps(Watch(), 12, [group(few=[1, 1])]))  # too few completions to judge by
+
+
+def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():
+    watch = Watch()
+    before = {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}
+    [finding] = watch.evaluation(20, before, {"accuracy": 0.39})
+    assert "39.0%" in finding.text and "40.0%" in finding.text and "step 20" in finding.text
+    assert not watch.evaluation(40, before, {"accuracy": 0.1})
+    assert not Watch().evaluation(20, {"mean_reward": 0.5}, {"mean_reward": 0.1})
+
+
+def test_a_resumed_watch_goes_on_where_the_stored_one_was():
+    watch, sign = Watch(), {"groups__nonzero_std": 0}
+    steps(watch, 3, **sign)
+    steps(watch, 1, completions__truncated=1, **sign)
+    resumed = Watch()
+    resumed.restore(json.loads(json.dumps(watch.state())))
+    assert [len(step) for step in steps(resumed, 3, first=5, **sign)] == [1, 0, 0]
+    assert resumed.rewards["correct"] == [0, 1, 7, 112]

@@ -296,13 +296,19 @@ class RolloutStats:
 
 
 class Sampler(Protocol):
-    """Samples completions of one version's weights; it knows nothing of rewards. `run_until_idle` drives it.
+    """Samples completions of one version's weights; it knows nothing of rewards.
+
+    `Player` calls `load` and `submit`, `run_until_idle` calls `collect` until `idle`, then comes `release_memory`. There
+    is one sampler for each purpose and group size.
 
     A process elsewhere implements it as well as `Engine` does: docs/architecture.md, "A sampler on another machine".
     """
 
     def load(self, version: int, params: Params) -> None:
-        """Sets the weights to sample from, and the number that their tokens carry. RuntimeError unless idle."""
+        """Sets the weights to sample from, and the number that their tokens carry. RuntimeError unless idle.
+
+        It comes before every batch of requests, for a version that is loaded already too; that one has the same
+        weights, so nothing need be sent again."""
         ...
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -322,7 +328,8 @@ class Sampler(Protocol):
         ...
 
     def release_memory(self) -> None:
-        """Frees weights and caches until the next `load`: an update needs their memory. RuntimeError unless idle."""
+        """Frees the memory that an update needs, at least caches on its devices, until the next `load`. RuntimeError
+        unless idle."""
         ...
 
 

@@ -24,7 +24,8 @@ def advantages(name: str, rewards: Any, valid: Any = None, ddof: int = 1, eps: f
     rewards = np.array(rewards, np.float64)
     valid = np.ones(rewards.shape, bool) if valid is None else np.array(valid)
     components = None if parts is None else np.array(parts, np.float64)
-    a = AlgorithmSection(std_ddof=ddof, std_eps=eps, std_eps_mode=eps_mode)  # type: ignore[arg-type]
+    a = AlgorithmSection(std_ddof=ddof, std_eps=eps, std_eps_mode=eps_mode,  # type: ignore[arg-type]
+                         whiten_over="completions" if lengths is None else "tokens")
     return ADVANTAGES[name].load()(
         rewards, valid, components=components, weights=None if weights is None else np.array(weights, np.float64),
         lengths=None if lengths is None else np.array(lengths), **ADVANTAGES[name].settings(a))

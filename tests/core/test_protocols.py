@@ -35,10 +35,11 @@ class Elsewhere:
     """A `Sampler` written from the protocol alone: each token of a completion is its index."""
 
     def __init__(self) -> None:
-        self.version, self.queued, self.released = -1, [], 0
+        self.version, self.queued, self.released, self.sent = -1, [], 0, 0
 
     def load(self, version: int, params: types.Params) -> None:
-        self.version = version
+        if version != self.version:  # a version that is loaded already has the same weights
+            self.version, self.sent = version, self.sent + 1
 
     def submit(self, requests: Sequence[types.SampleRequest]) -> None:
         self.queued.extend(requests)
@@ -118,9 +119,11 @@ def test_a_sampler_needs_no_more_than_the_protocol():
                                 on_progress=lambda *now: shown.append(now)))
     with closing(source):
         source.publish(7, {})
-        for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1)):
-            source.request([GroupRequest(purpose, 7, 7, Example(row, "q"), np.array([1, 2]), count,
-                                         SamplingParams(max_tokens=3)) for row in (5, 2)])
+        requests = {purpose: [GroupRequest(purpose, 7, 7, Example(row, "q"), np.array([1, 2]), count,
+                                           SamplingParams(max_tokens=3)) for row in (5, 2)]
+                    for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1))}
+        for queued in requests.values():
+            source.request(queued)
         groups = source.take(Purpose.TRAIN, 7)
         assert [group.example.row for group in groups] == [5, 2]
         for group in groups:
@@ -129,8 +132,10 @@ def test_a_sampler_needs_no_more_than_the_protocol():
         assert not shown and len(source.take(Purpose.EVALUATE, 7)) == 2
         assert shown == [("train, sampled", 1, 2), ("train, sampled", 2, 2)]
         assert source.read_stats().tokens == 2 * 4 * 3 + 2 * 3 and source.read_stats().tokens == 0
+        source.request(requests[Purpose.TRAIN])  # a further round of dynamic sampling, of the same weights
+        source.take(Purpose.TRAIN, 7)
     assert set(made) == {(Purpose.TRAIN, 4), (Purpose.EVALUATE, 1)}
-    assert all(one.released == 1 for one in made.values())
+    assert [(one.released, one.sent) for one in made.values()] == [(2, 1), (1, 1)]
 
 
 def test_every_protocol_has_an_implementation():

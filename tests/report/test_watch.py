@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from shoal.report.recorder import Recorder
 from shoal.report.watch import Watch
+from shoal.types import Failure, RolloutStats
 
-FINE = {"groups/nonzero_std": 0.5, "completions/truncated": 0.1, "update/skipped": 0, "update/count": 1}
+FINE = {"groups/nonzero_std": 0.5, "completions/truncated": 0.1, "update/skipped": 0, "update/count": 1,
+        "groups/unscorable": 0}
 
 
 def group(**rewards):
@@ -31,20 +35,26 @@ def steps(watch: Watch, number: int, groups=VARYING, first: int = 1, **metrics) 
     ({"completions__truncated": 0.51}, 3, "sampling.max_completion_tokens", "warning"),
     ({"update__skipped": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
     ({"update__skipped": 3, "update__count": 0}, 1, "optimizer.lr", "wrong"),
+    ({"update__skipped": 1}, 1, "update/skipped", "warning"),
+    ({"groups__unscorable": 2}, 1, "groups/unscorable", "warning"),
 ])
-def test_a_sign_is_warned_of_once_after_so_many_steps_in_a_row(metrics, limit, words, level):
+def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, level):
     watch = Watch()
+    if level == "wrong":
+        watch.given.add("one skipped")  # the first skipped update has a warning of its own
     assert not any(steps(watch, limit - 1, **metrics))
     assert not any(steps(watch, 1))  # one good step between: the count starts again
     found = steps(watch, limit + 4, **metrics)
     assert [len(step) for step in found] == [0] * (limit - 1) + [1] + [0] * 4
-    assert words in found[limit - 1][0].text and found[limit - 1][0].level == level
+    text = found[limit - 1][0].text
+    assert words in text and "{" not in text and found[limit - 1][0].level == level
 
 
 def test_a_good_run_is_not_warned_of():
     watch = Watch()
     assert not any(steps(watch, 30))
-    assert not any(steps(watch, 9, update__skipped=1, update__count=1))  # skipped now and then
+    found = sum(steps(watch, 9, update__skipped=1, update__count=1), [])  # skipped now and then
+    assert [finding.level for finding in found] == ["warning"]
     assert not watch.evaluation(5, {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}, {"accuracy": 0.41})
 
 
@@ -57,6 +67,27 @@ def test_a_reward_function_that_never_varies_is_named():
     assert not any(steps(Watch(), 12, [group(rare=[1] * 15 + [0])]))
     assert not any(steps(Watch(), 12, [group(rare=[np.nan] * 16)]))  # nothing scored is another fault
     assert not any(steps(Watch(), 12, [group(few=[1, 1])]))  # too few completions to judge by
+
+
+def test_each_way_in_which_a_function_fails_is_warned_of_once():
+    watch = Watch()
+    failures = [Failure("checker", 17, 2, kind, f"{kind} {n}") for kind in ("raised", "died") for n in range(2)]
+    assert [finding.text for finding in watch.failures(failures)] == ["raised 0", "died 0"]
+    assert not watch.failures(failures)
+
+
+def test_the_loop_sees_the_first_failure_of_a_function():
+    """`train.on_warning=stop` ends a run at what the recorder has `warned`; a failure was printed and no more."""
+    shown: list[str] = []
+    failure = Failure("checker", 17, 2, "raised", "checker raised ValueError")
+    folder = SimpleNamespace(write_groups=None, path="r", write_first_answers=lambda answers: None)
+    console = SimpleNamespace(warning=shown.append)
+    recorder = Recorder(folder, console, 1, False, lambda: RolloutStats(failures=[failure] * 2),  # type: ignore[arg-type]
+                        lambda: 0, lambda: 0)
+    with closing(recorder):
+        recorder.evaluation(0, {}, [], 0, 0.0)
+    assert [finding.text for finding in recorder.warned] == shown == [failure.text]
+    assert recorder.failures == {("checker", "raised"): 2}
 
 
 def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():

@@ -29,6 +29,8 @@ from shoal.types import ShoalError
     (["algorithm=sapo", "algorithm.num_minibatches=1", "algorithm.sapo_negative=2"], "sapo_negative=2 cannot act"),
     (["recipe=scalerl", "algorithm.clip_high=4"], "algorithm.clip_high=4 cannot act"),
     (["algorithm.aggregation_tokens=64"], "algorithm.aggregation_tokens=64 has no effect"),
+    (["algorithm.whiten_over=tokens"], "has no effect on algorithm.advantage=grpo: it is for reinforce++, "),
+    (["algorithm.cispo_bound=both"], "algorithm.cispo_bound=both has no effect on algorithm.loss=grpo: it is for cispo"),
 ])
 def test_what_is_hardly_meant_is_said(words, text):
     [warning] = algorithm_warnings(compose("train", words)[0])
@@ -43,6 +45,13 @@ def test_what_is_hardly_meant_is_said(words, text):
     ["algorithm.dynamic_sampling=true", "reward=f.py:f", "algorithm.dynamic_sampling_by=reward"],
     ["algorithm.aggregation_tokens=64", "algorithm.aggregation=seq-mean-token-sum-norm"]])
 def test_what_is_meant_is_not_spoken_of(words):
+    assert list(algorithm_warnings(compose("train", words)[0])) == []
+
+
+def test_an_own_loss_may_read_any_key(monkeypatch):
+    """Its texts and numbers are not taken for bounds of a ratio, which cannot act in a step of one update."""
+    monkeypatch.setitem(POLICY_LOSSES, "own", PolicyLoss("module:own", ("cispo_bound", "entropy_coef")))
+    words = ["algorithm.loss=own", "algorithm.cispo_bound=both", "algorithm.entropy_coef=1"]
     assert list(algorithm_warnings(compose("train", words)[0])) == []
 
 

@@ -73,6 +73,7 @@ class Correction(Part):
 
 
 _DEVIATION = ("std_ddof", "std_eps", "std_eps_mode")
+_WHITENED = (*_DEVIATION, "whiten_over")
 _CLIP = ("clip_low", "clip_high", "clip_dual")
 _ADVANTAGE, _LOSS = "shoal.algorithm.advantage", "shoal.algorithm.policy_loss"
 _AGGREGATION, _CORRECTION = "shoal.algorithm.aggregation", "shoal.algorithm.correction"
@@ -82,10 +83,10 @@ ADVANTAGES: dict[str, Advantage] = {
     "dr_grpo": Advantage(f"{_ADVANTAGE}:dr_grpo"),
     "rloo": Advantage(f"{_ADVANTAGE}:rloo"),
     "batch_std": Advantage(f"{_ADVANTAGE}:batch_std", _DEVIATION),
-    "reinforce++": Advantage(f"{_ADVANTAGE}:reinforce_pp", _DEVIATION),
-    "reinforce++-baseline": Advantage(f"{_ADVANTAGE}:reinforce_pp_baseline", _DEVIATION),
+    "reinforce++": Advantage(f"{_ADVANTAGE}:reinforce_pp", _WHITENED),
+    "reinforce++-baseline": Advantage(f"{_ADVANTAGE}:reinforce_pp_baseline", _WHITENED),
     "maxrl": Advantage(f"{_ADVANTAGE}:maxrl", of_positive=True),
-    "gdpo": Advantage(f"{_ADVANTAGE}:gdpo", _DEVIATION, by_function=True),
+    "gdpo": Advantage(f"{_ADVANTAGE}:gdpo", _WHITENED, by_function=True),
     "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False),
 }
 """By the names of `algorithm.advantage`."""
@@ -99,6 +100,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative")),
 }
 """By the names of `algorithm.loss`."""
+
+RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
+"""Numbers that change nothing where every ratio is 1: a run with one update a step warns of them."""
 
 KL_ESTIMATORS: dict[str, KL] = {
     "k1": KL("shoal.algorithm.kl:k1", in_loss=False, in_reward=True),

@@ -99,7 +99,8 @@ class TaskSection:
 @dataclass(frozen=True)
 class RewardSection:
     functions: tuple[str, ...] = ()
-    """Reward functions as `file.py:function`; empty for the task's own."""
+    """Reward functions as `file.py:function`, or names of ready ones (accuracy_reward, ...); empty for the task's
+    own."""
     weights: tuple[float, ...] = ()
     """Weight of each function; empty for 1.0 each, or the task's own."""
     preset: Literal["shoal", "maxtext", "tunix", "torchrl", "verl"] = "shoal"
@@ -360,8 +361,8 @@ class TrainSection:
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
     on_warning: Literal["continue", "stop"] = "continue"
-    """What a warning during training does (no group with variance, truncated completions, a reward that never varies,
-    accuracy below the start's): stop saves a checkpoint and ends the run with the warning as its error."""
+    """What a warning about rewards, completions, updates or accuracy does during training: stop saves a checkpoint and
+    ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
@@ -384,12 +385,11 @@ class MeshSection:
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers ([0,1]); empty for
     all. A fraction or count takes the first devices."""
     sampler: str = ""
-    """Devices of the sampler, in the same forms; a fraction or count takes the last devices. Either the trainer's
-    devices or none of them."""
+    """Devices of the sampler, in the same forms; today they must be the trainer's. Empty for these."""
     reference: str = ""
-    """Devices of the reference, in the same forms; empty for the trainer's."""
+    """Devices of the reference, in the same forms; today they must be the trainer's. Empty for these."""
     sampler_tensor: int = 0
-    """Tensor parallelism of a sampler that has its own devices; 0 for mesh.tensor."""
+    """Tensor parallelism of the sampler; today that of the trainer. 0 for mesh.tensor."""
 
     def __post_init__(self) -> None:
         for name in ("data", "fsdp", "tensor"):

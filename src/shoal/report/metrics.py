@@ -80,8 +80,8 @@ lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied
 update/skipped | updates | sum | updates skipped because a gradient was not finite
 version | steps | last | training steps that the weights have made
-staleness | updates | mean | version of the trainer minus the version that sampled the token
-staleness/max | updates | max | the largest such difference
+staleness | steps | mean | version of the trainer minus the version that sampled the token
+staleness/max | steps | max | the largest such difference
 tokens/sampled | tokens | sum | tokens sampled
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt

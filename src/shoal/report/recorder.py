@@ -118,10 +118,6 @@ class Recorder:
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
         self._warn(self.watch.step(number, result, record.groups))
-        if result.get("update/skipped"):
-            self.console.warning("an update was skipped: its gradient was not finite (metric update/skipped)")
-        if result.get("groups/unscorable"):
-            self.console.warning("some groups have fewer than two scorable completions (metric groups/unscorable)")
         return result
 
     def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
@@ -132,14 +128,11 @@ class Recorder:
         metrics.add("rewards/failed", len(failed))
         for failure in failed:
             metrics.add(f"rewards/failed/{failure.function}", 1)
-        self._warn_of(stats.failures)
+        self._count_failures(stats.failures)
 
-    def _warn_of(self, failures: Sequence[Failure]) -> None:
-        """Shows the first example of each way in which a reward function failed; all are counted."""
-        for failure in failures:
-            self.failures[failure.function, failure.kind] += 1
-            if self.failures[failure.function, failure.kind] == 1:
-                self.console.warning(failure.text)
+    def _count_failures(self, failures: Sequence[Failure]) -> None:
+        self.failures.update((failure.function, failure.kind) for failure in failures)
+        self._warn(self.watch.failures(failures))
 
     def _warn(self, found: Sequence[Finding]) -> None:
         for finding in found:
@@ -163,7 +156,7 @@ class Recorder:
         """Records the figures of one version by data set, and its greedy answers."""
         self.spent("evaluate", seconds)
         self._evaluation_rate = seconds / num_completions if num_completions else None
-        self._warn_of(self.read_stats().failures)  # read here: an evaluation's tokens are not the next step's
+        self._count_failures(self.read_stats().failures)  # read here: an evaluation's tokens are not the next step's
         if version == 0:
             self._wrong_at_first = wrong_answers(groups)
             self.folder.write_first_answers(self._wrong_at_first)

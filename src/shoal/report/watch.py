@@ -1,4 +1,8 @@
-"""Warnings while a run goes on: each is given once, with the key that helps; some say that the run is hopeless."""
+"""Warnings of how training goes: each is given once, with the key that helps; some say that the run is hopeless.
+
+`train.on_warning=stop` ends a run at any of them, so a warning about rewards, completions, updates or accuracy belongs
+here: a row of RULES if a step's metrics show it, else a method of `Watch`.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +13,40 @@ from typing import Any
 import numpy as np
 
 from shoal.report.findings import Finding
-from shoal.types import Group
+from shoal.types import Failure, Group
 
 STEPS_OF_CONSTANT_REWARD, COMPLETIONS_OF_CONSTANT_REWARD = 10, 64
 """After so many steps and completions with one and the same value a reward function is taken to be constant."""
 
 
 @dataclass(frozen=True)
-class Sign:
-    """A sign that something is wrong, once it has been seen `limit` times in a row."""
+class WarningRule:
+    """A warning that is given once its sign has been seen `limit` times in a row."""
 
     name: str
     limit: int
     seen: Callable[[Mapping[str, float]], float]  # a step's metrics -> how often; 0 starts the count again
-    text: str  # what is wrong, what helps
+    text: str  # what is wrong, what helps; `{limit}` is replaced
     key: str
     hopeless: bool = False
 
 
-SIGNS = (
-    Sign("no variance", 5, lambda m: m["groups/nonzero_std"] == 0,
-         "for 5 steps no group has had completions of different reward, so nothing has been learned: take easier or "
-         "harder questions, a larger batch.group_size, a higher sampling.temperature, or a reward with more levels",
-         "batch.group_size"),
-    Sign("truncated", 3, lambda m: m["completions/truncated"] > 0.5,
-         "for 3 steps more than half of the completions have been cut off at sampling.max_completion_tokens: raise it, "
-         "or ask for shorter answers", "sampling.max_completion_tokens"),
-    Sign("skipped", 3, lambda m: m["update/skipped"] if m["update/count"] == 0 else 0,
-         "3 updates in a row have been skipped, since their gradients were not finite: lower optimizer.lr",
-         "optimizer.lr", hopeless=True),
+RULES = (
+    WarningRule("no variance", 5, lambda m: m["groups/nonzero_std"] == 0,
+                "for {limit} steps no group has had completions of different reward, so nothing has been learned: take "
+                "easier or harder questions, a larger batch.group_size, a higher sampling.temperature, or a reward "
+                "with more levels", "batch.group_size"),
+    WarningRule("truncated", 3, lambda m: m["completions/truncated"] > 0.5,
+                "for {limit} steps more than half of the completions have been cut off at "
+                "sampling.max_completion_tokens: raise it, or ask for shorter answers",
+                "sampling.max_completion_tokens"),
+    WarningRule("skipped", 3, lambda m: m["update/skipped"] if m["update/count"] == 0 else 0,
+                "{limit} updates in a row have been skipped, since their gradients were not finite: lower optimizer.lr",
+                "optimizer.lr", hopeless=True),
+    WarningRule("one skipped", 1, lambda m: m["update/skipped"],
+                "an update was skipped: its gradient was not finite (metric update/skipped)", "optimizer.lr"),
+    WarningRule("unscorable", 1, lambda m: m["groups/unscorable"],
+                "some groups have fewer than two scorable completions (metric groups/unscorable)", "reward.functions"),
 )
 
 
@@ -45,21 +54,21 @@ SIGNS = (
 class Watch:
     """Reads each step's metrics and groups, and each evaluation; returns what is to be warned of, each once."""
 
-    in_a_row: dict[str, list[float]] = field(default_factory=dict)  # sign -> how often, and since which step
+    in_a_row: dict[str, list[float]] = field(default_factory=dict)  # rule -> how often, and since which step
     given: set[str] = field(default_factory=set)  # warnings that were given already
     rewards: dict[str, list[float]] = field(default_factory=dict)  # function -> min, max, steps, completions
 
     def step(self, number: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> list[Finding]:
         """The warnings that step `number` (from 1) brings; `wrong` where training cannot recover."""
         found = []
-        for sign in SIGNS:
-            if not (seen := sign.seen(metrics)):
-                self.in_a_row.pop(sign.name, None)
+        for rule in RULES:
+            if not (seen := rule.seen(metrics)):
+                self.in_a_row.pop(rule.name, None)
                 continue
-            count, first = self.in_a_row.get(sign.name, [0, number])
-            self.in_a_row[sign.name] = [count + seen, first]
-            if count + seen >= sign.limit:
-                found += self._once(sign.name, sign.text, sign.key, sign.hopeless)
+            count, first = self.in_a_row.get(rule.name, [0, number])
+            self.in_a_row[rule.name] = [count + seen, first]
+            if count + seen >= rule.limit:
+                found += self._once(rule.name, rule.text.format(limit=rule.limit), rule.key, rule.hopeless)
         for function in sorted({name for group in groups for name in group.reward_components}):
             found += self._reward(function, np.concatenate([g.reward_components[function] for g in groups]))
         return found
@@ -76,6 +85,11 @@ class Watch:
                               f"{count:,.0f} completions, so nothing is learned from it: check it (shoal rescore), or "
                               "leave it out of reward.functions", "reward.functions")
         return []
+
+    def failures(self, failures: Sequence[Failure]) -> list[Finding]:
+        """Warns with the first example of each way in which a reward function failed."""
+        return [finding for failure in failures for finding in
+                self._once(f"failed {failure.function}: {failure.kind}", failure.text, "reward.on_error")]
 
     def evaluation(self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
         """Warns where accuracy on a set has fallen below the 95% interval that it had before training."""

@@ -52,8 +52,8 @@ def step_advantages(a: AlgorithmSection, rewards: np.ndarray, valid: np.ndarray,
     stacked = np.array([[group[name] for group in components] for name in names]) if names and components else None
     scale = np.array([weights[name] for name in names]) if stacked is not None and weights else None
     estimator = ADVANTAGES[a.advantage]
-    return estimator.load()(rewards, valid, components=stacked, weights=scale,
-                            lengths=lengths if a.whiten_over == "tokens" else None, **estimator.settings(a))
+    return estimator.load()(rewards, valid, components=stacked, weights=scale, lengths=lengths,
+                            **estimator.settings(a))
 
 
 def is_useful(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:

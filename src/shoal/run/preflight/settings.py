@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_BOUNDS
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSection
@@ -147,11 +147,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 def unread_settings(config: Config) -> Iterator[str]:
     """A line for each key that has no effect, or an unexpected one, with the rest of the configuration."""
     a = config.algorithm
-    yield from unread_bounds(config)
-    if a.aggregation_tokens and "aggregation_tokens" not in AGGREGATIONS[a.aggregation].reads:
-        users = ", ".join(name for name, part in AGGREGATIONS.items() if "aggregation_tokens" in part.reads)
-        yield (f"algorithm.aggregation_tokens={a.aggregation_tokens} has no effect on "
-               f"algorithm.aggregation={a.aggregation}: it is for {users}")
+    yield from unread_parts(config)
     if "cispo_bound" in POLICY_LOSSES[a.loss].reads and a.cispo_bound == "absolute" and a.clip_high <= 1:
         yield (f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
                "1 that it starts from; 5 is usual")
@@ -169,22 +165,23 @@ def unread_settings(config: Config) -> Iterator[str]:
                "KL term, a weight below 0) has no effect")
 
 
-def unread_bounds(config: Config) -> Iterator[str]:
-    """Lines for bounds that the loss does not read, or that have no effect because every ratio is 1, except those set
-    by a recipe or an algorithm's preset."""
-    a, defaults = config.algorithm, AlgorithmSection()
-    bounds = [name for name in POLICY_LOSSES[a.loss].reads if name != "cispo_bound"]
-    if a.clip_dual and "clip_dual" not in bounds:
-        users = ", ".join(name for name, loss in POLICY_LOSSES.items() if "clip_dual" in loss.reads)
-        yield f"algorithm.clip_dual={a.clip_dual:g} has no effect on algorithm.loss={a.loss}: it is for {users}"
-    changed = [name for name in bounds if getattr(a, name) != getattr(defaults, name)]
-    if not changed or a.num_epochs * a.num_minibatches > 1:
-        return
-    preset = packaged_values(config)
-    chosen = [f"algorithm.{name}={getattr(a, name):g}" for name in changed
-              if getattr(a, name) != preset.get(f"algorithm.{name}")]
-    if chosen:
-        yield (f"{', '.join(chosen)} cannot act: with one update a step every ratio is 1 and nothing is clipped; set "
+def unread_parts(config: Config) -> Iterator[str]:
+    """Lines for keys that the chosen loss, advantage or aggregation does not read, and for bounds that have no effect
+    because every ratio is 1; except those set by a recipe or an algorithm's preset."""
+    a, defaults, preset = config.algorithm, AlgorithmSection(), packaged_values(config)
+    changed = {name: f"algorithm.{name}={value:g}" if isinstance(value, float) else f"algorithm.{name}={value}"
+               for name, value in vars(a).items()
+               if value not in (getattr(defaults, name), preset.get(f"algorithm.{name}"))}
+    parts = {"loss": POLICY_LOSSES, "advantage": ADVANTAGES, "aggregation": AGGREGATIONS}
+    for part, registry in parts.items():
+        chosen = getattr(a, part)
+        for name in changed:
+            users = [user for user, row in registry.items() if name in row.reads]
+            if users and chosen not in users:
+                yield f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for {', '.join(users)}"
+    bounds = [changed[name] for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads]
+    if bounds and a.num_epochs * a.num_minibatches == 1:
+        yield (f"{', '.join(bounds)} cannot act: with one update a step every ratio is 1 and nothing is clipped; set "
                "algorithm.num_minibatches or algorithm.num_epochs above 1")
 
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.sections import GSM8K_PRESETS
 from shoal.config.translator import register
 from shoal.run.checkpoint_formats import FORMATS as CHECKPOINT_FORMATS
-from shoal.tasks.gsm8k_presets import PRESETS as GSM8K_PRESETS
 from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate", "load_run", "train"]
 
 CHECKPOINT_FORMATS["maxtext"] = "shoal.compat.maxtext_checkpoint:FORMAT"
-GSM8K_PRESETS.update({name: f"shoal.compat.gsm8k_rewards:{name.upper()}"
-                      for name in ("maxtext", "tunix", "torchrl", "verl")})
+GSM8K_PRESETS.update({
+    "maxtext": "shoal.compat.gsm8k_rewards:MAXTEXT", "tunix": "shoal.compat.gsm8k_rewards:TUNIX",
+    "torchrl": "shoal.compat.gsm8k_rewards:TORCHRL", "verl": "shoal.compat.gsm8k_rewards:VERL"})
 register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
 _LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}

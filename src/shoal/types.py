@@ -169,7 +169,7 @@ class RewardFunction:
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
-    builtin: bool = False  # one of the task's: fast and pure, so it runs in the caller's process
+    runs_in_process: bool = False  # fast and pure, as those of tasks: called in this process, without limits
 
     @functools.cached_property
     def per_completion(self) -> bool:
@@ -298,8 +298,8 @@ class RolloutStats:
 class Sampler(Protocol):
     """Samples completions of one version's weights; it knows nothing of rewards.
 
-    `Player` calls `load` and `submit`, `run_until_idle` calls `collect` until `idle`, then comes `release_memory`. There
-    is one sampler for each purpose and group size.
+    `Player` calls `load` and `submit`, `run_until_idle` calls `collect` until `idle`, then comes `release_memory`. A
+    run has one sampler for each purpose and group size.
 
     A process elsewhere implements it as well as `Engine` does: docs/architecture.md, "A sampler on another machine".
     """

@@ -37,7 +37,7 @@ from shoal.run.preflight.reward import (
     wrong_answers,
 )
 from shoal.run.task import load_task
-from shoal.trainer.curriculum import Prepared
+from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -401,7 +401,8 @@ def test_the_brief_says_what_the_reward_says(workshop):
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
     judge = RewardPool(task.rewards, config.reward)
     example = task.train[0]
-    found = check_first_prompt(config, tokenizer, Prepared(example, tokenizer.encode_prompt(example.prompt)), judge)
+    first = TokenizedExample(example, tokenizer.encode_prompt(example.prompt))
+    found = check_first_prompt(config, tokenizer, first, judge)
     judge.close()
     assert [(finding.level, finding.text) for finding in found] == [
         ("ok", "right 1.1, wrong 0.1, empty 0, repeated 0, tag-stuffed 0")]
@@ -411,7 +412,7 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
     """The brief's warnings of a reward."""
     config, _ = compose("train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:{name}", *changes])
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
-    first = Prepared(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
+    first = TokenizedExample(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
     with RewardPool(task.rewards, config.reward) as judge:
         return [f.text for f in check_first_prompt(config, tokenizer, first, judge) if f.level == "warning"]
 

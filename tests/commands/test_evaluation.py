@@ -18,7 +18,7 @@ from shoal.report.console import Console
 from shoal.report.figures import evaluation_text, figure_text, summary_rows
 from shoal.report.metrics import majority_at_k, pass_at_k, standard_error
 from shoal.tasks.task import Task
-from shoal.trainer.curriculum import Prepared
+from shoal.trainer.curriculum import TokenizedExample
 from shoal.trainer.evaluation import Evaluator, score_greedy, score_sampled
 from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
 
@@ -149,8 +149,8 @@ class Source:
         return [group("a" * request.num_completions, "a", request.example.row) for request in self.asked]
 
 
-def prepared(*rows: int) -> list[Prepared]:
-    return [Prepared(Example(row, "?"), np.ones(3, np.int32)) for row in rows]
+def prepared(*rows: int) -> list[TokenizedExample]:
+    return [TokenizedExample(Example(row, "?"), np.ones(3, np.int32)) for row in rows]
 
 
 def test_each_set_is_asked_once_and_the_first_is_sampled():

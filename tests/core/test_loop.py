@@ -19,7 +19,7 @@ from shoal.report.recorder import Recorder
 from shoal.run.assembly import assemble_run
 from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
-from shoal.trainer.loop import Run, Schedule, sampling_params
+from shoal.trainer.loop import Run, Schedule
 from shoal.types import Example, GroupRequest, Purpose, ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -388,7 +388,7 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
         source.take(Purpose.TRAIN, 0)
     source.publish(0, run.parameters)
     prompt = run.prompts.next(1)[0]
-    params = sampling_params(run.config.sampling)
+    params = run.config.sampling.params
     source.request([GroupRequest(Purpose.TRAIN, 0, 1, prompt.example, prompt.prompt_ids, 4, params)])
     state = source.state()
     assert state["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)] and list(state["published"]) == [0]

@@ -168,7 +168,7 @@ def test_other_companions_another_order_fewer_prompts(engine, base):
         same(play(engine, [request(row, id=100 + row) for row in rows]), base)
     strangers = [request(row, 10 * row + 3, id=50 + row, step=9, temperature=0.3) for row in range(1, 7)]
     engine.submit(strangers[:3])
-    assert engine.step()  # they are in already when the others come
+    assert engine.dispatch_next()  # they are in already when the others come
     engine.submit([request(row, id=200 + row) for row in (0, 3, 6)])
     engine.submit(strangers[3:])
     same({(id - 200, index): c for (id, index), c in drain(engine).items() if id >= 200}, base)
@@ -313,7 +313,7 @@ def test_versions_are_those_loaded_and_loading_waits_for_idleness(engine, base):
     for _ in range(2):  # while it waits, and while it runs
         with pytest.raises(RuntimeError, match="version 8 cannot be loaded while version 7 is sampled from"):
             engine.load(8, before)
-        engine.step()
+        engine.dispatch_next()
     with pytest.raises(RuntimeError, match="cannot release its memory"):
         engine.release_memory()
     played = {(0, index): c for (_, index), c in drain(engine).items()}
@@ -339,11 +339,11 @@ def test_a_step_never_waits_and_two_at_most_are_in_flight(engine, base, monkeypa
             patch.setattr(jax, "device_get", waited)
             patch.setattr(jax, "block_until_ready", waited)
             patch.setattr(engine, "_drain_one", waited)
-            while engine.step():
+            while engine.dispatch_next():
                 assert len(engine.in_flight) <= MAX_IN_FLIGHT
                 assert len(engine.scheduler.running) <= engine.num_groups
             deepest = max(deepest, len(engine.in_flight))
-            assert not engine.step()
+            assert not engine.dispatch_next()
         found += chain(*engine.collect().values())
     assert deepest == MAX_IN_FLIGHT == 2
     same({(c.request_id, c.index): c for c in found}, base)
@@ -355,7 +355,7 @@ def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     engine.submit([request(row), *(request(other) for other in others)])
     found = []
     while max(len(partial.tokens) for partial in engine.progress[row].partials) < CHUNK:
-        engine.step()
+        engine.dispatch_next()
         found += chain(*engine.collect().values())
     waiting = next(other for other in others if other not in engine.scheduler.running and other in engine.progress)
     engine.cancel(row)

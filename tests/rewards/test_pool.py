@@ -340,8 +340,8 @@ def test_a_call_a_step_sees_all_groups() -> None:
 
 def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
     rewards = load_task(TaskSection(num_questions=1)).rewards
-    assert all(one.builtin for one in rewards)
-    assert not any(one.builtin for one in load_task(TaskSection(num_questions=1), functions=[len]).rewards)
+    assert all(one.runs_in_process for one in rewards)
+    assert not any(one.runs_in_process for one in load_task(TaskSection(num_questions=1), functions=[len]).rewards)
     seen: list[int] = []
 
     def own(completions: Any, **kwargs: Any) -> list[float]:
@@ -351,7 +351,8 @@ def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
     def other(completions: Any, **kwargs: Any) -> list[float]:
         return [2.0] * len(completions)
 
-    with RewardPool((RewardFunction("own", own, builtin=True), RewardFunction("other", other, 0.5)), section()) as pool:
+    functions = (RewardFunction("own", own, runs_in_process=True), RewardFunction("other", other, 0.5))
+    with RewardPool(functions, section()) as pool:
         pool.submit(0, EXAMPLES, TEXTS, IDS, step=1)
         [(_, scores)] = pool.collect(wait=True)
     assert seen == [os.getpid()]
@@ -620,7 +621,7 @@ def test_a_pool_closes_at_once_though_a_younger_one_holds_its_link() -> None:
 
 
 def test_a_pool_that_is_closed_judges_nothing_by_halves() -> None:
-    functions = (RewardFunction("own", lambda completions, **kwargs: [1.0] * len(completions), builtin=True),
+    functions = (RewardFunction("own", lambda completions, **kwargs: [1.0] * len(completions), runs_in_process=True),
                  *name_functions([at_bad(hang)]))
     pool = RewardPool(functions, section())
     pool.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.config.algorithm_parts import POLICY_LOSSES, PolicyLoss
 from shoal.config.loading import compose
 from shoal.run.preflight.settings import algorithm_warnings, check_trainable
 from shoal.types import ShoalError
@@ -30,7 +31,7 @@ from shoal.types import ShoalError
     (["recipe=scalerl", "algorithm.clip_high=4"], "algorithm.clip_high=4 cannot act"),
     (["algorithm.aggregation_tokens=64"], "algorithm.aggregation_tokens=64 has no effect"),
     (["algorithm.whiten_over=tokens"], "has no effect on algorithm.advantage=grpo: it is for reinforce++, "),
-    (["algorithm.cispo_bound=both"], "algorithm.cispo_bound=both has no effect on algorithm.loss=grpo: it is for cispo"),
+    (["algorithm.cispo_bound=both"], "cispo_bound=both has no effect on algorithm.loss=grpo: it is for cispo"),
 ])
 def test_what_is_hardly_meant_is_said(words, text):
     [warning] = algorithm_warnings(compose("train", words)[0])

@@ -172,4 +172,4 @@ def by_shoal(laid: Layout, o: Objective) -> UpdateResult:
 
     tokens, pull, (sums, maxima) = jax.vjp(run, jnp.asarray(laid.lp), jnp.asarray(laid.entropy), has_aux=True)
     return UpdateResult(laid, np.asarray(tokens), {k: (float(a), float(b)) for k, (a, b) in sums.items()},
-                   {k: float(a) for k, a in maxima.items()}, pull)
+                   {k: float(a) for k, (a, _) in maxima.items()}, pull)

@@ -19,13 +19,12 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.run.task import load_task
 from shoal.tasks.graders.final_answer import final_number, last_boxed, number_in, said_answer, shown
 from shoal.tasks.gsm8k import verdict
-from shoal.tasks.gsm8k_presets import PRESETS as PLACES
-from shoal.tasks.gsm8k_presets import load_preset
+from shoal.tasks.gsm8k_presets import GSM8K_PRESETS, load_preset
 from shoal.tasks.gsm8k_rewards import answer_key
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
-PRESETS = {name: load_preset(name) for name in PLACES}
+PRESETS = {name: load_preset(name) for name in GSM8K_PRESETS}
 GOOD = "<reasoning>6 * 7 = 42</reasoning>\n<answer>42</answer>"
 
 
@@ -227,7 +226,7 @@ def test_a_preset_is_chosen_by_key(tmp_path: Path, preset: str, roles: list[str]
     text = " ".join(message["content"] for message in one.prompt)  # type: ignore[index]
     assert "q1?" in text and all(mark in text for mark in asked)
     assert [reward.name for reward in task.rewards] == [reward.name for reward in PRESETS[preset].rewards]
-    assert all(reward.builtin for reward in task.rewards)
+    assert all(reward.runs_in_process for reward in task.rewards)
     assert task.correct and task.extract and task.well_formed and task.verdict and task.of_row
     assert [task.correct(answer, one) for answer in (right, wrong)] == [True, False]
     assert task.extract(wrong) is None

@@ -76,7 +76,8 @@ def reinforce_pp_baseline(rewards: Rewards, valid: Valid, *, std_ddof: int, std_
                           whiten_over: str = "completions", lengths: Lengths | None = None,
                           **unread: object) -> Rewards:
     """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv 2501.03262."""
-    return _whitened_groups(_centred(rewards, valid), valid, _tokens(whiten_over, lengths), std_ddof, std_eps, std_eps_mode)
+    return _whitened_groups(_centred(rewards, valid), valid, _tokens(whiten_over, lengths), std_ddof, std_eps,
+                            std_eps_mode)
 
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:

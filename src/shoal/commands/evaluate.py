@@ -24,7 +24,6 @@ from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
-from shoal.trainer.loop import sampling_params
 from shoal.types import Failure, Group, ShoalError, ground_truth
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
@@ -49,7 +48,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         tokenizer = opened.tokenizer
         for note in task.notes:
             console.note(note)
-        params = sampling_params(config.sampling)
+        params = config.sampling.params
         if config.pass_k and params.temperature == 0:
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
         model = make_model(config.model, opened, roles.sampler, 0)

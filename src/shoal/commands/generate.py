@@ -20,7 +20,6 @@ from shoal.run.loading import make_model, open_model
 from shoal.run.parts import engine_maker
 from shoal.run.preflight.settings import check_model
 from shoal.sampler.engine import drain
-from shoal.trainer.loop import sampling_params
 from shoal.types import Address, Completion, Prompt, Purpose, SampleRequest, ShoalError
 
 
@@ -35,7 +34,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         role = make_roles(config.mesh).sampler
         loaded = open_model(config.model, console)
         model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
-        params, count = sampling_params(config.sampling), config.num_generations
+        params, count = config.sampling.params, config.num_generations
         prompt_ids = [prompt.encode(tokenizer.encode_prompt, config.sampling.max_prompt_tokens) for prompt in prompts]
         engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(
             Purpose.GENERATE, count)

@@ -24,7 +24,6 @@ from shoal.run.task import load_task
 from shoal.tasks import words
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loop import sampling_params
 from shoal.trainer.pretrain import run_pretraining, supervised_batch, tiny_architecture, write_tokenizer
 from shoal.types import Params, ShoalError
 
@@ -46,7 +45,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         if example is None:
             raise ShoalError(f"task.name={config.task.name!r} has no worked solutions to train on: use words")
         sets = prepare_sets(task, tokenizer, sampling, console.warning)
-        evaluator = Evaluator(sets, sampling_params(sampling), 0, task)
+        evaluator = Evaluator(sets, sampling.params, 0, task)
         model = Model(architecture, roles.sampler)
         make = engine_maker(model, tokenizer, sampling, 128)
         pool = RewardPool(task.rewards, RewardSection(workers=0))

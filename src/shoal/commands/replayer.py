@@ -25,10 +25,9 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, open_model, open_teacher, resolve_model
-from shoal.run.parts import make_learner, make_updater, training_engines
+from shoal.run.parts import make_learner, make_updater, training_engine_maker
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
-from shoal.trainer.loop import sampling_params
 from shoal.trainer.step import Learner, TrainState
 from shoal.trainer.update import Updater, UpdateResult
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose, ShoalError
@@ -167,9 +166,9 @@ class Replayer:
 
     def sample(self, group: Group, params: Params) -> list[Completion]:
         """The group's completions from its address, by a sampler compiled as the run's own was."""
-        engine = training_engines(self.config, self.model(self.config).on(self.roles.sampler),
+        engine = training_engine_maker(self.config, self.model(self.config).on(self.roles.sampler),
                                   self.tokenizer)(group.purpose, group.size)
-        how = sampling_params(self.config.sampling)
+        how = self.config.sampling.params
         if group.purpose is Purpose.EVALUATE and group.size == 1:
             how = how.as_greedy()
         request = GroupRequest(group.purpose, group.step, group.version, group.example, group.prompt_ids, group.size,

@@ -14,7 +14,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from shoal.config.keys import command_of, keys_of
 from shoal.config.translator import ForeignFlag, Get
@@ -22,7 +22,7 @@ from shoal.types import ShoalError
 
 Chosen = TypeVar("Chosen")
 Values = Mapping[str, Any]
-"""Dotted key -> text, or list of texts."""
+"""Dotted key -> text, or list of texts, or one of them as Yielding."""
 
 Given = Mapping[str, str]
 """The flags of a group that were given -> their texts."""
@@ -59,8 +59,13 @@ COMMANDS = ("train", "doctor", "eval", "generate", "convert")
 INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokenizer"}
 """Keys that `shoal convert` has under another name."""
 
-WEAK, LOWEST = "weak ", "lowest "
-"""Before a key in a reader's values: it yields to all else that is given in its layer, or anywhere."""
+
+@dataclass(frozen=True)
+class Yielding:
+    """A reader's value that yields to all else that is given in its layer (weak), or anywhere (lowest)."""
+
+    value: Any
+    rank: Literal["weak", "lowest"] = "weak"
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,6 @@ class Flag:
     has_tail: bool = True  # its line ends with its meaning
     keeps_nothing: bool = False  # None is a value of its own
     only: Callable[[str], bool] | None = None  # a name that is ours, too: the texts that are theirs
-    system: str = ""
 
     @property
     def is_rename(self) -> bool:
@@ -108,9 +112,9 @@ class Flag:
         keys = keys_of(config_type)
         return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
 
-    def described(self) -> ForeignFlag:
+    def described(self, system: str) -> ForeignFlag:
         key = self.keys[0] if len(self.keys) == 1 and not (self.read or self.late) else ""
-        return ForeignFlag(self.name, (self.system,), self.keys, self.meaning, self.is_switch or self.idle,
+        return ForeignFlag(self.name, (system,), self.keys, self.meaning, self.is_switch or self.idle,
                            self.is_rename, key)
 
 
@@ -212,7 +216,7 @@ def read_data_set(name: str, text: str) -> Values:
     """A task of ours, or a data set of the user's own. What a preset says of other data falls away."""
     task = KNOWN_TASKS.get(text.lower())
     return {"task.name": task or "custom", "task.path": "" if task else text,
-            WEAK + "task.split": "train", WEAK + "task.files": [], WEAK + "task.subset": ""}
+            "task.split": Yielding("train"), "task.files": Yielding([]), "task.subset": Yielding("")}
 
 
 def to_bool(name: str, text: str) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, tunix, verl
-from shoal.compat.flags import INSTEAD, LOWEST, NOTHING, UNSUPPORTED, WEAK, Flag, Values
+from shoal.compat.flags import INSTEAD, NOTHING, UNSUPPORTED, Flag, Values, Yielding
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
 from shoal.config.keys import keys_of
@@ -74,15 +74,13 @@ class Translator:
         for system, rows in _EXACT.items():
             for name, flag in rows.items():
                 if flag.fits(config_type):
-                    systems = (*found[name].systems, system) if name in found else (system,)
-                    described = found[name] if name in found else flag.described()
-                    found[name] = ForeignFlag(name, systems, described.keys, described.meaning, described.is_switch,
-                                              described.is_rename, described.key)
+                    first = found.get(name)
+                    found[name] = replace(first, systems=(*first.systems, system)) if first else flag.described(system)
         return found
 
     def find(self, config_type: type, name: str, value: Any = None) -> ForeignFlag | None:
         found = find_flag(config_type, name, value)
-        return found[1].described() if found else None
+        return found[1].described(found[0]) if found else None
 
     def redact(self, name: str, value: Any) -> Any:
         """A value to keep: the hub's token goes into the environment and is not kept."""
@@ -180,13 +178,12 @@ def _together(config_type: type, rule: Callable, members: Sequence[FlagUse],
     if members[0].flag.late:
         late = Late(lambda get: rule(flags, get))
         values: Mapping[str, Any] = {key: late for one in members for key in one.flag.keys} | {
-            LOWEST + key: late for one in members for key in one.flag.lowest}
+            key: Yielding(late, "lowest") for one in members for key in one.flag.lowest}
     else:
         values = rule(flags)
     settings = []
     for key, value in values.items():
-        bare = key.removeprefix(LOWEST).removeprefix(WEAK)
-        naming = [one for one in members if bare in one.flag.keys] or list(members)
+        naming = [one for one in members if key in one.flag.keys] or list(members)
         owner = min(reversed(naming), key=lambda one: len(one.flag.keys) or 99)
         made = _settings(config_type, {key: value}, owner, rule.__name__)
         found[owner.place] = [*found[owner.place], *made]
@@ -201,9 +198,9 @@ def _settings(config_type: type, values: Values, one: FlagUse, group: str) -> li
     """A flag's values as settings of the keys that a command has."""
     keys, settings = keys_of(config_type), []
     for key, value in values.items():
-        rank = "weak" if key.startswith(WEAK) else "lowest" if key.startswith(LOWEST) else "own"
-        bare = key.removeprefix(WEAK).removeprefix(LOWEST)
-        bare = bare if bare in keys else INSTEAD.get(bare, "")
-        if bare in keys:
-            settings.append(Setting(bare, value, one.entry.origin, one.entry.name, rank, group))
+        rank = value.rank if isinstance(value, Yielding) else "own"
+        value = value.value if isinstance(value, Yielding) else value
+        key = key if key in keys else INSTEAD.get(key, "")
+        if key in keys:
+            settings.append(Setting(key, value, one.entry.origin, one.entry.name, rank, group))
     return settings

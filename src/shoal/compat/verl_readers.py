@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.compat.flags import (
-    LOWEST,
     NOTHING,
     Given,
     Values,
+    Yielding,
     chosen,
     items_of,
     last_part,
@@ -138,7 +138,7 @@ def read_train_files(name: str, text: str) -> Values:
     files = items_of(text)
     if not files:
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
-    values: dict[str, Any] = {LOWEST + "task.name": "custom", "task.path": files[0]}
+    values: dict[str, Any] = {"task.name": Yielding("custom", "lowest"), "task.path": files[0]}
     folders = {file.rpartition("/")[0] for file in files}
     if len(folders) > 1:
         raise ShoalError(f"{name}={text}: expected files of one folder")

@@ -16,10 +16,13 @@ from shoal.config.algorithm_parts import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
 )
-from shoal.types import ShoalError
+from shoal.types import SamplingParams, ShoalError
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Ends of the names of data files."""
+
+GSM8K_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
+"""By the names of `reward.preset`, `module:object` of a `Preset`; `shoal/__init__.py` adds other systems'."""
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
@@ -103,7 +106,7 @@ class RewardSection:
     own."""
     weights: tuple[float, ...] = ()
     """Weight of each function; empty for 1.0 each, or the task's own."""
-    preset: Literal["shoal", "maxtext", "tunix", "torchrl", "verl"] = "shoal"
+    preset: Annotated[str, GSM8K_PRESETS] = "shoal"
     """gsm8k: the system whose prompt and rewards are used."""
     overlong_buffer_tokens: int = 0
     """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over this many last
@@ -173,6 +176,12 @@ class SamplingSection:
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
         at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
         at_least(self, "sampling.", 0, "slots_per_device", note="auto")
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings as requests carry them."""
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+                              max_tokens=self.max_completion_tokens, stop=self.stop)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
                          f"got {len(weights)}")
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
-        if builtin := isinstance(function, RewardFunction):
+        if in_process := isinstance(function, RewardFunction):
             wanted, called = function.name, function.function
         else:
             _check_callable(function)
@@ -51,7 +51,7 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
         if wanted in RESERVED_FUNCTIONS:
             raise ShoalError(f"reward function {wanted!r}: metrics have this name already; give it another")
         name = unused(wanted, named)
-        named[name] = RewardFunction(name, called, float(weights[i]) if weights else 1.0, builtin)
+        named[name] = RewardFunction(name, called, float(weights[i]) if weights else 1.0, in_process)
     return tuple(named.values())
 
 

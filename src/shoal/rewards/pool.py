@@ -66,7 +66,7 @@ class RewardPool:
         if not functions or len({one.name for one in functions}) < len(functions):
             raise ValueError(f"expected one function or more, each of its own name; got {[f.name for f in functions]}")
         self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
-        self._remote = [one for one in functions if not one.builtin] if section.workers else []
+        self._remote = [one for one in functions if not one.runs_in_process] if section.workers else []
         self._here = [one for one in functions if one not in self._remote]
         self._loop = Loop()
         self._done: list[tuple[Hashable, Scores | ShoalError]] = []

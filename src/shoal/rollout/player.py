@@ -20,7 +20,7 @@ from shoal.types import Completion, Group, GroupRequest, Params, Purpose, Rollou
 
 
 @dataclass(frozen=True)
-class Siblings:
+class SampledGroup:
     """The finished completions of one request, in order of their index, and their texts."""
 
     completions: list[Completion]
@@ -51,50 +51,50 @@ class Player:
         by_id = dict(enumerate(requests, start=self.next_id))
         self.next_id += len(requests)
         started = time.perf_counter()
-        siblings, scores = self._sample(by_id, version, params)
+        finished, scores = self._sample(by_id, version, params)
         sampled = time.perf_counter()
-        tickets = self._wait(by_id, siblings, scores)
+        tickets = self._wait(by_id, finished, scores)
         self.stats.sample_seconds += sampled - started
         self.stats.reward_seconds += time.perf_counter() - sampled
-        self.stats.tokens += sum(len(completion) for one in siblings.values() for completion in one.completions)
+        self.stats.tokens += sum(len(completion) for one in finished.values() for completion in one.completions)
         groups = []
         for number, (id, request) in enumerate(by_id.items()):
             found, position = (scores["step"], number) if self.pool.by_step else (scores[id], 0)
-            one = siblings[id]
+            one = finished[id]
             groups.append(make_group(self.task, request, one.completions, one.texts, found, position))
         for ticket in tickets:
             self._count(scores[ticket])
         return groups
 
     def _sample(self, by_id: Mapping[int, GroupRequest], version: int,
-                params: Params) -> tuple[dict[int, Siblings], dict[Hashable, Scores]]:
+                params: Params) -> tuple[dict[int, SampledGroup], dict[Hashable, Scores]]:
         """Completions by request, and the scores that were ready when sampling ended."""
         first = next(iter(by_id.values()))
         sampler = self._sampler(first.purpose, first.num_completions)
         sampler.load(version, params)
         sampler.submit([sample_request(request, id, self.seed) for id, request in by_id.items()])
-        siblings: dict[int, Siblings] = {}
+        finished: dict[int, SampledGroup] = {}
         scores: dict[Hashable, Scores] = {}
         for id, completions in run_until_idle(sampler, self.stop):
-            siblings[id] = Siblings(completions, [self.decode(one.token_ids.tolist()) for one in completions])
+            finished[id] = SampledGroup(completions, [self.decode(one.token_ids.tolist()) for one in completions])
             if not self.pool.by_step:
                 # At once: workers score this group while the device samples the others.
-                self._submit(id, [by_id[id]], [siblings[id]])
+                self._submit(id, [by_id[id]], [finished[id]])
             scores |= self.pool.collect()
             if self.on_progress and first.purpose is Purpose.EVALUATE:
                 kind = "greedy" if first.params.temperature == 0 else "sampled"
-                self.on_progress(f"{first.subset}, {kind}", len(siblings), len(by_id))
+                self.on_progress(f"{first.subset}, {kind}", len(finished), len(by_id))
         # Before rewards are waited for: the update that follows needs the memory of the caches.
         sampler.release_memory()
-        return siblings, scores
+        return finished, scores
 
-    def _wait(self, by_id: Mapping[int, GroupRequest], siblings: Mapping[int, Siblings],
+    def _wait(self, by_id: Mapping[int, GroupRequest], finished: Mapping[int, SampledGroup],
               scores: dict[Hashable, Scores]) -> list[Hashable]:
         """Fills `scores` up; the tickets under which they stand, in the order of the requests."""
         tickets: list[Hashable] = ["step"] if self.pool.by_step else list(by_id)
         if self.pool.by_step:
             # TRL's convention, reward.call=step: functions that compare the groups of a step need them together.
-            self._submit("step", list(by_id.values()), [siblings[id] for id in by_id])
+            self._submit("step", list(by_id.values()), [finished[id] for id in by_id])
         while not scores.keys() >= set(tickets):
             with self.stop.raising_at_once():
                 scores |= self.pool.collect(wait=True)
@@ -106,10 +106,10 @@ class Player:
             self.samplers[purpose, size] = self.make_sampler(purpose, size)
         return self.samplers[purpose, size]
 
-    def _submit(self, ticket: Hashable, requests: Sequence[GroupRequest], siblings: Sequence[Siblings]) -> None:
-        token_ids = [[completion.token_ids.tolist() for completion in one.completions] for one in siblings]
+    def _submit(self, ticket: Hashable, requests: Sequence[GroupRequest], finished: Sequence[SampledGroup]) -> None:
+        token_ids = [[completion.token_ids.tolist() for completion in one.completions] for one in finished]
         with self.stop.raising_at_once():  # functions that are called in this process may hang
-            self.pool.submit(ticket, [request.example for request in requests], [one.texts for one in siblings],
+            self.pool.submit(ticket, [request.example for request in requests], [one.texts for one in finished],
                              token_ids, requests[0].step)
 
     def _count(self, scores: Scores) -> None:

@@ -40,7 +40,7 @@ from shoal.run.compilation import CompilationCounter
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
-from shoal.run.parts import make_learner, make_updater, open_data, schedule_of, training_engines
+from shoal.run.parts import make_learner, make_updater, open_data, schedule_of, training_engine_maker
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
 from shoal.run.profile import Profiler
@@ -49,7 +49,7 @@ from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loop import Run, sampling_params
+from shoal.trainer.loop import Run
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import RolloutSource, ShoalError, StopSignal
@@ -103,7 +103,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         updater=replace(updater, stop=stop),
         source=source,
         prompts=data.prompts,
-        evaluator=Evaluator(data.sets, sampling_params(config.sampling), config.pass_k, task),
+        evaluator=Evaluator(data.sets, config.sampling.params, config.pass_k, task),
         checkpoints=checkpoints,
         recorder=recorder,
         schedule=schedule_of(config.train),
@@ -149,7 +149,7 @@ def with_prompts(config: Config, roles: Roles) -> Config:
 def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool, stop: StopSignal,
                 on_progress: Callable[[str, int, int], None]) -> RolloutSource:
     """The source of groups in this process; `model` is the sampler's."""
-    player = Player(training_engines(config, model, tokenizer), task, pool, tokenizer.decode, config.seed, stop,
+    player = Player(training_engine_maker(config, model, tokenizer), task, pool, tokenizer.decode, config.seed, stop,
                     on_progress)
     return LocalSource(model, player)
 

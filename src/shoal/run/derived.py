@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.config.schema import Config, SamplingSection
-from shoal.types import SamplingParams
+from shoal.config.schema import Config
 
 
 def num_updates(config: Config) -> int:
@@ -11,15 +10,10 @@ def num_updates(config: Config) -> int:
     return config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
 
 
-def is_truncated(s: SamplingSection) -> bool:
-    """True if top_k, top_p or min_p leave tokens out."""
-    return SamplingParams(top_k=s.top_k, top_p=s.top_p, min_p=s.min_p).truncated
-
-
 def max_support(config: Config) -> int:
     """Token ids stored at each position for `match_sampling_support`; 0 for none."""
     s = config.sampling
-    if not (is_truncated(s) and config.algorithm.match_sampling_support):
+    if not (s.params.truncated and config.algorithm.match_sampling_support):
         return 0
     return min(s.max_support, s.top_k or s.max_support)
 

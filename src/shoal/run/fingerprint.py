@@ -90,7 +90,7 @@ def _source_digest(one: RewardFunction) -> str:
         hashed = hashlib.blake2b(inspect.getsource(module).encode("utf-8", "backslashreplace"), digest_size=8)
     except (OSError, TypeError):
         return ""
-    if not one.builtin and (file := getattr(module, "__file__", None)) and "site-packages" not in file:
+    if not one.runs_in_process and (file := getattr(module, "__file__", None)) and "site-packages" not in file:
         for path in _local_imports(Path(file)):
             hashed.update(path.read_bytes())
     return hashed.hexdigest()

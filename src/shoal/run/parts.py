@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from shoal.config.schema import Config, SamplingSection, TrainSection
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
-from shoal.run.derived import is_truncated, max_support, num_updates
+from shoal.run.derived import max_support, num_updates
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
-from shoal.trainer.curriculum import PassRates, Prepared, PromptStream, prepare
+from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
 from shoal.trainer.loop import Schedule
 from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
 from shoal.trainer.update import Updater
@@ -34,13 +34,13 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
         return Engine(
             model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
             max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
-            decode=tokenizer.decode, truncated=is_truncated(sampling),
+            decode=tokenizer.decode, truncated=sampling.params.truncated,
             max_support=max_support if purpose is Purpose.TRAIN else 0)
 
     return make
 
 
-def training_engines(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[Purpose, int], Engine]:
+def training_engine_maker(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a training run; `model` is the sampler's."""
     slots = config.sampling.slots_per_device * model.role.mesh.size
     # A whole step at once: a second wave of groups would wait for the longest completion of the first.
@@ -68,8 +68,8 @@ class RunData:
     """What a run asks its model."""
 
     prompts: PromptStream
-    sets: Mapping[str, Sequence[Prepared]]  # of evaluation
-    first: Prepared
+    sets: Mapping[str, Sequence[TokenizedExample]]  # of evaluation
+    first: TokenizedExample
 
 
 def open_data(config: Config, task: Task, tokenizer: Tokenizer, warn: Callable[[str], None]) -> RunData:
@@ -84,7 +84,7 @@ def open_data(config: Config, task: Task, tokenizer: Tokenizer, warn: Callable[[
 
 
 def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
-                 warn: Callable[[str], None]) -> dict[str, list[Prepared]]:
+                 warn: Callable[[str], None]) -> dict[str, list[TokenizedExample]]:
     """Each evaluation set's questions with their tokens. Questions that are too long are dropped with a warning;
     ShoalError where a set has no others."""
     sets = {}

@@ -38,7 +38,7 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
                          "reward: shoal.train(resume=FOLDER, task=rows, reward=f)")
     loaded = with_rewards(load_by_name(task, reward), task, reward, functions)
     if not needs_reward and not loaded.rewards:
-        return replace(loaded, rewards=(RewardFunction("unrewarded", _zero_reward, builtin=True),))
+        return replace(loaded, rewards=(RewardFunction("unrewarded", _zero_reward, runs_in_process=True),))
     if judged and not loaded.rewards:
         raise no_reward(task.name)
     return loaded
@@ -102,5 +102,6 @@ def with_overlong(task: Task, reward: RewardSection, max_tokens: int) -> Task:
     if any(one.name == PENALTY for one in task.rewards):
         raise ShoalError("reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give yours "
                          "another, or leave that key at 0")
-    penalty = RewardFunction(PENALTY, overlong_punishment(max_tokens, buffer), reward.overlong_penalty, builtin=True)
+    penalty = RewardFunction(PENALTY, overlong_punishment(max_tokens, buffer), reward.overlong_penalty,
+                             runs_in_process=True)
     return replace(task, rewards=(*task.rewards, penalty))

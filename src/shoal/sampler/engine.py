@@ -142,7 +142,7 @@ class Engine:
 
     # -- dispatch
 
-    def step(self) -> bool:
+    def dispatch_next(self) -> bool:
         """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
@@ -155,7 +155,7 @@ class Engine:
         return False
 
     def _start_all(self) -> None:
-        while self.step():
+        while self.dispatch_next():
             pass
 
     @property

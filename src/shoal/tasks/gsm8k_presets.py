@@ -1,7 +1,4 @@
-"""GSM8K's prompts and rewards by `reward.preset`: what a preset holds, and where each is registered.
-
-`shoal/__init__.py` adds other systems' presets to PRESETS; a preset is imported when it is used.
-"""
+"""GSM8K's prompts and rewards by `reward.preset`: what a preset holds. One is imported when it is used."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal.config.sections import GSM8K_PRESETS
 from shoal.types import Messages, RewardFunction
-
-PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
-"""Name -> `module:object`, the place of its Preset."""
 
 
 @dataclass(frozen=True)
@@ -32,5 +27,5 @@ class Preset:
 
 def load_preset(name: str) -> Preset:
     """The preset of a name."""
-    module, _, preset = PRESETS[name].partition(":")
+    module, _, preset = GSM8K_PRESETS[name].partition(":")
     return getattr(importlib.import_module(module), preset)

@@ -46,7 +46,7 @@ def reward_of(name: str, points: Points, weight: float = 1.0) -> RewardFunction:
         return [float(points(text, gold)) for text, gold in zip(texts, answer, strict=True)]
 
     reward.__name__ = name
-    return RewardFunction(name, reward, weight, builtin=True)
+    return RewardFunction(name, reward, weight, runs_in_process=True)
 
 
 def user_prompt(instructions: str, question: str) -> Messages:
@@ -60,5 +60,5 @@ def system_prompt(instructions: str, question: str) -> Messages:
 SHOAL = Preset(
     lambda question: system_prompt(SYSTEM_PROMPT, question),
     (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)),
-     RewardFunction("format", format_reward, 0.1, builtin=True)),
+     RewardFunction("format", format_reward, 0.1, runs_in_process=True)),
     extract_answer, well_formed, same_number)

@@ -73,12 +73,14 @@ def blank(task: TaskSection) -> Task:
 
 def _task(tags: bool) -> Task:
     """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and no form measured."""
-    instructions = RewardFunction("instructions", instructions_reward if tags else whole_text_reward, 1.0, builtin=True)
+    rewards = [RewardFunction("instructions", instructions_reward if tags else whole_text_reward, runs_in_process=True)]
+    if tags:
+        rewards.append(RewardFunction("format", format_reward, runs_in_process=True))
     return Task(
         name="ifeval",
         train=(),
         evaluations={},
-        rewards=(instructions, RewardFunction("format", format_reward, 1.0, builtin=True)) if tags else (instructions,),
+        rewards=tuple(rewards),
         correct=partial(is_correct, tags=tags),
         well_formed=well_formed if tags else None,
         verdict=partial(verdict, tags=tags),

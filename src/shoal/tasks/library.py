@@ -39,7 +39,7 @@ def find_builtin(spec: str) -> RewardFunction | None:
     if name in FUNCTIONS:
         if arguments:
             raise ShoalError(f"reward function {spec!r}: {name} takes no arguments")
-        return RewardFunction(name, FUNCTIONS[name], builtin=True)
+        return RewardFunction(name, FUNCTIONS[name], runs_in_process=True)
     factory, defaults = FACTORIES[name]
     try:
         call = ast.parse(f"f({arguments or ''})", mode="eval").body
@@ -48,7 +48,7 @@ def find_builtin(spec: str) -> RewardFunction | None:
         function = factory(*(ast.literal_eval(one) for one in call.args), **(given if arguments else defaults))
     except (SyntaxError, TypeError, ValueError, AssertionError) as error:
         raise ShoalError(f"reward function {spec!r}: {error}; expected {name}(KEY=NUMBER)") from error
-    return RewardFunction(name.removeprefix("get_").removesuffix("_reward") + "_reward", function, builtin=True)
+    return RewardFunction(name.removeprefix("get_").removesuffix("_reward") + "_reward", function, runs_in_process=True)
 
 
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float | None]:

@@ -132,7 +132,8 @@ def pack(
         # Completions without a reward have no advantage to learn from; an empty one has no token.
         members = [i for i in range(group.size) if group.valid[i] and len(group.completions[i])]
         rows.extend((number, members[start : start + shape.slots]) for start in range(0, len(members), shape.slots))
-    batches = [_fill(groups, advantages, weights, shape, temperature, rows[start : start + shape.rows], max_support)
+    batches = [_fill(groups, rows[start : start + shape.rows], shape, advantages=advantages, weights=weights,
+                     temperature=temperature, max_support=max_support)
                for start in range(0, max(1, len(rows)), shape.rows)]
     for batch in batches:
         arrays = batch.arrays
@@ -147,8 +148,8 @@ def pack(
     return batches
 
 
-def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, shape: Shape, temperature: float,
-          rows: list[tuple[int, list[int]]], max_support: int) -> MicroBatch:
+def _fill(groups: Sequence[Group], rows: list[tuple[int, list[int]]], shape: Shape, *, advantages: np.ndarray,
+          weights: np.ndarray, temperature: float, max_support: int) -> MicroBatch:
     grid = (shape.rows, shape.slots, shape.length)
     prefix, prefix_len = np.zeros((shape.rows, shape.prefix), np.int32), np.zeros(shape.rows, np.int32)
     slots, segment, loss_mask = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
@@ -169,6 +170,8 @@ def _fill(groups: Sequence[Group], advantages: np.ndarray, weights: np.ndarray, 
                 ids = completion.extra["support_ids"]
                 support_ids[(*tokens, slice(0, ids.shape[1]))] = ids
             positions[number, index] = (row, slot, 1)
-    arrays = LearnerBatch(prefix, prefix_len, slots, segment, loss_mask, weight, advantage, sampler_logprobs,
-                          old_logprobs, ref_logprobs, np.float32(temperature), support_ids)
+    arrays = LearnerBatch(
+        prefix=prefix, prefix_len=prefix_len, slots=slots, segment=segment, loss_mask=loss_mask, weight=weight,
+        advantage=advantage, sampler_logprobs=sampler_logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+        temperature=np.float32(temperature), support_ids=support_ids)
     return MicroBatch(arrays, positions)

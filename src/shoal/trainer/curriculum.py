@@ -19,7 +19,7 @@ class DataExhausted(ShoalError):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenizedExample:
     """An example and the token ids of its prompt, int32[Tp]."""
 
     example: Example
@@ -100,7 +100,7 @@ class PromptStream:
     ended: tuple[float, int] | None = None  # the bound of the rates and the `count` with which `next` failed
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
-    def more(self, count: int, taken: Collection[int]) -> list[Prepared]:
+    def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
         """Up to `count` more prompts for a step that already has the rows `taken`, searched once through the data.
 
         If there is none, the cursor stays where it was.
@@ -120,7 +120,7 @@ class PromptStream:
             self.restore(before)
         return list(found.values())
 
-    def next(self, count: int) -> list[Prepared]:
+    def next(self, count: int) -> list[TokenizedExample]:
         """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and from then on."""
         if len(self.examples) < count:
             raise ShoalError(f"the data has {len(self.examples)} prompts, fewer than batch.prompts_per_step={count}: "
@@ -149,8 +149,8 @@ class PromptStream:
             self.restore(before)
         return False
 
-    def _walk(self, count: int) -> list[Prepared]:
-        found: dict[int, Prepared] = {}
+    def _walk(self, count: int) -> list[TokenizedExample]:
+        found: dict[int, TokenizedExample] = {}
         rows_read = 0
         while len(found) < count:
             row = self._next_row()
@@ -168,7 +168,7 @@ class PromptStream:
         return DataExhausted(f"{len(self.rates.retired())} prompts are retired (train.retire_above="
                              f"{self.rates.bound:g}), fewer than {count} are left")
 
-    def peek(self, count: int = 1, steps: int = 1) -> Prepared:
+    def peek(self, count: int = 1, steps: int = 1) -> TokenizedExample:
         """The first prompt that `next` will return; the cursor does not move.
 
         The prompts of `steps` times `count` are read, so that errors in them are raised now.
@@ -178,7 +178,7 @@ class PromptStream:
         self.restore(before)
         return prompts[0][0]
 
-    def of_row(self, row: int) -> Prepared:
+    def of_row(self, row: int) -> TokenizedExample:
         """One example by its row, without moving the cursor."""
         if not 0 <= row < len(self.examples):
             raise ShoalError(f"row {row} is not in the data, which has {len(self.examples)} rows")
@@ -224,18 +224,18 @@ class PromptStream:
             self._order = (epoch, order)
         return self._order[1]
 
-    def _prepare(self, row: int) -> Prepared | None:
+    def _prepare(self, row: int) -> TokenizedExample | None:
         prepared = prepare(self.examples[row], self.encode, self.max_tokens, self.long_prompts)
         self.dropped += prepared is None
         return prepared
 
 
 def prepare(example: Example, encode: Callable[[Prompt], np.ndarray], max_tokens: int,
-            long_prompts: str) -> Prepared | None:
+            long_prompts: str) -> TokenizedExample | None:
     """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop"."""
     ids = encode(example.prompt)
     if 1 <= len(ids) <= max_tokens:
-        return Prepared(example, ids)
+        return TokenizedExample(example, ids)
     message = (f"the prompt of row {example.row} has {len(ids)} tokens, sampling.max_prompt_tokens is {max_tokens}")
     if long_prompts == "error":
         raise ShoalError(message + ": raise it, or set sampling.long_prompts=drop")

@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.report.metrics import known_mean, majority_at_k, pass_at_k, standard_error, wilson_interval
 from shoal.tasks.task import Task
-from shoal.trainer.curriculum import Prepared
+from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingParams
 
 
@@ -28,7 +28,7 @@ class Evaluator:
     """Evaluates one version: a greedy completion for each question of each data set; where requested, also `pass_k`
     sampled ones for each question of the first. `task` decides what is counted of them."""
 
-    sets: Mapping[str, Sequence[Prepared]]
+    sets: Mapping[str, Sequence[TokenizedExample]]
     params: SamplingParams
     pass_k: int
     task: Task

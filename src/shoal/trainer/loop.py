@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.config.schema import Config, SamplingSection
+from shoal.config.schema import Config
 from shoal.config.text import to_dict
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.tasks.library import PENALTY
 from shoal.trainer.checkpoint import Checkpoints, Restored
-from shoal.trainer.curriculum import DataExhausted, Prepared, PromptStream
+from shoal.trainer.curriculum import DataExhausted, PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.step import TrainState, is_intact
 from shoal.trainer.step_table import is_useful
@@ -30,7 +30,6 @@ from shoal.types import (
     Params,
     Purpose,
     RolloutSource,
-    SamplingParams,
     ShoalError,
     StopRequested,
     StopSignal,
@@ -204,13 +203,13 @@ class Run:
         """True if the data is exhausted and no step follows, so that the final evaluation is of this version."""
         return version not in self.pending and self.prompts.is_exhausted(self.config.batch.prompts_per_step)
 
-    def request(self, step: int, prompts: Sequence[Prepared]) -> None:
+    def request(self, step: int, prompts: Sequence[TokenizedExample]) -> None:
         """Requests a step's groups. Requested again after a restart, the same addresses give the same tokens."""
         self.pending[step] = [prompt.example.row for prompt in prompts]
         self.source.request(self.group_requests(step, prompts))
 
-    def group_requests(self, step: int, prompts: Sequence[Prepared]) -> list[GroupRequest]:
-        size, params = self.config.batch.group_size, sampling_params(self.config.sampling)
+    def group_requests(self, step: int, prompts: Sequence[TokenizedExample]) -> list[GroupRequest]:
+        size, params = self.config.batch.group_size, self.config.sampling.params
         version = self.schedule.version(step)
         return [GroupRequest(Purpose.TRAIN, step, version, prompt.example, prompt.prompt_ids, size, params)
                 for prompt in prompts]
@@ -308,9 +307,3 @@ class Run:
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
         self.recorder.spent("checkpoint", time.perf_counter() - started)
-
-
-def sampling_params(s: SamplingSection) -> SamplingParams:
-    """The settings of training samples, as requests carry them."""
-    return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p,
-                          max_tokens=s.max_completion_tokens, stop=s.stop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,13 +25,6 @@ from shoal.model.attention import segment_index, shared_prefix_attention
 from shoal.model.transformer import Model, forward, logits
 from shoal.trainer.batch import LearnerBatch
 from shoal.types import Params
-
-SUMS = ("clip/fraction", "clip/low", "clip/high", "ratio/mean", "entropy", "sampler_gap/logprob_mean", "sampler_gap/w",
-        "sampler_gap/w2")
-"""Metrics that every micro-batch returns as (sum, count); `Objective.sums` adds those of its terms."""
-
-MAXIMA = ("sampler_gap/logprob_max",)
-"""Metrics of which the largest value is kept."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +62,6 @@ class Objective:
             correction_level=a.correction_level,
             correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)),
         )
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """Names of the (sum, count) metrics that a micro-batch returns."""
-        corrected = ("correction/weight", "correction/zero") if self.correction else ()
-        return (*SUMS, *(["kl"] if self.kl_coef else []), *corrected)
 
 
 def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int,
@@ -114,8 +102,17 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
     return (batch.weight * token_loss).sum(), (sums, maxima, jax.lax.stop_gradient(lp))
 
 
+def metric_shapes(o: Objective) -> tuple[Any, Any]:
+    """Names and shapes of the sums and maxima that `token_losses` returns: they are named there alone."""
+    real, whole, truth = (jax.ShapeDtypeStruct((1, 1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_))
+    batch = LearnerBatch(prefix=None, prefix_len=None, slots=None, segment=whole, loss_mask=truth, weight=real,
+                         advantage=real, sampler_logprobs=real, old_logprobs=real, ref_logprobs=real, temperature=None)
+    return jax.eval_shape(partial(token_losses, o), real, real, batch)[1:]
+
+
 def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: LearnerBatch) -> Any:
-    """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies of [R, S, C].
+    """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies of [R, S, C]. Sums and maxima of 0 or
+    more are (value, count) by metric.
 
     The token loss is the policy term, times its correction, plus KL, less entropy. Tokens of weight 0 (with
     `mask_truncated` those of truncated completions) count in the metrics of sampler and trainer's difference and in no
@@ -158,4 +155,4 @@ def _sampler_gap(old_logprobs: jax.Array, batch: LearnerBatch) -> tuple[dict[str
         "sampler_gap/w": (w.sum(), count),
         "sampler_gap/w2": ((w * w).sum(), count),
     }
-    return sums, {"sampler_gap/logprob_max": difference.max()}
+    return sums, {"sampler_gap/logprob_max": (difference.max(), count)}

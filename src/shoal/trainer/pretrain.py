@@ -82,7 +82,9 @@ def supervised_batch(prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray
     zeros = np.zeros(slots.shape, np.float32)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     weight = (loss_mask / loss_mask.sum()).astype(np.float32)
-    return LearnerBatch(prefix, lengths, slots, segment, loss_mask, weight, zeros, zeros, zeros, zeros, np.float32(1.0))
+    return LearnerBatch(prefix=prefix, prefix_len=lengths, slots=slots, segment=segment, loss_mask=loss_mask,
+                        weight=weight, advantage=zeros, sampler_logprobs=zeros, old_logprobs=zeros, ref_logprobs=zeros,
+                        temperature=np.float32(1.0))
 
 
 def run_pretraining(

@@ -21,7 +21,7 @@ from shoal.config.schema import OptimizerSection
 from shoal.mesh import MAX_IN_FLIGHT, Role
 from shoal.model.transformer import Architecture, Model, ParamSpec, is_param_spec, param_specs, shardings
 from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.loss import MAXIMA, Objective, batch_logprobs, batch_loss
+from shoal.trainer.loss import Objective, batch_logprobs, batch_loss, metric_shapes
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 from shoal.types import Params
 
@@ -52,7 +52,7 @@ class GradientSum:
     gradient: Params
     loss: Any
     sums: Any  # name -> (sum, count)
-    maxima: Any  # name -> number
+    maxima: Any  # name -> (largest, count)
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,8 @@ def _gradient_shapes(a: Architecture) -> Params:
 
 
 def _zero(shapes: Params, objective: Objective) -> GradientSum:
-    def pair() -> tuple[jax.Array, jax.Array]:
-        return jnp.float32(0), jnp.float32(0)
-
-    gradient = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    maxima = {name: jnp.float32(0) for name in MAXIMA}
-    return GradientSum(gradient, jnp.float32(0), {name: pair() for name in objective.sums}, maxima)
+    total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), *metric_shapes(objective))
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
 
 
 def _accumulate(model: Model, objective: Objective, total: GradientSum, trainable: Params,

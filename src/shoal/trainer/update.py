@@ -229,7 +229,7 @@ class Updater:
         # One transfer: each `float(x)` of its own waits for the device.
         sums, maxima, applied, values = jax.device_get((sums, maxima, applied, logprobs if keep else []))
         result.correction += [float(x) for x in (*sums.pop("sampler_gap/w"), sums.pop("sampler_gap/w2")[0])]
-        _record_update(result.metrics, sums, maxima, applied)
+        _record_update(result.metrics, sums | maxima, applied)
         if keep:
             for batch, value in zip(batches, values, strict=True):
                 result.logprobs |= batch.unpack(value)
@@ -245,12 +245,9 @@ def _record_prompt_sharing(metrics: MetricSet, batches: Sequence[MicroBatch]) ->
         metrics.add("tokens/prompt_saved", flattened - float(lengths.sum()), flattened)
 
 
-def _record_update(metrics: MetricSet, sums: dict, maxima: dict, applied: UpdateMetrics) -> None:
-    for name, (value, number) in sums.items():
-        if number:
-            metrics.add(name, float(value), float(number))
-    if sums["sampler_gap/logprob_mean"][1]:
-        metrics.add("sampler_gap/logprob_max", float(maxima["sampler_gap/logprob_max"]))
+def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:
+    for name, (value, number) in values.items():
+        metrics.add(name, value, number)
     metrics.add("loss", float(applied.loss))
     metrics.add("grad_norm", float(applied.grad_norm))
     metrics.add("lr", float(applied.lr))

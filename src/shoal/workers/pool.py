@@ -56,7 +56,7 @@ class WorkerPool:
         self._channel = Channel(here)
         self.heard = time.monotonic()
         """When the supervisor last sent something."""
-        self.close = weakref.finalize(self, _end, self.pid, here, trainer)
+        self.close = weakref.finalize(self, _end_supervisor, self.pid, here, trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
 
     def submit(self, call: int, header: Header, body: bytes = b"", together: bool = False) -> None:
@@ -75,7 +75,7 @@ class WorkerPool:
         return [(header["call"], header["reply"]) for header, _ in frames if "call" in header]
 
 
-def _end(pid: int, end: socket.socket, owner: int) -> None:
+def _end_supervisor(pid: int, end: socket.socket, owner: int) -> None:
     """Shuts the socket down, upon which the supervisor ends by itself, and waits for that. Another process, such as the
     supervisor of a younger pool, may hold a copy of the socket: closing it alone would not be seen."""
     if os.getpid() != owner:  # a copy in a process that someone else forked
@@ -86,12 +86,13 @@ def _end(pid: int, end: socket.socket, owner: int) -> None:
     end.close()
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         os.kill(pid, signal.SIGCONT)  # should it be stopped
-        if not _ends(pid, END_SECONDS):
+        if not _reaped(pid, END_SECONDS):
             os.kill(pid, signal.SIGKILL)
-            _ends(pid, EXIT_SECONDS)  # one that waits for a device cannot end before that answers
+            _reaped(pid, EXIT_SECONDS)  # one that waits for a device cannot end before that answers
 
 
-def _ends(pid: int, seconds: float) -> bool:
+def _reaped(pid: int, seconds: float) -> bool:
+    """True if the process ended within so many seconds."""
     deadline, pause = time.monotonic() + seconds, 0.0005
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() >= deadline:

@@ -20,7 +20,7 @@ from shoal.mesh import Role, Roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, shardings
 from shoal.report.findings import Finding, gib
-from shoal.run.parts import training_engines
+from shoal.run.parts import training_engine_maker
 from shoal.sampler.engine import Engine
 from shoal.types import Purpose, ShoalError
 
@@ -135,7 +135,7 @@ def parameter_count(a: Architecture) -> int:
 def run_engines(config: Config, model: Model, role: Role, tokenizer: Tokenizer) -> Iterator[tuple[str, Engine]]:
     """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups. Nothing is
     compiled."""
-    make = training_engines(config, model.on(role), tokenizer)
+    make = training_engine_maker(config, model.on(role), tokenizer)
     yield "training", make(Purpose.TRAIN, config.batch.group_size)
     yield "evaluation", make(Purpose.EVALUATE, 1)
     if config.pass_k:

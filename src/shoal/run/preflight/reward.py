@@ -19,7 +19,7 @@ from shoal.report.findings import Finding, Level
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores, describe_step
 from shoal.tasks.graders.answer import extract_answer, parse_number
-from shoal.trainer.curriculum import Prepared
+from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError, ground_truth
 
 KINDS = ("right", "wrong", "empty", "repeated", "tag-stuffed")
@@ -212,15 +212,16 @@ def reward_findings(probe: Probe) -> list[Finding]:
     elif silent:
         found.append(("warning", f"{', '.join(silent)} gave no number for any answer tried: only the other functions "
                       "would count; fix it, or remove it from reward.functions"))
-    totals = {kind: probe.total(kind) for kind in probe.rows}
-    if not all(np.isnan(total) for total in totals.values()):
-        found += _compare_totals(probe, totals)
+    found += _faults_of_totals(probe)
     if not found:
         return [Finding("reward", "ok", probe.describe())]
     return [Finding("reward", level, text, _KEY) for level, text in found]
 
 
-def _compare_totals(probe: Probe, totals: Mapping[str, float]) -> Iterable[tuple[Level, str]]:
+def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
+    totals = {kind: probe.total(kind) for kind in probe.rows}
+    if all(np.isnan(total) for total in totals.values()):
+        return
     if len({round(total, 9) for total in totals.values() if not np.isnan(total)}) == 1:
         yield ("wrong", f"right, wrong, empty, repeated and tag-stuffed answers all score {totals['right']:.3g}: "
                "without differences in a group nothing is learned; set reward.functions to one that tells them apart"
@@ -242,7 +243,8 @@ def _compare_totals(probe: Probe, totals: Mapping[str, float]) -> Iterable[tuple
                               f"({right:.3g}): the model will find that out; count one answer only")
 
 
-def check_first_prompt(config: Config, tokenizer: Tokenizer, first: Prepared, pool: RewardPool) -> list[Finding]:
+def check_first_prompt(config: Config, tokenizer: Tokenizer, first: TokenizedExample,
+                       pool: RewardPool) -> list[Finding]:
     """The short check before each run: the reward of known answers to the first prompt, as `ok`, and warnings.
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or

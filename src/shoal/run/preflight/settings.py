@@ -15,7 +15,7 @@ from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSect
 from shoal.files import check_local, check_place
 from shoal.report.findings import Check, Findings
 from shoal.report.folder import is_run, named_folder
-from shoal.run.derived import is_truncated, max_support, num_updates, step_text
+from shoal.run.derived import max_support, num_updates, step_text
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS
 from shoal.types import ShoalError
@@ -112,7 +112,7 @@ def check_task(section: TaskSection) -> None:
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
     """A line for each combination of settings that is allowed but probably a mistake."""
-    a, s, truncated = config.algorithm, config.sampling, is_truncated(config.sampling)
+    a, s, truncated = config.algorithm, config.sampling, config.sampling.params.truncated
     loss, kl = POLICY_LOSSES[a.loss], KL_ESTIMATORS[a.kl]
     if loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01:
         yield (f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "

@@ -26,8 +26,7 @@ from shoal.run.preflight.reward import score
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.tasks.task import Task
 from shoal.trainer.batch import Shape, choose_shape, pack
-from shoal.trainer.curriculum import Prepared
-from shoal.trainer.loop import sampling_params
+from shoal.trainer.curriculum import TokenizedExample
 from shoal.trainer.step import Learner
 from shoal.trainer.update import StepTable
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose, StopReason
@@ -111,13 +110,13 @@ class StepTrial:
 
 
 def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool, engine: Engine, learner: Learner,
-             parameters: Params, prompts: Sequence[Prepared]) -> StepTrial:
+             parameters: Params, prompts: Sequence[TokenizedExample]) -> StepTrial:
     """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
     them. The weights that it gives are discarded."""
     for owner in (engine, learner):
         owner.programs = {name: Program(function) for name, function in owner.programs.items()}
     programs: dict[str, Program] = {**engine.programs, **learner.programs}  # type: ignore[dict-item]
-    size, params = config.batch.group_size, sampling_params(config.sampling)
+    size, params = config.batch.group_size, config.sampling.params
     requests = [GroupRequest(Purpose.TRAIN, 0, 0, prompt.example, prompt.prompt_ids, size, params)
                 for prompt in prompts[: engine.num_groups]]
     engine.load(0, publish_to(engine.model, parameters))

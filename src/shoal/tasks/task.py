@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
@@ -20,6 +20,18 @@ ROWS = "rows"
 
 FROM_PYTHON = "python:"
 """Begins the name of a reward function that was given from Python, where the configuration is stored."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was read for a task, and which training rows were left out. Empty where questions are generated.
+
+    >>> DataReport({"gsm8k_train.jsonl": 7473}, {"gsm8k_test.jsonl": 1319}, {"no `#### <number>`": 12})
+    """
+
+    train_files: dict[str, int] = field(default_factory=dict)  # file -> rows read from it to train on
+    held_out_files: dict[str, int] = field(default_factory=dict)  # file -> rows; also a file that is in train_files
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> training rows left out
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,9 @@ class Task:
     pretrain_example: Callable[[int], tuple[Prompt, str]] | None = None
     """Row -> (prompt, completion without a fault) for supervised training; row is 0 or more."""
     notes: tuple[str, ...] = ()
-    """Lines that the run prints: what was dropped or derived when the data was read."""
+    """Lines that the run prints: what was derived when the data was read."""
+    data: DataReport = field(default_factory=DataReport)
+    """The files that were read, with their rows, and the training rows that were dropped."""
 
 
 def load_by_name(task: TaskSection, reward: RewardSection) -> Task:

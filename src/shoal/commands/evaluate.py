@@ -20,7 +20,7 @@ from shoal.rollout.source import LocalSource
 from shoal.run.loading import compute_dtype, make_model, open_model
 from shoal.run.parts import engine_maker, prepare_sets
 from shoal.run.task import load_task, with_overlong
-from shoal.tasks.data import evaluating
+from shoal.tasks.data import evaluating, showing_progress
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
 from shoal.trainer.loop import sampling_params
@@ -35,7 +35,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
     """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
     output = check_writable(config.output, "output") if config.output else None
     with console or Console() as console, ExitStack() as stack:
-        with evaluating():
+        with evaluating(), showing_progress(console.note):
             task = task or load_task(config.task, config.reward, reward_functions)
         task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):

@@ -44,6 +44,7 @@ from shoal.run.preflight.settings import algorithm_warnings, check_before_weight
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.task import load_task, with_overlong
+from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
 from shoal.trainer.curriculum import PassRates, Prepared, PromptStream
@@ -72,7 +73,8 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     check_sinks(plan.config.report)
     for text in algorithm_warnings(plan.config):
         console.warning(text)
-    task, pool = open_task(plan.config, reward_functions, stack, task)
+    with showing_progress(console.note):
+        task, pool = open_task(plan.config, reward_functions, stack, task)
     config, roles = open_devices(plan, console)
     loaded = open_run_model(config.model, plan.run, roles.trainer, console)
     data = open_data(config, task, loaded.tokenizer, console)

@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits
-from shoal.tasks.rows import ExampleMaker, numbered, task_of_examples
+from shoal.tasks.rows import ExampleMaker, task_of_examples
 from shoal.tasks.task import Task
 from shoal.text import suggest
 from shoal.types import Example, ShoalError
@@ -44,8 +44,6 @@ def load(task: TaskSection) -> Task:
     splits = read_splits(replace(task, template=""), Published(NAME), make)
     if parts:
         splits.notes.append(f"{NAME}: task.template makes each prompt, as a user's message")
-    if not splits.shared:
-        splits.held_out = numbered(splits.held_out)
     return task_of_examples(splits, maker)
 
 

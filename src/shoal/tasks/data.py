@@ -6,6 +6,7 @@ row that is held out is trained on, unless that was asked for.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -61,6 +62,18 @@ def showing_progress(show: Callable[[str], None]) -> Iterator[None]:
         _SHOW.reset(token)
 
 
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Within, Python looks for no cycles: it would go through all rows again and again, a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass
 class Splits:
     """The rows to train on and those held out, in whatever form, and what was done to get them."""
@@ -107,11 +120,10 @@ class Splits:
         self.data = DataReport(self.data.train_files, self.data.train_files)
         self.notes.append(f"{self.task}: {self.on_purpose}: evaluated on the rows that are trained on")
 
-    def keep(self, change: Callable[[Any], Any], expected: str, reason: str) -> None:
-        """Puts what `change` makes of a row in its place, and drops the row where that is None; ShoalError where no row
-        is left. `expected`: what a row must have; `reason`: what the dropped ones have."""
-        train, held_out = ([found for row in rows if (found := change(row)) is not None]
-                           for rows in (self.train, self.held_out))
+    def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
+        """Drops the rows that fail a test; ShoalError where no other is left. `expected`: what a row must have;
+        `reason`: what the dropped ones have."""
+        train, held_out = list(filter(test, self.train)), list(filter(test, self.held_out))
         for kind, rows, kept in (("training", self.train, train), ("held-out", self.held_out, held_out)):
             if rows and not kept:
                 raise ShoalError(f"task {self.task}: none of the {len(rows)} {kind} rows has {expected}")
@@ -204,11 +216,12 @@ def _read(files: Sequence[Path], renames: Mapping[str, str], published: Publishe
     show, due = _SHOW.get(), time.monotonic() + _SHOW_SECONDS
     for file in files:
         before = len(rows)
-        for place, row in read_file(file, f"task {published.task}: "):
-            rows.append(make(len(rows), place, _checked(row, place, renames, published)))
-            if show and not len(rows) % _SHOW_ROWS and time.monotonic() > due:
-                due = time.monotonic() + _SHOW_SECONDS
-                show(f"reading {file.name}: {len(rows):,} rows")
+        with paused_collection():
+            for place, row in read_file(file, f"task {published.task}: "):
+                rows.append(make(len(rows), place, _checked(row, place, renames, published)))
+                if show and not len(rows) % _SHOW_ROWS and time.monotonic() > due:
+                    due = time.monotonic() + _SHOW_SECONDS
+                    show(f"reading {file.name}: {len(rows):,} rows")
         counts[file.name if names.count(file.name) == 1 else str(file)] = len(rows) - before
     if not rows:
         raise ShoalError(f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are needed")
@@ -230,9 +243,11 @@ def _checked(row: Any, place: str, renames: Mapping[str, str], published: Publis
         if column not in row:
             raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: "
                              f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)")
+        if column not in published.texts or isinstance(row[column], str):
+            continue
         if column in published.numbers:
             row[column] = _number_as_text(row[column])
-        if column in published.texts and not isinstance(row[column], str):
+        if not isinstance(row[column], str):
             raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(row[column]).__name__}; text is "
                              "needed")
     return row

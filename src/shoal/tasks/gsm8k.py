@@ -7,7 +7,6 @@ questions are put and rewarded is chosen by `reward.preset` (`gsm8k_presets.py`)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
@@ -16,6 +15,7 @@ from shoal.tasks.graders.answer import parse_number
 from shoal.tasks.graders.final_answer import final_number, shown
 from shoal.tasks.gsm8k_presets import load_preset
 from shoal.tasks.gsm8k_rewards import answer_key
+from shoal.tasks.rows import has_answer, prompt_key, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
@@ -32,14 +32,14 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """
     empty = blank(task, reward)
     prompt = load_preset((reward or RewardSection()).preset).prompt
-    splits = read_splits(task, PUBLISHED, lambda number, place, row: row)
-    splits.keep(lambda row: None if (answer := gold(row["answer"])) is None else row | {"gold": answer},
-                "an answer that is a number or ends in `#### <number>`", "no `#### <number>`")
-    splits.drop_held_out(lambda row: row["question"], "question")
-    train, held_out = (
-        [Example(i, prompt(row["question"]), {"answer": row["gold"], "solution": row["answer"]})
-         for i, row in enumerate(rows)] for rows in (splits.train, splits.held_out))
-    return replace(empty, train=train, evaluations={"held_out": held_out}, notes=tuple(splits.notes), data=splits.data)
+
+    def make(number: int, place: str, row: dict[str, Any]) -> Example:
+        return Example(number, prompt(row["question"]), {"answer": gold(row["answer"]), "solution": row["answer"]})
+
+    splits = read_splits(task, PUBLISHED, make)
+    splits.keep(has_answer, "an answer that is a number or ends in `#### <number>`", "no `#### <number>`")
+    splits.drop_held_out(prompt_key, "question")
+    return with_rows(empty, splits)
 
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:

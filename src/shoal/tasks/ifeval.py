@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, is_evaluating, read_splits
 from shoal.tasks.graders.answer import completion_text, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
+from shoal.tasks.rows import with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, RewardFunction, ShoalError
 
@@ -49,10 +49,9 @@ def load(task: TaskSection) -> Task:
         splits.notes.append("ifeval: the published prompts are a benchmark; a model that trained on some of them has "
                             "no fair figures on it any more, not even on those held out")
     splits.drop_held_out(lambda one: one[1]["prompt"], "prompt")
-    train, held_out = ([_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
-                       for rows in (splits.train, splits.held_out))
-    return replace(_task(tags), train=train, evaluations={"held_out": held_out}, notes=tuple(splits.notes),
-                   data=splits.data)
+    splits.train, splits.held_out = ([_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
+                                     for rows in (splits.train, splits.held_out))
+    return with_rows(_task(tags), splits)
 
 
 def blank(task: TaskSection) -> Task:

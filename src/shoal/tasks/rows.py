@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from json import JSONEncoder
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.tasks.data import Splits
+from shoal.tasks.data import Splits, paused_collection
 from shoal.tasks.data_file import half_character
 from shoal.tasks.task import ROWS, Task
 from shoal.types import Example, Prompt, ShoalError
@@ -29,7 +30,6 @@ _NOT_GIVEN = ("completion",)  # by the convention, columns that reward functions
 _LISTS = ("files", "columns")
 """Settings of a task that are lists."""
 
-_MESSAGE = ("role", "content")
 _MISSING = ("NAType", "NaTType")
 _PLAIN = (str, int, bool, type(None))
 _ENCODER = JSONEncoder(sort_keys=True, default=str)
@@ -77,8 +77,19 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
     if maker.num_continued:
         notes.append(f"{splits.task}: {maker.num_continued} prompts end with an assistant's message, which the "
                      "completion continues")
-    return Task(splits.task, numbered(splits.train), {"held_out": splits.held_out}, rewards=(), question="prompt",
-                correct=correct, notes=(*splits.notes, *notes), data=splits.data)
+    splits.notes += notes
+    return with_rows(Task(splits.task, (), {}, rewards=(), question="prompt", correct=correct), splits)
+
+
+def with_rows(task: Task, splits: Splits) -> Task:
+    """The task with the examples of its data, numbered from 0 in each split."""
+    held_out = splits.held_out if splits.task == ROWS else _numbered(splits.held_out)
+    return replace(task, train=_numbered(splits.train), evaluations={"held_out": held_out}, notes=tuple(splits.notes),
+                   data=splits.data)
+
+
+def has_answer(example: Example) -> bool:
+    return example.columns["answer"] is not None
 
 
 def prompt_key(example: Example) -> str:
@@ -86,8 +97,7 @@ def prompt_key(example: Example) -> str:
     return example.prompt if isinstance(example.prompt, str) else _ENCODER.encode(example.prompt)
 
 
-def numbered(examples: Sequence[Example]) -> list[Example]:
-    """The examples with rows from 0."""
+def _numbered(examples: Sequence[Example]) -> list[Example]:
     return [one if one.row == row else replace(one, row=row) for row, one in enumerate(examples)]
 
 
@@ -104,7 +114,8 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
 
 
 def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
-    return [maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))]
+    with paused_collection():
+        return [maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))]
 
 
 def _rows(data: Any, name: str) -> Sequence[Any]:
@@ -180,8 +191,7 @@ def example_of(number: int, place: str, row: Any) -> Example:
         raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
     if "prompt" not in row and "messages" not in row:
         raise ShoalError(f"{place} has no `prompt`: {_list_columns(row)}")
-    columns = {column: value if type(value) in _PLAIN else _plain(value)
-               for column, value in row.items() if column != "prompt"}
+    columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
     return Example(number, _prompt(prompt, place), columns)
 
@@ -209,6 +219,8 @@ def _check_names(example: Example, place: str) -> None:
 
 def _plain(value: Any) -> Any:
     """A table's value as Python has it: lists for arrays, None where there is none (NaN, NA, NaT)."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
@@ -223,24 +235,31 @@ def _prompt(prompt: Any, place: str) -> Prompt:
     """Text, or messages as a list of plain dicts, checked."""
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ShoalError(f"{place}: `prompt` is empty: expected text, or messages")
-        texts = [prompt]
-    elif not isinstance(prompt, list | tuple):
+    if not isinstance(prompt, str | list | tuple):
         raise ShoalError(f"{place}: `prompt` is a {type(prompt).__name__}: expected text, or messages, a list of dicts "
                          "with role and content")
-    elif not prompt:
-        raise ShoalError(f"{place}: `prompt` is an empty list: expected messages, or text")
-    else:
-        for at, message in enumerate(prompt):
-            if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _MESSAGE):
-                raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with "
-                                 "role and content, both text")
-        texts = [message["content"] for message in prompt]
-    if half := half_character("".join(texts)):
+    if not prompt:
+        raise ShoalError(f"{place}: `prompt` is {'empty' if isinstance(prompt, str) else 'an empty list'}: expected "
+                         "text, or messages")
+    if isinstance(prompt, str):
+        _check_text(prompt, place)
+        return prompt
+    return [_message(at, message, place) for at, message in enumerate(prompt)]
+
+
+def _message(at: int, message: Any, place: str) -> dict[str, Any]:
+    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)):
+        raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role and "
+                         "content, both text")
+    _check_text(message["content"], place)
+    found = {key: value for key, value in message.items() if value is not None}
+    if found["role"] == "system":
+        found["content"] = sys.intern(str(found["content"]))  # one object for all rows, which mostly share it
+    return found
+
+
+def _check_text(text: str, place: str) -> None:
+    if not text.isascii() and (half := half_character(text)):
         raise ShoalError(f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
                          "halves, or leave it out")
-    if isinstance(prompt, str):
-        return prompt
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]

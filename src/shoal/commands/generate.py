@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from shoal.files import check_local, check_new_file, write_text
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.report.lines import json_ready
+from shoal.report.lines import json_line
 from shoal.rollout.publication import publish_to
 from shoal.run.loading import compute_dtype, make_model, open_model
 from shoal.run.parts import engine_maker
@@ -101,4 +100,4 @@ def completion_rows(prompts: Sequence[Prepared], completions: Mapping[tuple[int,
             tokens = completion.token_ids.tolist()
             values = (one.example.row, one.example.prompt, one.prompt_ids.tolist(), tokens,
                       [float(value) for value in completion.logprobs], decode(tokens), completion.stop_reason.value)
-            yield json.dumps(json_ready(columns) | dict(zip(WRITTEN, values, strict=True)), ensure_ascii=False)
+            yield json_line(columns | dict(zip(WRITTEN, values, strict=True)))

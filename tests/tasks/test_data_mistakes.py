@@ -16,6 +16,7 @@ import shoal
 from shoal.config.schema import TaskSection
 from shoal.run.task import load_task
 from shoal.tasks.data import evaluating, showing_progress
+from shoal.tasks.data_file import read_file
 from shoal.tasks.rows import rows_task
 from shoal.tasks.task import DataReport, Task
 from shoal.trainer.curriculum import PromptStream
@@ -130,6 +131,19 @@ def test_prompts_that_are_all_too_long() -> None:
     stream = PromptStream(rows_task(GOOD).train, lambda prompt: np.zeros(9, np.int32), 0, 8)
     with pytest.raises(ShoalError, match=r"fewer than 2 prompts of the data have at most 8 tokens: raise sampling.max"):
         stream.next(2)
+
+
+def test_lines_read_together_are_those_read_alone(tmp_path: Path) -> None:
+    odd = [b'{"prompt": "a\xe2\x80\xa8b"}', b' {"prompt": "c", "n": [1, {"x": null}]} ', b"", b"0", b'"0"', b"[0]",
+           b"{}", b'{"prompt": NaN}', b'{"a": 1, "a": 2}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(odd))
+    rows = list(read_file(tmp_path / "a.jsonl"))
+    assert [place.rpartition(", ")[2] for place, _ in rows] == [f"line {at}" for at in (1, 2, 4, 5, 6, 7, 8, 9)]
+    assert repr([row for _, row in rows]) == repr([json.loads(line) for line in odd if line])
+    for torn in (b'{"a": [{}\n{}]},{"b": 3}', b'{"a": [{}\n{}]},0,{"b": 3}', b"1,0,2\n3", b"1\n2,0", b"1,2\n3"):
+        (tmp_path / "b.jsonl").write_bytes(torn)
+        with pytest.raises(ShoalError, match="is no JSON object"):
+            list(read_file(tmp_path / "b.jsonl"))
 
 
 # ---- one rule, from a file and from Python

@@ -187,8 +187,10 @@ def _find_files(task: TaskSection, published: Published) -> tuple[list[Path], li
         return *_siblings(path, task), [f"{name}: task.{key} has no effect, since {path.name} is one file"
                                         for key in ("subset", "files") if getattr(task, key)]
     if task.files and (not (task.path or published.hub_id) or (task.path in _READERS and not path.is_dir())):
-        train = named_files(task.files)
-        return *(_siblings(train[0], task) if len(train) == 1 else (train, [])), []
+        train, held_out = named_files(task.files), []
+        if len(train) == 1:
+            train, held_out = _siblings(train[0], task)
+        return train, held_out, []
     folder = open_folder(path, published) if task.path and path.is_dir() else fetch_folder(task, published)
     return folder.find_splits(task)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ PlacedRows: TypeAlias = "Iterator[tuple[str, Any]]"
 
 _BATCH_ROWS, _BATCH_BYTES = 1000, 2**18
 _PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst")
+_MARK = secrets.token_hex(8)  # in no file
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -66,14 +68,14 @@ def _read_lines(file: Path, name: str) -> PlacedRows:
 def _parse_together(lines: list[bytes]) -> list[Any]:
     """The rows of some lines, parsed as one list: a third faster, and equal keys are one object. Empty if any line is
     faulty, or may be."""
-    text = b"[" + b",0,".join(lines) + b"]"  # a line that ends within a value takes the 0 into it
+    text = b"[" + f',"{_MARK}",'.encode().join(lines) + b"]"  # a line that ends within a value takes the mark into it
     if b"\\u" in text:
         return []
     try:
         found = json.loads(text.decode())
     except (ValueError, RecursionError):
         return []
-    return found[::2] if len(found) == 2 * len(lines) - 1 and not any(found[1::2]) else []
+    return found[::2] if found[1::2] == [_MARK] * (len(lines) - 1) and len(found) == 2 * len(lines) - 1 else []
 
 
 def _parse_line(line: bytes, name: str) -> Any:

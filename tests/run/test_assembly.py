@@ -98,7 +98,7 @@ def test_every_group_is_kept(family):
         expected = np.where(deviation > 0, (rewards - rewards.mean(1, keepdims=True)) / (deviation + 1e-4), 0)
         np.testing.assert_allclose(advantages, expected, atol=1e-6)
         for group, nonzero_std in zip(kept, deviation[:, 0] > 0, strict=True):
-            assert (group["purpose"], group["step"], group["version"]) == ("train", step - 1, step - 1)
+            assert (group["purpose"], group["step"], group["version"]) == ("train", step, step - 1)
             assert group["columns"]["answer"] == str(10 + group["row"] + 17)
             for completion in group["completions"]:
                 assert len(completion["logprobs"]) == len(completion["token_ids"])

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -38,28 +38,27 @@ Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
 """(number, place, row) -> what is kept of a row; its place is `FILE, line 3`."""
 
 
-@contextmanager
-def evaluating() -> Iterator[None]:
+def evaluating() -> AbstractContextManager[None]:
     """Within, nothing is trained on: data of one split is evaluated on whole, and there are no training rows."""
-    token = _EVALUATING.set(True)
-    try:
-        yield
-    finally:
-        _EVALUATING.reset(token)
+    return _set(_EVALUATING, True)
 
 
 def is_evaluating() -> bool:
     return _EVALUATING.get()
 
 
-@contextmanager
-def showing_progress(show: Callable[[str], None]) -> Iterator[None]:
+def showing_progress(show: Callable[[str], None]) -> AbstractContextManager[None]:
     """Within, `show` gets a line now and then while many rows are read."""
-    token = _SHOW.set(show)
+    return _set(_SHOW, show)
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _SHOW.reset(token)
+        variable.reset(token)
 
 
 @contextmanager

@@ -40,9 +40,14 @@ class Call:
 
     @property
     def is_quick(self) -> bool:
-        """True if it starts no run: a help text, a dry run, an error."""
-        words = {"--help", "--dry-run", "export"} & set(shlex.split(self.command))
-        return bool(words) or "".join(self.shown).startswith("error: ")
+        """True if it neither starts a run nor names one: a help text, a dry run, an error."""
+        is_error = "".join(self.shown).startswith("error: ")
+        words = {"--help", "--dry-run", "export"} & set(self.words)
+        return bool(words) or (is_error and "run_name=" not in self.command)
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.command.replace("\\\n", " "))
 
 
 def calls(text: str) -> list[Call]:
@@ -77,7 +82,7 @@ def renewed(shown: list[str], printed: list[str]) -> list[str]:
     >>> renewed(["step 1", "...", "loss 3"], ["step 1", "step 2", "loss 4", "time 5"])
     ['step 1', '...', 'loss 4', 'time 5']
     """
-    printed = [line.rstrip() for line in printed]
+    printed = [_cut(line.rstrip()) for line in printed]
     parts: list[list[str]] = [[]]
     for line in shown:
         if line == "...":
@@ -91,7 +96,7 @@ def renewed(shown: list[str], printed: list[str]) -> list[str]:
             continue
         first = 0 if number == 0 else _find(part[0], printed, place)
         last = len(printed) - 1 if number == len(parts) - 1 else _find(part[-1], printed, first)
-        result += [_cut(line) for line in printed[first:last + 1]]
+        result += printed[first:last + 1]
         place = last + 1
     return result
 
@@ -138,10 +143,12 @@ def renew(page: Path, quick: bool) -> None:
             lines = []
             for call in block:
                 printed = run(call.command, Path(name), environment)
+                lines.append(f"$ {call.command}")
                 try:
-                    lines += [f"$ {call.command}", *renewed(call.shown, printed)]
+                    lines += renewed(call.shown, printed)
                 except ValueError as error:
-                    raise SystemExit(f"{page.name}: {call.command}: {error}\n" + "\n".join(printed)) from None
+                    print(f"{page.name}: {call.command}: {error}", *printed, sep="\n", file=sys.stderr)
+                    lines += call.shown  # for a person to edit
             return "\n".join([f"```console{match[2]}", *lines, "```"])
 
         page.write_text(BLOCK.sub(transcript, text), encoding="utf-8")

@@ -23,6 +23,8 @@ WIDTH = 118
 """Longer lines are cut, except errors and warnings."""
 ALIKE = 0.6
 """Two lines with at least this ratio of difflib are the same line on two days."""
+CLOCK = re.compile(r"\d+:\d\d|[\d.]+k?( tokens/s| s\b| GiB\b)")
+"""What differs from one day to the next; a line that differs in nothing else stays."""
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -79,8 +81,8 @@ def files(page: str) -> Iterator[tuple[str, str]]:
 def renewed(shown: list[str], printed: list[str]) -> list[str]:
     """The lines that were shown, as a command prints them today; ValueError for one that it no longer prints.
 
-    >>> renewed(["step 1", "...", "loss 3"], ["step 1", "step 2", "loss 4", "time 5"])
-    ['step 1', '...', 'loss 4', 'time 5']
+    >>> renewed(["step 1  0:02", "...", "loss 3"], ["step 1  0:05", "step 2  0:09", "loss 4", "took 5 s"])
+    ['step 1  0:02', '...', 'loss 4', 'took 5 s']
     """
     printed = [_cut(line.rstrip()) for line in printed]
     parts: list[list[str]] = [[]]
@@ -98,7 +100,8 @@ def renewed(shown: list[str], printed: list[str]) -> list[str]:
         last = len(printed) - 1 if number == len(parts) - 1 else _find(part[-1], printed, first)
         result += printed[first:last + 1]
         place = last + 1
-    return result
+    same = {CLOCK.sub("0", line): line for line in shown}
+    return [same.get(CLOCK.sub("0", line), line) for line in result]
 
 
 def _find(line: str, printed: list[str], start: int) -> int:

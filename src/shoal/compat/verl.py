@@ -166,7 +166,7 @@ FLAGS: list[Flag] = [
     *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
     *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
     *refused("quantised weights", _R + "quantization"),
-    *refused("completions are always sampled", _R + "skip_rollout"),
+    *refused("samples are always drawn", _R + "skip_rollout"),
     *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs",
           names=_R + "logprobs_mode"),
     *only("one turn", "single_turn_agent", names=_R + "agent.default_agent_loop"),

@@ -405,9 +405,9 @@ class ReportSection:
     """Write every training group to `groups/`, a parquet file for each step."""
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
+    wandb: WandbSection = field(default_factory=WandbSection)
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
-    wandb: WandbSection = field(default_factory=WandbSection)
 
     def __post_init__(self) -> None:
         require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")

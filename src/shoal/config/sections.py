@@ -336,8 +336,8 @@ class TrainSection:
     max_staleness: int = -1
     """Largest age of samples, in versions of the weights: weight_sync_interval - 1 or more; -1 for exactly that."""
     retire_above: float = 1.0
-    """Curriculum: from the second epoch on, skip prompts with a pass rate above this, and sample hard prompts more
-    often than easy ones; 1 for off."""
+    """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
+    prompts are sampled more often; 1 for off."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")

@@ -67,7 +67,7 @@ def inline(page: Path) -> list[str]:
 def commands(page: Path) -> list[str]:
     """Every `shoal ...` command of a page: in shell blocks, after a `$`, and in the prose."""
     typed = [line for text in blocks(page, "bash") for line in joined(text)]
-    typed += [call.command.replace("\\\n", " ") for block in transcripts.transcripts(page.read_text(encoding="utf-8"))
+    typed += [shlex.join(call.words).partition(" '|' ")[0] for block in transcripts.transcripts(page.read_text("utf-8"))
               for call in block if not "".join(call.shown).startswith("error: ")]
     typed += inline(page)
     return [line for line in typed if line.startswith("shoal ")]

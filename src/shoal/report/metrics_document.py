@@ -8,7 +8,7 @@ from shoal.report.metrics import METRICS, is_clock
 
 EVALUATION: Mapping[str, tuple[str, str]] = {
     "num_questions": ("questions", "number of questions"),
-    "protocol": ("text", "how the answers were sampled"),
+    "protocol": ("text", "how the answers were generated"),
     "accuracy": ("share", "questions with a right answer; absent if the task does not define one"),
     "accuracy_interval": ("shares", "its 95% interval (Wilson)"),
     "well_formed": ("share", "answers in the form that the task requests; absent if it requests none"),
@@ -25,7 +25,7 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
     "sampled_accuracy": ("share", "the same as pass@1"),
     "sampled_accuracy_error": ("share", "its standard error over questions"),
     "sampled_mean_reward": ("reward", "mean weighted reward of the samples"),
-    "sampled_protocol": ("text", "how the samples were drawn"),
+    "sampled_protocol": ("text", "how the samples were generated"),
 }
 """Figure of an evaluation -> unit, meaning."""
 

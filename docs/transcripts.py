@@ -91,7 +91,8 @@ def renewed(shown: list[str], printed: list[str]) -> list[str]:
             parts.append([])
         else:
             parts[-1].append(line)
-    result, place = [], 0
+    result: list[str] = []
+    place = 0
     for number, part in enumerate(parts):
         result += ["..."] if number else []
         if not part and number in (0, len(parts) - 1):
@@ -105,12 +106,12 @@ def renewed(shown: list[str], printed: list[str]) -> list[str]:
 
 
 def _find(line: str, printed: list[str], start: int) -> int:
-    """The place of the line that resembles this one most, its numbers apart."""
+    """The place of the first line that resembles this one about as much as any, its numbers apart."""
     ratios = [difflib.SequenceMatcher(None, _words(line), _words(each), autojunk=False).ratio()
               for each in printed[start:]]
     if not ratios or max(ratios) < ALIKE:
         raise ValueError(f"no longer printed: {line}")
-    return start + ratios.index(max(ratios))
+    return start + next(place for place, ratio in enumerate(ratios) if ratio >= 0.9 * max(ratios))
 
 
 def _words(line: str) -> str:
@@ -124,7 +125,7 @@ def _cut(line: str) -> str:
 def run(command: str, folder: Path, environment: dict[str, str]) -> list[str]:
     """What a command prints; an `export` stays in the environment."""
     if command.startswith("export "):
-        environment.update([command.removeprefix("export ").split("=", 1)])
+        name, _, environment[name] = command.removeprefix("export ").partition("=")
         return []
     done = subprocess.run(command, shell=True, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, check=False)

@@ -346,7 +346,7 @@ class BatchSection:
 @dataclass(frozen=True)
 class TrainSection:
     evaluate_every: int = 0
-    """Steps between evaluations; 0 for the first and the last only."""
+    """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none at all."""
     pass_k: int = -1
     """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1 for 8 with task=words
     and off otherwise."""
@@ -363,7 +363,7 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
-        at_least(self, "train.", 0, "evaluate_every", note="only at the ends")
+        at_least(self, "train.", -1, "evaluate_every", note="no evaluation")
         require(self.pass_k >= -1, "train.pass_k", self.pass_k, "-1 (auto), 0 (off) or more")
         at_least(self, "train.", 1, "weight_sync_interval")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",

@@ -121,6 +121,8 @@ def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitS
               task: Task | None = None) -> tuple[Task, RewardPool]:
     """The task, and the worker processes that score its completions."""
     task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.uses_rewards)
+    if config.train.evaluate_every < 0:
+        task = replace(task, evaluations={})
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
     return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))
 

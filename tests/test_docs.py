@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -21,6 +23,7 @@ from shoal.config.arguments import names_of
 from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.loading import compose
 from shoal.config.schema import Config
+from shoal.config.translator import translator
 from shoal.report.metrics import METRICS
 from test_architecture import LAYERS
 from test_readme import path_of_the_readme, resolve
@@ -30,6 +33,19 @@ DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "shoal"
 PAGES = sorted(path for path in DOCS.glob("*.md") if path.name not in ("LOG.md", "metrics.md", "migrating.md"))
 
+
+
+def load(path: Path) -> ModuleType:
+    """A module outside the package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+transcripts = load(DOCS / "transcripts.py")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
@@ -51,7 +67,8 @@ def inline(page: Path) -> list[str]:
 def commands(page: Path) -> list[str]:
     """Every `shoal ...` command of a page: in shell blocks, after a `$`, and in the prose."""
     typed = [line for text in blocks(page, "bash") for line in joined(text)]
-    typed += [line[2:] for text in blocks(page, "console") for line in joined(text) if line.startswith("$ ")]
+    typed += [shlex.join(call.words).partition(" '|' ")[0] for block in transcripts.transcripts(page.read_text("utf-8"))
+              for call in block if not "".join(call.shown).startswith("error: ")]
     typed += inline(page)
     return [line for line in typed if line.startswith("shoal ")]
 
@@ -85,15 +102,24 @@ def test_every_command_composes(page: Path, tmp_path: Path, monkeypatch: pytest.
         check_command(line, tmp_path)
 
 
-def test_help_in_the_pages_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]):
+@pages
+def test_quick_transcripts_are_what_the_commands_print(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capfd: pytest.CaptureFixture[str]):
+    """Help texts, dry runs and errors that need no run; `python docs/transcripts.py` rewrites all transcripts."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
-    shown = dict(text[2:].split("\n", 1) for page in PAGES for text in blocks(page, "console")
-                 if re.match(r"\$ shoal .*--help", text))
-    assert shown.keys() >= {"shoal --help", "shoal train --help optimizer"}
-    for line, output in shown.items():
-        assert cli.main(line.split()[1:]) == 0
-        assert capsys.readouterr().out == output, line
+    text = page.read_text(encoding="utf-8")
+    for name, content in transcripts.files(text):
+        Path(name).write_text(content, encoding="utf-8")
+    for block in transcripts.transcripts(text):
+        for call in block if all(call.is_quick for call in block) else ():
+            command, *words = call.words
+            if command == "export":
+                monkeypatch.setenv(*words[0].split("=", 1))
+                continue
+            cli.main(words)
+            printed = "".join(capfd.readouterr()).splitlines()
+            assert transcripts.renewed(call.shown, printed) == call.shown, f"python docs/transcripts.py {page}"
 
 
 @pages
@@ -144,7 +170,30 @@ def test_python_blocks_are_python(page: Path):
                 config = COMMANDS["train" if ast.unparse(node.func) == "shoal.train" else "eval"]
                 known = {name.partition(".")[0] for name in names_of(config)} | {"task", "held_out", "correct"}
                 given = {word.arg.partition("__")[0] for word in node.keywords if word.arg}
-                assert given <= known | {"config_name"}, f"{page.name}: {sorted(given - known)}"
+                unknown = [name for name in given - known - {"config_name"} if not translator().find(config, name)]
+                assert not unknown, f"{page.name}: {unknown}"
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """The string literals of a module, with `...` for the values inside f-strings."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_that_troubleshooting_quotes_are_in_the_code():
+    """Those in bold, and in the first column of its tables; `...` and names in capitals stand for any text."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"\*\*`([^`]+)`", text)
+    cells = "".join(re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE))
+    quoted += [span for span in re.findall("`([^`]+)`", cells) if " " in span]
+    assert len(quoted) > 8
+    messages = {string for path in SOURCE.rglob("*.py") for string in strings_of(path)}
+    for message in quoted:
+        for part in re.split(r"\.\.\.|\b[A-Z]+\b", message):
+            assert any(part.strip() in string for string in messages), f"no message has {part!r}"
 
 
 # ---- the code that pages name

@@ -40,8 +40,9 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
 
     `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages), whose other columns
     go to the reward; columns; a table of pandas, polars, arrow or datasets; a `shoal.Task`. `held_out`: rows to
-    evaluate on; without, the last of the data are. `correct(text, example)`: whether a completion solves its example;
-    without, there is no accuracy, only the mean reward.
+    evaluate on, which are not trained on, or "train" for the rows that are; without, the last of the data are.
+    `correct(text, example)`: whether a completion solves its example; without, there is no accuracy, only the mean
+    reward.
     `reward`: a function or several, `f(prompts, completions, completion_ids, **columns) -> list of numbers`.
     All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
     (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
@@ -66,21 +67,24 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
     With `responses=FILE`, the figures of answers made elsewhere, for rows of your own too.
 
-    Of rows of your own, `held_out` is evaluated; without it, the part of `task` that `train` would hold out."""
+    Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to `task.num_questions`."""
     from shoal.config.loading import from_overrides
     from shoal.config.schema import EvalConfig
     from shoal.run.cache import cache_by_configuration
+    from shoal.tasks.data import evaluating
 
     config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
     if config.responses:
         from shoal.commands.responses import score_responses
 
         everything = replace(config, task=replace(config.task, num_questions=0))
-        data = _task_of_data(task, held_out, correct, everything, functions)
+        with evaluating():
+            data = _task_of_data(task, held_out, correct, everything, functions)
         return score_responses(config, functions, _console(resolved), data)
     from shoal.commands.evaluate import evaluate as run
 
-    data = _task_of_data(task, held_out, correct, config, functions)
+    with evaluating():
+        data = _task_of_data(task, held_out, correct, config, functions)
     cache_by_configuration()
     return run(config, functions, _console(resolved), data)
 

@@ -101,6 +101,14 @@ def check_writable(path: str | Path, key: str) -> Path:
     return path
 
 
+def check_new_file(path: str | Path, key: str) -> Path:
+    """The local path of a file to write, the value of `key`; ShoalError where it exists or cannot be written."""
+    path = check_writable(path, key)
+    if path.exists():
+        raise ShoalError(f"{key}={path} exists: choose another name, or remove it")
+    return path
+
+
 def check_new_folder(path: str | Path, key: str) -> Path:
     """The local path of a folder to write, the value of `key`; ShoalError where it holds files or cannot be written."""
     path = check_local(path, key)

@@ -616,4 +616,4 @@ def test_the_models_have_the_sizes_that_their_names_say():
         billions = sum(float(np.prod(d.shape)) for d in declared) / 1e9
         said = float(name.split("-")[1].removesuffix("b"))
         assert abs(billions - said) < max(0.1 * said, 0.3), (name, billions)
-        assert maxtext.places(model.architecture)
+        assert maxtext.stored_parameters(model.architecture)

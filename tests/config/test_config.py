@@ -342,7 +342,7 @@ def test_only_trainings_keys_are_passed_over(tmp_path):
 def test_doctor_takes_trains_presets(tmp_path):
     assert presets_of("doctor") == presets_of("train")
     config, resolved = compose("doctor", ["task=gsm8k", "json=true"])
-    assert config.algorithm.kl_coef == 0.04 and config.json and "brings its preset" in resolved.notes[0]
+    assert config.algorithm.kl_coef == 0.04 and config.json and "loads its preset" in resolved.notes[0]
     (tmp_path / "mine.yaml").write_text("defaults: [gsm8k, _self_]\n")
     assert compose("doctor", [str(tmp_path / "mine.yaml")])[0].optimizer.lr == 1e-6
 

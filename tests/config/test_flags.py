@@ -139,7 +139,7 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     (["data.truncation=left"], "data.truncation=left: expected one of error"),
     (["algorithm.adv_estimator=gae"], "expected one of grpo, rloo"),
     (["trainer.logger=[mlflow]"], "mlflow is not supported"),
-    (["trainer.resume_mode=disable"], "a run goes on by the same run_name"),
+    (["trainer.resume_mode=disable"], "the same run_name or resume=FOLDER resumes"),
     (["data.train_files=[a/x.parquet,b/y.parquet]"], "expected files of one folder"),
     (["data.train_files=[]"], "expected a file, or a list of files"),
     (["custom_reward_function.name=f"], "needs custom_reward_function.path"),
@@ -218,7 +218,7 @@ def test_a_file_that_leaves_a_tasks_preset_out_says_so(tmp_path):
     config, resolved = compose("train", [str(file)])
     assert config.sampling.max_completion_tokens == 64
     [note] = resolved.notes
-    assert "mine.yaml is not laid over the preset of task=gsm8k" in note and "defaults: [gsm8k, _self_]" in note
+    assert "mine.yaml does not load the preset of task=gsm8k" in note and "defaults: [gsm8k, _self_]" in note
     file.write_text("defaults: [gsm8k, _self_]\noptimizer: {lr: 1.0e-5}\n")
     config, resolved = compose("train", [str(file)])
     assert (config.sampling.max_completion_tokens, config.optimizer.lr, resolved.notes) == (512, 1e-5, ())

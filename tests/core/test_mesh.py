@@ -176,7 +176,7 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
                    for row, ids in enumerate(prompts)])
     played = drain(engine)
     assert len(played) == 18
-    cache = engine._slots.caches[0]  # type: ignore[union-attr]
+    cache = engine._state.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
     assert share(cache.own_k) == 1 / where.sampler.row_shards / (tensor if SMALL.num_kv_heads % tensor == 0 else 1)
     groups = [Group(Purpose.TRAIN, 0, 0, Example(row, ""), ids, tuple(played[row, i] for i in range(2)), ("", ""),

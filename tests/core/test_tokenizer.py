@@ -139,6 +139,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "b", "reasoning": "because", "tool_calls": None},
         {"role": "user", "content": "c"},
     ],
+    "an answer begun": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nWell,  "},
+    ],
+    "an answer begun, of a word that templates hold": [
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": " e"},
+    ],
     "special tokens in the text": [{"role": "user", "content": "<|im_end|><|eot_id|> no <|begin_of_text|>"}],
 }
 
@@ -168,7 +176,9 @@ def pairs(transformers, tmp_path_factory):
 
 
 def their_ids(theirs: Any, messages: list[dict[str, Any]]) -> list[int]:
-    return list(theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    continued = messages[-1]["role"] == "assistant" and bool(messages[-1]["content"])
+    return list(theirs.apply_chat_template(messages, add_generation_prompt=not continued,
+                                           continue_final_message=continued, return_dict=False))
 
 
 # Prompt ids
@@ -212,7 +222,8 @@ def test_what_the_templates_give(tmp_path):
     assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1  # the template's, not another
     given = Tokenizer.load(tmp_path, GENERATION)
     turns = [{"role": "system", "content": "x"}, *user('"'), {"role": "assistant", "content": "b"}]
-    assert given.render(turns) == '"\\""\nb<|eot_id|>\n> '
+    assert given.render(turns) == '"\\""\nb'  # an answer that is begun is continued
+    assert given.render([*turns, *user("c")]) == '"\\""\nb<|eot_id|>\n"c"\n> '
 
 
 def test_data_from_parquet_renders_like_plain_data(tmp_path):
@@ -255,7 +266,7 @@ def test_without_a_template_messages_are_written_plainly(tmp_path):
     rules, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "yes"}
     turns = [rules, *user("hi"), answer, *user("?")]
     text = "Be brief.\nUser: hi\nAssistant: yes\nUser: ?\nAssistant:"
-    assert tokenizer.render(turns) == text
+    assert tokenizer.render(turns) == text and tokenizer.render(turns[:3]) == text[:33]
     assert tokenizer.encode_prompt(turns).tolist() == tokenizer.encode_prompt(text).tolist()
     assert tokenizer.encode_prompt(turns)[0] == tokenizer.bos_id
 

@@ -304,7 +304,7 @@ def make_completion(index: int, tokens: list[int], reason: StopReason = StopReas
 
 def make_group(**changes) -> Group:
     group = Group(
-        purpose=Purpose.TRAIN, step=12, version=3,
+        purpose=Purpose.TRAIN, step=11, version=3,
         example=Example(row=17, prompt=[{"role": "user", "content": "2 + 3 = ?"}],
                         columns={"answer": "5", "value": np.int64(5)}),
         prompt_ids=np.array([5, 8, 13], np.int32),

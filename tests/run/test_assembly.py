@@ -93,7 +93,7 @@ def test_every_group_is_kept(family):
         expected = np.where(deviation > 0, (rewards - rewards.mean(1, keepdims=True)) / (deviation + 1e-4), 0)
         np.testing.assert_allclose(advantages, expected, atol=1e-6)
         for group, nonzero_std in zip(kept, deviation[:, 0] > 0, strict=True):
-            assert (group["purpose"], group["step"], group["version"]) == ("train", step - 1, step - 1)
+            assert (group["purpose"], group["step"], group["version"]) == ("train", step, step - 1)
             assert group["columns"]["answer"] == str(10 + group["row"] + 17)
             for completion in group["completions"]:
                 assert len(completion["logprobs"]) == len(completion["token_ids"])
@@ -157,6 +157,7 @@ PROMPTS = ["one", [{"role": "user", "content": "two"}], "three is longer than tw
 def generate(workshop: Workshop, *changes: str, prompts: list | None = None) -> list[dict]:
     """Two completions a prompt, two prompts at a time."""
     prompts_file, output = workshop.folder / "prompts.jsonl", workshop.folder / "completions.jsonl"
+    output.unlink(missing_ok=True)
     prompts_file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts or PROMPTS))
     assert cli.main(["generate", f"model={workshop.model}", f"prompts={prompts_file}", f"output={output}", "batch=4",
                      "num_generations=2", "max_new_tokens=12", "max_prompt_tokens=64", *changes]) == 0
@@ -173,8 +174,9 @@ def test_a_row_a_completion_in_order(workshop, sampled):
 
     tokenizer = Tokenizer.load(workshop.model)
     assert len(sampled) == 2 * len(PROMPTS)  # more than there are slots
-    for row, prompt in zip(sampled, [prompt for prompt in PROMPTS for _ in range(2)], strict=True):
-        assert set(row) == {"prompt_ids", "completion_ids", "logprobs", "completion", "stop_reason"}
+    for at, (row, prompt) in enumerate(zip(sampled, [prompt for prompt in PROMPTS for _ in range(2)], strict=True)):
+        assert set(row) == {"index", "prompt", "prompt_ids", "completion_ids", "logprobs", "completion", "stop_reason"}
+        assert (row["index"], row["prompt"]) == (at // 2, prompt)
         assert row["prompt_ids"] == tokenizer.encode_prompt(prompt).tolist()
         assert row["completion"] == tokenizer.decode(row["completion_ids"])
         assert 1 <= len(row["completion_ids"]) == len(row["logprobs"]) <= 12
@@ -205,7 +207,8 @@ def test_fewer_prompts_draw_the_same(workshop, sampled):
 def test_temperature_0_is_greedy_for_every_seed(workshop, sampled):
     rows = generate(workshop, "temperature=0", "seed=5")
     assert rows == generate(workshop, "temperature=0", "seed=9")
-    assert all(rows[i] == rows[i + 1] for i in range(0, len(rows), 2)) and rows[0] == rows[6]
+    assert all(rows[i] == rows[i + 1] for i in range(0, len(rows), 2))
+    assert rows[0] | {"index": 3} == rows[6]
     assert [row["completion_ids"] for row in rows] != [row["completion_ids"] for row in sampled]
 
 
@@ -232,12 +235,21 @@ def test_stop_strings(workshop, sampled):
         assert cut["stop_reason"] != "stop" or cut["completion"].index(stop) == len(cut["completion"]) - 1
 
 
-def test_unusual_lines_are_read(workshop):
+def test_unusual_lines_are_read(workshop, capsys):
     file, output = workshop.folder / "odd.jsonl", workshop.folder / "odd-out.jsonl"
-    file.write_text('\ufeff{"prompt": "a\u2028b", "more": 1}\n\n{"prompt": "c"}\n', encoding="utf-8")
-    assert cli.main(["generate", f"model={workshop.model}", f"prompts={file}", f"output={output}", "batch=4",
-                     "num_generations=2", "max_new_tokens=12", "max_prompt_tokens=64"]) == 0
-    assert len(read_lines(output)) == 4
+    long, talk = "9" * 65, [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]
+    file.write_text('\ufeff{"prompt": "a\u2028b", "completion": 1}\n\n{"prompt": "' + long + '"}\n' +
+                    json.dumps({"messages": talk}), encoding="utf-8")
+    words = ["generate", f"model={workshop.model}", f"prompts={file}", f"output={output}", "batch=4",
+             "num_generations=2", "max_new_tokens=12", "max_prompt_tokens=64"]
+    assert cli.main(words) == 0
+    told = "1 of 3 prompts are skipped; the first, " + f"{file}, line 3: it has more than sampling.max_prompt_tokens=64"
+    assert told in " ".join(capsys.readouterr().out.split())
+    rows = read_lines(output)
+    assert [(row["index"], row["prompt"]) for row in rows] == [(0, "a\u2028b")] * 2 + [(2, talk[:1])] * 2
+    assert [row["given_completion"] for row in rows[:2]] == [1, 1] and rows[2]["messages"] == talk
+    assert cli.main(words) == 2
+    assert f"output={output} exists: choose another name, or remove it" in capsys.readouterr().err
 
 
 # ---- learning

@@ -59,7 +59,7 @@ def test_rows_become_a_task():
     assert task.train[3].prompt == [{"role": "user", "content": "13 + 17 = ?"}]
     assert task.train[3].columns == {"answer": 30}
     assert [example.row for example in task.evaluations["held_out"]] == [27, 28, 29]
-    assert task.notes == ("rows: the last 3 of 30 are held out for evaluation (held_out= gives others)",)
+    assert task.notes == ("rows: task has no other split to evaluate on; its last 3 of 30 rows are held out",)
 
 
 @pytest.mark.parametrize(("count", "num_questions", "kept"), [(100, 5, 5), (100, 500, 10), (100, 0, 10), (2, 500, 1)])
@@ -95,14 +95,14 @@ class Hub:
 ], ids=["list", "tuple", "iterator", "datasets", "columns", "pandas", "pandas index", "polars", "arrow"])
 def test_every_kind_of_table_gives_the_same_rows(data):
     assert is_data(data)
-    task = rows_task(data, PLAIN_ROWS[:1])
+    task = rows_task(data, [{"prompt": "other?", "answer": 9}])
     assert [(example.prompt, dict(example.columns)) for example in task.train] == [
         (f"{i}?", {"answer": i}) for i in range(4)]
 
 
 def test_messages_in_a_table_are_arrays_there():
     table = pandas.DataFrame({"prompt": [np.array(MESSAGES, dtype=object), MESSAGES]})
-    assert [example.prompt for example in rows_task(table, table).train] == [MESSAGES, MESSAGES]
+    assert [example.prompt for example in rows_task(table, "train").train] == [MESSAGES, MESSAGES]
 
 
 def test_columns_of_a_table_are_plain(tmp_path):
@@ -112,7 +112,7 @@ def test_columns_of_a_table_are_plain(tmp_path):
     table["grade"] = pandas.array([1, None, 3], dtype="Int64")
     table.to_parquet(tmp_path / "rows.parquet")
     for data in (table, pandas.read_parquet(tmp_path / "rows.parquet")):
-        first, second, third = rows_task(data, data).train
+        first, second, third = rows_task(data, "train").train
         assert (first.columns["answer"], second.columns["answer"], third.columns["answer"]) == (["x"], ["y", "z"], [])
         assert first.columns["when"] is None and second.columns["when"] is not None
         assert second.columns["level"] is None is second.columns["grade"] and third.columns["level"] == 3
@@ -124,7 +124,8 @@ def test_columns_of_a_table_are_plain(tmp_path):
 GOOD = {"prompt": "2 + 3", "answer": 5}
 MISTAKES: list[tuple[Any, str]] = [
     ([], "task is empty"),
-    ([GOOD], "task has one row: expected two or more"),
+    ([GOOD], "task has 1 row and no other split to evaluate on: add rows, or evaluate on the row that is trained "
+     "on, held_out='train'"),
     ([GOOD, {"question": "?", "answer": 1}], "task row 1 has no `prompt`: its columns are question, answer"),
     ([GOOD, {}], "task row 1 has no `prompt`: it has no columns at all"),
     ([GOOD, "2 + 3"], "task row 1 is a str: expected a dict"),
@@ -171,7 +172,7 @@ def test_a_mistake_in_the_rows_held_out(held_out, message):
 
 
 def test_a_column_that_rewards_never_see_is_said():
-    [_, note] = rows_task([{"prompt": "2", "completion": "3"}] * 2).notes
+    [_, note] = rows_task([{"prompt": "2", "completion": "3"}] * 2, "train").notes
     assert "the column 'completion' is not given to reward functions" in note
 
 
@@ -327,7 +328,7 @@ def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
 
 def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):
     chosen = {key: value for key, value in settings(workshop).items() if key in ("model", "sampling")}
-    figures = shoal.evaluate(task=rows(40), reward=closure(0.5), **chosen, batch=3, pass_k=0, task__num_questions=3)
+    figures = shoal.evaluate(task=rows(40)[-3:], reward=closure(0.5), **chosen, batch=3, pass_k=0)
     assert figures["held_out"]["mean_reward"] == result.before["held_out"]["mean_reward"]
     assert figures["held_out"]["num_questions"] == 3 and "accuracy" not in figures["held_out"]
 

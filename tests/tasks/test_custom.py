@@ -91,7 +91,7 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", [row(0), row(9)])
     task = load(tmp_path)
     assert prompts(task.train) == ["q1?", "q2?"] and [one.row for one in task.train] == [0, 1]
-    assert task.notes == ("custom: 2 training prompts are held out too; they were left out",)
+    assert task.data.dropped == {"prompt held out too": 2} and task.notes == ()
     write(tmp_path / "train.jsonl", [row(9)])
     fails("every training prompt is held out too", tmp_path)
 
@@ -391,10 +391,11 @@ def test_rows_of_a_published_data_set_keep_all_columns(tmp_path: Path) -> None:
     write(tmp_path / "exam_test.jsonl", [{"q": "c", "level": 5}])
     published = Published("exam", "", ("question",), ("exam_{split}",), texts=("question",))
     task = TaskSection(path=str(tmp_path), columns=("question=q",))
-    assert read_splits(task, published) == (
+    splits = read_splits(task, published, lambda number, place, row: row)
+    assert (splits.train, splits.held_out, splits.notes) == (
         [{"question": "a", "level": 3}, {"question": "b", "level": 4}], [{"question": "c", "level": 5}], [])
     with pytest.raises(ShoalError, match=r"line 1 has no column 'question'; its columns: q, level \(task.columns=\["):
-        read_splits(TaskSection(path=str(tmp_path)), published)
+        read_splits(TaskSection(path=str(tmp_path)), published, lambda number, place, row: row)
 
 
 # ---- rewards and whole runs

@@ -18,7 +18,7 @@ from shoal.run.task import load_task
 from shoal.tasks.data import evaluating
 from shoal.tasks.gsm8k import gold
 from shoal.tasks.gsm8k_rewards import SYSTEM_PROMPT
-from shoal.tasks.task import Task
+from shoal.tasks.task import DataReport, Task
 from shoal.types import ShoalError
 
 
@@ -98,10 +98,12 @@ def test_a_file_alone_holds_out_its_last_rows(tmp_path: Path, num_rows: int, num
 
 def test_a_folder_without_the_split_to_evaluate_on_holds_out_rows_too(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [row(i) for i in range(20)])
-    for keys in ({}, {"eval_split": "train"}):
-        task = load(tmp_path, **keys)
-        assert (len(task.train), questions(task.evaluations["held_out"])) == (18, ["q18?", "q19?"])
-        assert "its last 2 of 20 rows are held out" in task.notes[0]
+    task = load(tmp_path)
+    assert (len(task.train), questions(task.evaluations["held_out"])) == (18, ["q18?", "q19?"])
+    assert "its last 2 of 20 rows are held out" in task.notes[0]
+    task = load(tmp_path, eval_split="train")  # an experiment on purpose: can it learn these rows at all?
+    assert questions(task.train) == questions(task.evaluations["held_out"]) == names("q", range(20))
+    assert task.notes == ("gsm8k: task.eval_split=train: evaluated on the rows that are trained on",)
 
 
 def test_where_nothing_is_trained_all_rows_are_evaluated_on(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_question_that_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     task = load(tmp_path)
     assert questions(task.train) == ["q0?", "q2?"]
     assert [example.row for example in task.train] == [0, 1]
-    assert task.notes == ("gsm8k: 1 training questions are held out too; they were left out",)
+    assert task.data.dropped == {"question held out too": 1} and task.notes == ()
     write(tmp_path / "train.jsonl", [row(1)])
     with pytest.raises(ShoalError, match="every training question is held out too"):
         load(tmp_path)
@@ -203,8 +205,8 @@ def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
     assert questions(task.train) == ["q0?", "q3?"]
     assert task.train[1].row == 1
     assert questions(task.evaluations["held_out"]) == ["t8?"]
-    assert task.notes == ("gsm8k: 2 of 4 training rows have no `#### <number>` and were dropped",
-                          "gsm8k: 1 of 2 held-out rows have no `#### <number>` and were dropped")
+    assert task.data == DataReport({"train.jsonl": 4}, {"test.jsonl": 2}, {"no `#### <number>`": 2})
+    assert task.notes == ("gsm8k: 1 of 2 held-out rows were dropped: no `#### <number>`",)
     write(tmp_path / "train.jsonl", rows[1:3])
     with pytest.raises(ShoalError, match="none of the 2 training rows has an answer that is a number or ends in"):
         load(tmp_path)
@@ -238,7 +240,7 @@ def test_bad_rows_say_where(tmp_path: Path, text: str, told: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(ShoalError, match=r"data\.jsonl is no text in UTF-8"):
+    with pytest.raises(ShoalError, match=r"data\.jsonl, line 1 is no text in UTF-8"):
         load(tmp_path / "data.jsonl")
     (tmp_path / "data.parquet").write_bytes(b"no parquet")
     with pytest.raises(ShoalError, match=r"data\.parquet cannot be read as parquet"):

@@ -333,7 +333,7 @@ def test_splits_of_ones_own_stay_as_they_are(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", [row(i) for i in range(10, 15)])
     task = load(TaskSection(name="ifeval", path=str(tmp_path)))
     assert (asked(task.train), asked(task.evaluations["held_out"])) == (list(range(10)), list(range(10, 15)))
-    assert task.notes == ("ifeval: 2 training prompts are held out too; they were left out",)
+    assert task.data.dropped == {"prompt held out too": 2} and task.notes == ()
     write(tmp_path / "test.jsonl", [row(i) for i in range(12)])
     with pytest.raises(ShoalError, match="every training prompt is held out too"):
         load(TaskSection(name="ifeval", path=str(tmp_path)))

@@ -24,7 +24,7 @@ from shoal.tasks.graders import math_worker
 from shoal.tasks.graders.math_check import at_a_glance, latex, plain, same, same_all, value
 from shoal.tasks.graders.math_worker import Checker
 from shoal.tasks.math import SYSTEM_PROMPT, answer_of, final_answer, gold
-from shoal.tasks.task import Task
+from shoal.tasks.task import DataReport, Task
 from shoal.types import ShoalError
 from shoal.workers.pool import WorkerPool
 
@@ -201,9 +201,8 @@ def test_rows_and_what_was_dropped(tmp_path: Path) -> None:
     assert [one.columns["answer"] for one in task.evaluations["held_out"]] == ["\\frac{8}{7}", "9/7"]
     assert task.train[2].row == 2
     assert task.train[0].prompt[0] == {"role": "system", "content": SYSTEM_PROMPT}
-    assert task.notes == ("math: 1 of 5 training rows have no answer and were dropped",
-                          "math: 1 of 3 held-out rows have no answer and were dropped",
-                          "math: 1 training problems are held out too; they were left out")
+    assert task.notes == ("math: 1 of 3 held-out rows were dropped: no answer",)
+    assert task.data == DataReport({"train.jsonl": 5}, {"test.jsonl": 3}, {"no answer": 1, "problem held out too": 1})
     assert task.question == "problem" and task.of_row
     assert task.of_row(0, row(1)) == task.train[0]
     with pytest.raises(ShoalError, match=r"row 4 has no `problem` with an `answer` or a `solution` that ends in"):
@@ -223,8 +222,7 @@ def test_gold_that_cannot_be_read_is_dropped_and_shown(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", [row(8)])
     task = load(tmp_path)
     assert [one.columns["answer"] for one in task.train] == ["\\frac{1}{7}", "\\{1\\}"]
-    assert task.notes == ("math: 3 of 5 training rows have an answer that cannot be read and were dropped; the first "
-                          "is '\\\\frac{1'",)
+    assert task.data.dropped == {"an answer that cannot be read, such as '\\\\frac{1'": 3}
     assert task.of_row
     with pytest.raises(ShoalError, match=r"row 3 has the answer '\}\{', which cannot be read: braces in pairs"):
         task.of_row(3, row(3, answer="}{"))

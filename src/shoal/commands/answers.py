@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -133,6 +133,17 @@ def question_text(example: Example, column: str) -> str:
 
 
 # ---- results
+
+
+def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+    """The names of an input's columns in the output; one that the output has itself is `given_...` there."""
+    given, names = set(given), {}
+    for name in sorted(given):
+        new = name
+        while new in taken or (new != name and new in given):
+            new = f"given_{new}"
+        names[name] = new
+    return names
 
 
 def report_evaluation(figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console) -> None:

@@ -21,7 +21,7 @@ from shoal.run.loading import make_model, open_model
 from shoal.run.parts import engine_maker, prepare_sets
 from shoal.run.preflight.settings import check_model
 from shoal.run.task import load_task, with_overlong
-from shoal.tasks.data import evaluating
+from shoal.tasks.data import evaluating, showing_progress
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
 from shoal.types import Failure, Group, ShoalError, ground_truth
@@ -36,7 +36,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
     output = check_writable(config.output, "output") if config.output else None
     check_model(config.model)
     with console or Console() as console, ExitStack() as stack:
-        with evaluating():
+        with evaluating(), showing_progress(console.note):
             task = task or load_task(config.task, config.reward, reward_functions)
         task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):

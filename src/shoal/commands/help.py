@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.arguments import aliases_of, find_key, names_of, positionals_text
@@ -127,9 +127,9 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
     names = presets_of(topic) if key in keys_of(config_type) else []
     files = [file for name in names if (file := packaged(topic, name))]
-    heads = [file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ").partition(". ")[0] for file in files]
+    heads = [re.split(r"(?<!Dr)[.] | \(|[.,]?\n", file.read_text(encoding="utf-8"))[0].lstrip("# ") for file in files]
     width = max((len(file.stem) for file in files), default=0) + 2
-    lines = [f"  {file.stem:<{width}}{head.rstrip('.,;')}" for file, head in zip(files, heads, strict=True)]
+    lines = [f"  {file.stem:<{width}}{head}" for file, head in zip(files, heads, strict=True)]
     return ["", f"settings by name: {topic}=", *lines] if files else []
 
 
@@ -144,7 +144,10 @@ def _flag_lines(config_type: type, flag: ForeignFlag) -> list[str]:
 def _listing(keys: Iterable[Key]) -> list[str]:
     """Keys by section, each section under its name."""
     lines: list[str] = []
-    for section, inside in groupby(keys, key=lambda key: key.section):
+    sections: dict[str, list[Key]] = {}
+    for key in keys:
+        sections.setdefault(key.section, []).append(key)
+    for section, inside in sections.items():
         lines += [""] if lines else []
         lines += [f"{section}: {TOPICS[section]}"] if section else []
         lines += [line for key in inside for line in _key_lines(key)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.answers import Question, find_examples, report_evaluation, write_answers
+from shoal.commands.answers import Question, find_examples, given_names, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, RewardSection, TaskSection
 from shoal.files import check_local, check_writable
 from shoal.report.console import Console
@@ -303,13 +303,7 @@ def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[s
 
 def output_rows(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each row as given, with its verdict; a column that any verdict has too is renamed `given_...` in all rows."""
-    taken = {name for verdict in verdicts for name in verdict}
-    given = {name for response in responses for name in response.row}
-    names: dict[str, str] = {}
-    for name in sorted(given):
-        new = name
-        while new in taken or (new != name and new in given):
-            new = f"given_{new}"
-        names[name] = new
+    names = given_names((name for response in responses for name in response.row),
+                        {name for verdict in verdicts for name in verdict})
     return [{**{names[name]: value for name, value in response.row.items()}, **verdict}
             for response, verdict in zip(responses, verdicts, strict=True)]

@@ -55,8 +55,8 @@ DIFFERENCES: dict[str, Difference] = {
         "the mean over sampled tokens"),
     "torchrl KL in the reward": Difference(
         "TorchRL", "`train.kl_coef_in_loss=false`",
-        "each token's reward is lowered by its own divergence, mean and deviation are over the group's tokens",
-        "the completion's reward is lowered by the sum over its tokens"),
+        "subtracts each token's divergence from its reward; mean and deviation are over the group's tokens",
+        "subtracts the sum over a completion's tokens from its reward"),
     "torchrl KL to the sampler": Difference(
         "TorchRL", "the recipe's `train.kl_to_inference_coeff` of 0.01", "a divergence from the sampler in the loss",
         "refused as a flag, not part of `recipe=torchrl`"),
@@ -65,7 +65,7 @@ DIFFERENCES: dict[str, Difference] = {
         "whole: a bound of the gradient's norm acts earlier"),
     "sampler ratios": Difference(
         "TorchRL, MaxText", "the ratio that is clipped", "to the sampler's log-probs",
-        "to the trainer's from before the update; `algorithm.correction` weighs by its ratio to the sampler's"),
+        "to the trainer's from before the update; `algorithm.correction` weights by their ratio to the sampler's"),
     "maxtext reward": Difference(
         "MaxText", "the reward of its experimental GRPO trainer", "a placeholder: the completion's length",
         "the task's reward, by `reward.preset`"),

@@ -13,38 +13,40 @@ _HEAD = """\
 
 <!-- made by `python -m shoal.compat.document`; change the tables in `src/shoal/compat/` instead -->
 
-Flags of MaxText, TorchRL, TRL, Tunix and verl are accepted under their own names by `shoal train` and `shoal doctor`,
-and by `shoal eval` and `shoal convert` where they have a use there: on the command line (`name=value`, `--name=value`,
-`--name value`), in files, in sweeps and in Python. A flag that is given `None` or nothing stays at its default. A flag
-whose meaning differs is reported at the start; `--dry-run` lists what every flag became, and each value's origin:
+`shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under their own names, and so
+do `shoal eval` and `shoal convert` if the flag has a use there. They work on the command line (`name=value`,
+`--name=value`, `--name value`), in files, in sweeps and in Python. A flag with the value `None`, or none, keeps its
+default. The run reports each flag whose meaning differs; `--dry-run` lists what every flag becomes:
 
 ```bash
+shoal train --model_name_or_path ./llama --dataset_name openai/gsm8k --num_generations 4 --beta 0.04 --dry-run
 shoal train grpo.yml --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 --dry-run
 shoal train --help num_generations
 ```
 
-A flag changes only what it names. All other settings stay Shoal's own, unless a preset sets the other system's:
+A flag changes only what it names. All other settings keep Shoal's defaults. For another system's defaults use its
+preset or recipe:
 
 @@
 
-A configuration file of these systems loads as it is: `shoal train their.yml`, or with an entry point,
-`python examples/compat/grpo_demo.py --config_file=their.yml`, whose preset it then lies over. Keys that have a
-counterpart act. Keys that cannot matter here are listed in one line. Keys that matter and have no counterpart are
-errors, all in one message; overrule such a key on the command line (`train_model.lora.enabled=false`).
+A configuration file of these systems loads unchanged: `shoal train their.yml`, or with an entry point
+`python examples/compat/grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a counterpart
+work. One line lists the keys that have no effect here. Keys that matter but have no counterpart are errors, all in one
+message; override such a key on the command line (`train_model.lora.enabled=false`).
 
-`hf_access_token=` sets `HF_TOKEN` of the process, and is written nowhere. Of two flags for one key the later one
-stands, with a line that says so; in a file they are an error.
+`hf_access_token=` sets `HF_TOKEN` for the process; Shoal never writes it anywhere. If two flags set one key, the last
+one counts, and a line says so; in a file this is an error.
 
-TRL's `delta` below 1 + `epsilon_high` is an error here: TRL then bounds the ratio of completions with a positive
-advantage, too, which `algorithm.clip_dual` does not.
+TRL's `delta` below 1 + `epsilon_high` is an error: TRL then also bounds the ratio of completions with a positive
+advantage, which `algorithm.clip_dual` does not.
 
-These differ although the flag or recipe is accepted:
+Shoal accepts these flags and recipes, but the numbers differ:
 
 %%"""
 
 _PLACES = (
-    ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`, also with a path in front, "
-     "where no such file exists: `shoal train grpo.yml`"),
+    ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`; also with a path, if "
+     "no such file exists: `shoal train grpo.yml`"),
     ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
     ("all defaults of a system, with your own model and data", "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
      "`recipe=trl`, `recipe=verl`, `recipe=scalerl`"),

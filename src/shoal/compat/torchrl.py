@@ -55,7 +55,7 @@ FLAGS: list[Flag] = [
     Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=read_divergence,
          is_switch=True),
     Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), 
-         meaning="false: taken off the reward, as k1", group=read_divergence, is_switch=True),
+         meaning="false: subtracted from the reward, as k1", group=read_divergence, is_switch=True),
     reads("env.dataset", "task.name task.path", choice({name: read_data_set("", name) for name in (
         "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
     reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of "
@@ -72,7 +72,7 @@ FLAGS: list[Flag] = [
              "each as long as prompt and completion may be", "train.optim_batch_size",
              "train.gradient_accumulation_steps"),
     reads("train.mixed_precision", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
-          "of the computation; masters and optimizer stay float32", is_switch=True, is_quiet=False),
+          "of the computation; master weights and optimizer stay float32", is_switch=True, is_quiet=False),
     reads("train_model.gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
           is_switch=True),
     *refused(LORA + ", set it to false", "train_model.lora.enabled"),

@@ -123,8 +123,8 @@ FLAGS: list[Flag] = [
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
     *derived(derive_trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
     *derived(derive_trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
-    *derived(derive_trl_updates, "checkpoint.every", "likewise", "save_steps"),
-    *derived(derive_trl_updates, "train.evaluate_every", "likewise", "eval_steps"),
+    *derived(derive_trl_updates, "checkpoint.every", "counted in updates", "save_steps"),
+    *derived(derive_trl_updates, "train.evaluate_every", "counted in updates", "eval_steps"),
     *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
     reads("min_p", "sampling.min_p", optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
     *grouped(read_loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token "
@@ -143,7 +143,7 @@ FLAGS: list[Flag] = [
         "constant": {"optimizer.schedule": "constant", "optimizer.warmup_steps": "0"},
         "constant_with_warmup": {"optimizer.schedule": "constant"}}), "constant has no warm-up"),
     reads("bf16", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
-          "of the computation; masters and optimizer stay float32", is_switch=True, is_quiet=False),
+          "of the computation; master weights and optimizer stay float32", is_switch=True, is_quiet=False),
     reads("gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again", is_switch=True),
     *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those "
              "of "
@@ -158,7 +158,7 @@ FLAGS: list[Flag] = [
     *[Flag(_HEAD + name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=read_correction,
            keeps_nothing="clip" in name, is_switch=name == "correction") for name, keys, meaning in (
         ("correction", "correction correction_level correction_cap correction_floor",
-         "weights for what sampler and trainer disagree on"),
+         "importance weights for the gap between sampler and trainer"),
         ("mode", "correction correction_level", "token or sequence, mask (mis) or truncate (tis)"),
         ("clip_max", "correction_cap", "None: no bound"), ("cap", "correction_cap", "as clip_max"),
         ("clip_min", "correction_floor", "None: no bound"))],
@@ -170,7 +170,7 @@ FLAGS: list[Flag] = [
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
     *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
     *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),
-    *only("the order is drawn anew each epoch, by seed", "true", names="shuffle_dataset"),
+    *only("each epoch has a new random order, from seed", "true", names="shuffle_dataset"),
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
     *idle("a run's length is in steps: steps, or max_steps", "num_train_epochs"),
     *idle("models here have no dropout", "disable_dropout"),

@@ -208,8 +208,8 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
         preset = packaged(command_of(config_type), config.task.name)
         beneath = make_chain(config_type, file_layers(config_type, preset, "")).merged() if preset else {}
         if left := [key for key in beneath if key not in settings]:
-            yield (f"{file.name} is not laid over the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
-                   f"more stay as they are): `defaults: [{config.task.name}, _self_]` in the file loads it")
+            yield (f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
+                   f"more keep their defaults): `defaults: [{config.task.name}, _self_]` in the file loads it")
     keys = keys_of(config_type)
     changed: dict[str, list[str]] = {}
     for layer, found in zip(chain.layers, chain.settings, strict=True):
@@ -223,5 +223,5 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
                 changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
     for label, texts in changed.items():
         folder, _, name = label.partition(" ")
-        verb = "brings its preset" if folder == "task" else "differs from Shoal's defaults in"
+        verb = "loads its preset" if folder == "task" else "differs from Shoal's defaults in"
         yield f"{folder}={name} {verb}: {', '.join(texts)}"

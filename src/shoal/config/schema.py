@@ -111,10 +111,10 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """`shoal generate`: samples completions of the prompts in a jsonl file."""
+    """`shoal generate`: samples completions of the prompts in a file."""
 
     prompts: str = ""
-    """jsonl file with a `prompt` (text or messages) in each row."""
+    """jsonl, csv or parquet file with a `prompt` (text or messages) or `messages` in each row."""
     output: str = ""
     """The jsonl file to write: a row for each completion."""
     seed: int = 0

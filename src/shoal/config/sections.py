@@ -155,8 +155,8 @@ class SamplingSection:
     min_p: float = 0.0
     """Sample from tokens at least this likely, relative to the likeliest; 0 for all."""
     max_support: int = 128
-    """In training with top_k, top_p or min_p: most tokens kept at a position (the likeliest). Their ids are stored, so
-    that the trainer computes log-probs over the same set."""
+    """In training with top_k, top_p or min_p: largest number of tokens to sample from at a position (the likeliest).
+    Their ids are stored, so that the trainer computes log-probs over the same set."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     max_prompt_tokens: int = 256
@@ -244,8 +244,7 @@ class AlgorithmSection:
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
     w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """What a correction weight is computed of: a single token, the product over its completion, or the geometric mean
-    of that product."""
+    """Weight of a token: its own, the product over its completion, or the geometric mean over its completion."""
     correction_cap: float = 2.0
     """Upper bound of the correction weight; inf for none."""
     correction_floor: float = -1.0
@@ -263,7 +262,7 @@ class AlgorithmSection:
     """What must vary in a group to be kept. correct: the task's own check of its completions (the paper: some right,
     some wrong), or without such a check the reward minus the overlong penalty; reward: the whole reward."""
     max_sampling_rounds: int = 10
-    """Most rounds of further groups in a step; groups without variance fill what is still missing."""
+    """Largest number of replacement rounds in a step; groups without variance fill the places that are left."""
     num_epochs: int = 1
     """Passes over each step's groups (TRL's num_iterations, PPO epochs)."""
     num_minibatches: int = 1
@@ -344,8 +343,8 @@ class BatchSection:
     group_size: int = 8
     """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
     micro_tokens: int = 2048
-    """Tokens that a device computes at once in an update, padding included, and at least one completion with its
-    prompt. It replaces micro-batch size and gradient accumulation: it changes memory, never the result."""
+    """Tokens of a micro-batch on one device, padding included; a micro-batch has at least one completion with its
+    prompt. This replaces micro-batch size and gradient accumulation: it affects memory, never the result."""
 
     def __post_init__(self) -> None:
         at_least(self, "batch.", 0, "prompts_per_device", note="off")
@@ -357,15 +356,14 @@ class BatchSection:
 @dataclass(frozen=True)
 class TrainSection:
     evaluate_every: int = 0
-    """Steps between evaluations; 0 for the first and the last only."""
+    """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none at all."""
     pass_k: int = -1
     """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1 for 8 with task=words
     and off otherwise."""
     weight_sync_interval: int = 1
     """Steps between two weight updates of the sampler; with n above 1, samples are up to n-1 versions old."""
     max_staleness: int = -1
-    """Most versions by which samples may be older than the trainer's weights, weight_sync_interval - 1 or more; -1 for
-    exactly that."""
+    """Largest age of samples, in versions of the weights: weight_sync_interval - 1 or more; -1 for exactly that."""
     retire_above: float = 1.0
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
@@ -375,7 +373,7 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
-        at_least(self, "train.", 0, "evaluate_every", note="only at the ends")
+        at_least(self, "train.", -1, "evaluate_every", note="no evaluation")
         require(self.pass_k >= -1, "train.pass_k", self.pass_k, "-1 (auto), 0 (off) or more")
         at_least(self, "train.", 1, "weight_sync_interval")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",

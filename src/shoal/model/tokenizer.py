@@ -1,6 +1,7 @@
 """Text to tokens and back, by the model's tokenizer.json and chat template.
 
-Prompt ids equal those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`. Templates come with
+Prompt ids equal those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`, or with
+`continue_final_message=True` where the last message is the assistant's. Templates come with
 checkpoints and are untrusted code: they run in Jinja's immutable sandbox on plain data. The names that they may use
 follow https://huggingface.co/docs/transformers/chat_templating_writing.
 """
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Architecture
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_END = "\u2402END OF MESSAGE\u2402 "
+"""Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -111,26 +114,38 @@ class Tokenizer:
         return self._array(self._encode(text, special=False)) if self.has_template else self._encode_text(text)
 
     def render(self, messages: Messages) -> str:
-        """The text of messages, up to where the answer starts."""
+        """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
+        transformers' `continue_final_message`."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
         # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
         clean = [{key: _plain(value) for key, value in m.items() if value is not None} for m in messages]
+        continued = clean[-1].get("role") == "assistant" and bool(clean[-1].get("content"))
         if self._template is None:
-            return _plain_text(clean)
+            return _plain_text(clean, opens_answer=not continued)
+        if continued:
+            clean[-1]["content"] = f"{clean[-1]['content']}{_END}"
         reserved = {"messages", "tools", "documents", "add_generation_prompt"}
         special = {name: token for name, token in self._special.items() if name not in reserved}
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=[_with_reasoning(m) for m in clean],
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=not continued,
                 **special,
             )
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}") from error
+        if not continued:
+            return text
+        text, found, rest = text.rpartition(_END.strip())
+        if not found:
+            raise ShoalError("The chat template leaves out the assistant's message that a prompt ends with, "
+                             f"{messages[-1]['content']!r:.60}: remove it, or give another template with "
+                             "model.template.")
+        return text if rest.startswith(" ") else text.rstrip()
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -314,10 +329,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _plain_text(messages: Messages) -> str:
+def _plain_text(messages: Messages, opens_answer: bool) -> str:
     """Messages without a template: the system's text, then `User: ...` and `Assistant: ...` lines."""
     lines = []
     for message in messages:
         role, content = str(message.get("role", "user")), str(message.get("content", ""))
         lines.append(content if role == "system" else f"{role.capitalize()}: {content}")
-    return "\n".join([*lines, "Assistant:"])
+    return "\n".join([*lines, *["Assistant:"] * opens_answer])

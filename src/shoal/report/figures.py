@@ -45,13 +45,13 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def trend(values: Sequence[float]) -> str:
-    """The values as a row of bars, the smallest lowest, the largest highest; nothing for fewer than two.
+    """The values as a row of bars, the smallest lowest, the largest highest; nothing for fewer than three.
 
     >>> trend([0.1, 0.2, 0.15, 0.4])
     '▁▃▂█'
     """
     known = [value for value in values if math.isfinite(value)]
-    if len(known) < 2:
+    if len(known) < 3:
         return ""
     low, span = min(known), max(known) - min(known)
     return "".join(BARS[round((len(BARS) - 1) * (value - low) / span)] if span else BARS[0] for value in known)

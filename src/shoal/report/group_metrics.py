@@ -37,7 +37,7 @@ def add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: n
     metrics.add("completions/length_ended_mean", lengths[~truncated].sum(), (~truncated).sum())
     metrics.add("completions/truncated", truncated.sum(), len(lengths))
     for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
-        metrics.add(f"completions/stop_{reason.value}", (reasons == reason.value).sum(), len(lengths))
+        metrics.add(f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths))
     metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
     staleness = np.concatenate([group.step - c.versions for group in groups for c in group.completions])
     if len(staleness):

@@ -62,6 +62,12 @@ def groups_name(groups: Sequence[Group]) -> str:
     return f"{groups[0].purpose.value}_{subset}"
 
 
+def stored_step(purpose: Purpose, step: int) -> int:
+    """The step as metrics, files and messages count it: from 1 in training, while `Group.step`, the address of random
+    numbers, counts from 0. Of an evaluation, the version that it evaluates."""
+    return step + (purpose is Purpose.TRAIN)
+
+
 # ---- writing
 
 
@@ -126,7 +132,8 @@ def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """What the completions of a group share and has one type in every file, a value a group."""
     import pyarrow as pa
 
-    numbers = {"step": [group.step for group in groups], "version": [group.version for group in groups],
+    numbers = {"step": [stored_step(group.purpose, group.step) for group in groups],
+               "version": [group.version for group in groups],
                "row": [group.example.row for group in groups]}
     texts = {"purpose": [group.purpose.value for group in groups],
              "subset": [encodable(group.subset) for group in groups]}
@@ -251,7 +258,8 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     completions = tuple(_completion(number, {name: values[index] for name, values in rows.items()})
                         for index in range(len(rows["group"])))
     group = Group(
-        purpose=Purpose(first["purpose"]), step=first["step"], version=first["version"],
+        purpose=Purpose(first["purpose"]), step=first["step"] - stored_step(Purpose(first["purpose"]), 0),
+        version=first["version"],
         example=Example(first["row"], first["prompt"], _under(first, "column/")),
         prompt_ids=np.array(first["prompt_ids"], np.int32), completions=completions, texts=tuple(rows["text"]),
         rewards=_floats(rows["reward"]),
@@ -323,7 +331,8 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
             record["support_ids"] = [row[row >= 0] for row in kept]
         completions.append(record | dict(stored.token_arrays[i]))
     return json_ready({
-        "purpose": group.purpose, "step": group.step, "version": version, "subset": group.subset,
-        "row": group.example.row, "prompt": group.example.prompt, "prompt_ids": group.prompt_ids,
+        "purpose": group.purpose, "step": stored_step(group.purpose, group.step), "version": version,
+        "subset": group.subset, "row": group.example.row, "prompt": group.example.prompt,
+        "prompt_ids": group.prompt_ids,
         "columns": group.example.columns, **({"reward_weights": group.reward_weights} if group.reward_weights else {}),
         "completions": completions})

@@ -56,9 +56,9 @@ completions/length_min | tokens | min | shortest completion
 completions/length_max | tokens | max | longest completion
 completions/length_ended_mean | tokens | mean | tokens of a completion that was not truncated
 completions/truncated | share | mean | completions that reached the token limit
-completions/stop_eos | share | mean | completions that ended with an end-of-sequence token
-completions/stop_stop | share | mean | completions that ended at a stop string
-completions/stop_length | share | mean | completions that ended at the token limit
+completions/ended_by_eos | share | mean | completions that ended with an end-of-sequence token
+completions/ended_by_stop | share | mean | completions that ended at a stop string
+completions/ended_by_length | share | mean | completions that ended at the token limit
 prompts/length_mean | tokens | mean | tokens of a prompt
 prompts/dropped | prompts | sum | prompts skipped because they exceed sampling.max_prompt_tokens
 prompts/retired | prompts | last | prompts that are no longer sampled because they are solved (train.retire_above)

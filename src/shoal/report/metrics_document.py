@@ -7,25 +7,25 @@ from collections.abc import Iterable, Mapping
 from shoal.report.metrics import METRICS, is_clock
 
 EVALUATION: Mapping[str, tuple[str, str]] = {
-    "num_questions": ("questions", "questions that were asked"),
-    "protocol": ("text", "how the answers were drawn"),
-    "accuracy": ("share", "questions answered rightly; absent where a task defines no right answer"),
+    "num_questions": ("questions", "number of questions"),
+    "protocol": ("text", "how the answers were generated"),
+    "accuracy": ("share", "questions with a right answer; absent if the task does not define one"),
     "accuracy_interval": ("shares", "its 95% interval (Wilson)"),
-    "well_formed": ("share", "answers in the form that the task asks for, where it asks for one"),
-    "mean_reward": ("reward", "weighted reward of the answers"),
-    "rewards/{function}": ("reward", "one reward function's own value"),
-    "mean_length": ("tokens", "tokens of an answer"),
-    "truncated": ("share", "answers that reached the limit of tokens"),
-    "pass@{k}": ("share", "chance that one of k sampled answers is right, unbiased; at the run's ends"),
-    "pass@{k}_error": ("share", "its standard error, over questions"),
-    "pass@1": ("share", "chance that a sampled answer is right; at the run's ends"),
-    "pass@1_error": ("share", "its standard error, over questions"),
-    "maj@{k}": ("share", "questions whose most frequent sampled answer is right; where the task extracts answers"),
-    "maj@{k}_error": ("share", "its standard error, over questions"),
-    "sampled_accuracy": ("share", "sampled answers that are right, pass@1 by another name"),
-    "sampled_accuracy_error": ("share", "its standard error, over questions"),
-    "sampled_mean_reward": ("reward", "weighted reward of the sampled answers"),
-    "sampled_protocol": ("text", "how the sampled answers were drawn"),
+    "well_formed": ("share", "answers in the form that the task requests; absent if it requests none"),
+    "mean_reward": ("reward", "mean weighted reward of the answers"),
+    "rewards/{function}": ("reward", "mean value of one reward function"),
+    "mean_length": ("tokens", "mean tokens of an answer"),
+    "truncated": ("share", "answers that reached the token limit"),
+    "pass@{k}": ("share", "unbiased chance that one of k sampled answers is right; in the first and last evaluation"),
+    "pass@{k}_error": ("share", "its standard error over questions"),
+    "pass@1": ("share", "share of right answers among the samples; in the first and last evaluation"),
+    "pass@1_error": ("share", "its standard error over questions"),
+    "maj@{k}": ("share", "questions whose most frequent sample is right; absent if the task extracts no answers"),
+    "maj@{k}_error": ("share", "its standard error over questions"),
+    "sampled_accuracy": ("share", "the same as pass@1"),
+    "sampled_accuracy_error": ("share", "its standard error over questions"),
+    "sampled_mean_reward": ("reward", "mean weighted reward of the samples"),
+    "sampled_protocol": ("text", "how the samples were generated"),
 }
 """Figure of an evaluation -> unit, meaning."""
 
@@ -67,24 +67,32 @@ _HEAD = """\
 
 <!-- made by `python -m shoal.report.metrics_document`; change `src/shoal/report/metrics.py` instead -->
 
-Each step is a line of `metrics.jsonl`, with `step` counted from 1, and the same figures under the same names go to
-TensorBoard (`report.tensorboard=true`) and Weights & Biases (`report.wandb.mode=online`, or `offline`). A name has one
-definition:
+Each step writes a line to `metrics.jsonl`, with `step` counted from 1. TensorBoard (`report.tensorboard=true`) and
+Weights & Biases (`report.wandb.mode=online`, or `offline`) get the same figures under the same names. In Python:
 
-* **mean**: the sum over all items of the step by their number, never a mean of means;
+```python
+run = shoal.load_run("outputs/first")
+run.metrics["reward/mean"]     # one value for each step
+run.metrics.to_pandas()        # one row for each step
+```
+
+The column *reduction* says how values become one figure for a step:
+
+* **mean**: their sum over all items of the step, divided by the number of items; never a mean of means;
 * **sum**, **min**, **max**: over all items of the step;
-* **last**: the value when the step ended.
+* **last**: the value at the end of the step.
 
-What was not measured in a step is absent, not zero: `kl` without a reference, `mfu` on a device whose peak rate is not
-known, a reward that judged nothing. Metrics marked with a clock, ⏱, tell of the machine: an exact resumption repeats
+A metric that was not measured in a step is absent, not zero: `kl` without a reference, `mfu` on a device with an
+unknown peak rate, a reward function that scored nothing. Metrics marked ⏱ depend on the machine; a resumed run repeats
 all others bit for bit.
 """
 
 _EVALUATION_HEAD = """
 ## Evaluations
 
-Each evaluation of a set of questions is a line of `evaluations.jsonl`: `step` is the version of the weights, `name` the
-set. Numbers are also sent on as `evaluate/<name>/<figure>`. verl calls `accuracy` `val-core/<name>/acc/mean@1`.
+Each evaluation of a data set writes a line to `evaluations.jsonl`: `step` is the version of the weights, `name` the
+data set. TensorBoard and Weights & Biases get the numbers as `evaluate/<name>/<figure>`. verl calls `accuracy`
+`val-core/<name>/acc/mean@1`.
 """
 
 

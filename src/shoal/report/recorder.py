@@ -147,6 +147,8 @@ class Recorder:
 
     def begin_evaluation(self, version: int, num_completions: int) -> None:
         """Says how many completions are needed, and how long that took last time."""
+        if not num_completions:
+            return
         rate = self._evaluation_rate
         about = f", about {duration(rate * num_completions)}" if rate is not None else ""
         self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
@@ -232,7 +234,8 @@ class Recorder:
             "prompts_dropped": self.prompts_dropped,
             "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
             "run_folder": str(self.folder.path)}
-        self.console.heading("before and after")
+        if summary["after"]:
+            self.console.heading("before and after")
         self.console.summary(summary["before"], summary["after"], self._solved, summary_facts(summary))
         for failed, number in summary["reward_failures"].items():
             self.console.warning(f"reward function {failed} for {count(number, 'completion')}")

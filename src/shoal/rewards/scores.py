@@ -171,7 +171,7 @@ class ScoreColumn:
     def _fail(self, i: int | None, result: CallResult, at: str) -> None:
         text = f"{self._head} {self._describe(result)} {at}" + (f"; {result.where}" if result.where else "")
         if self.on_error == "error":
-            raise ShoalError(f"{text}. To go on where it fails: reward.on_error=zero or skip") from result.cause
+            raise ShoalError(f"{text}. To continue despite failures: reward.on_error=zero or skip") from result.cause
         row, index = self.batch.rows[i or 0]
         kind: Any = result.kind
         self.failures.append(Failure(self.one.name, row, None if i is None else index, kind, text))

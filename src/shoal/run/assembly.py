@@ -46,6 +46,7 @@ from shoal.run.preflight.settings import check_before_weights
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.task import load_task, with_overlong
+from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
 from shoal.trainer.evaluation import Evaluator
@@ -63,7 +64,8 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     check_before_weights(plan.config, bool(reward_functions) or task is not None, resumed=plan.run is not None)
     check_sinks(plan.config.report)
     # Before the devices: the pool's server is forked while this process has no threads of JAX (decision 0006).
-    task, pool = open_task(plan.config, reward_functions, stack, task)
+    with showing_progress(console.note):
+        task, pool = open_task(plan.config, reward_functions, stack, task)
     for note in task.notes:
         console.note(note)
     config, roles = open_devices(plan, console)
@@ -119,6 +121,8 @@ def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitS
               task: Task | None = None) -> tuple[Task, RewardPool]:
     """The task, and the worker processes that score its completions."""
     task = task or load_task(config.task, config.reward, reward_functions, config.algorithm.uses_rewards)
+    if config.train.evaluate_every < 0:
+        task = replace(task, evaluations={})
     task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
     return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))
 

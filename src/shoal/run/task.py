@@ -73,7 +73,7 @@ def _weigh(rewards: tuple[RewardFunction, ...], weights: Sequence[float]) -> tup
 
 
 def task_of_data(data: Any, held_out: Any, correct: Correct | None, task: TaskSection, reward: RewardSection,
-             functions: Sequence[Callable[..., Any]]) -> Task:
+                 functions: Sequence[Callable[..., Any]]) -> Task:
     """The task of data given from Python, rows or a whole `Task`, with the reward functions given."""
     if isinstance(data, Task):
         if held_out is not None or correct is not None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, Rows, place_splits, without_held_out
-from shoal.tasks.rows import check_alike, examples_of, unseen_columns
+from shoal.tasks.data import Published, read_splits
+from shoal.tasks.rows import ExampleMaker, task_of_examples
 from shoal.tasks.task import Task
 from shoal.text import suggest
-from shoal.types import ShoalError
+from shoal.types import Example, ShoalError
 
 NAME = "custom"
 _LIKELY = ("question", "problem", "instruction", "query", "input", "text")
@@ -30,53 +30,28 @@ def load(task: TaskSection) -> Task:
     """Loads the task of the rows at `task.path`; it comes without rewards.
 
     Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but for training prompts
-    that are held out too, which the notes count.
+    that are held out too.
     """
-    train_rows, held_out_rows, notes = place_splits(replace(task, template=""), Published(NAME))
-    train_rows, added = _with_prompts(train_rows, task.template)
-    held_out_rows, from_held_out = _with_prompts(held_out_rows, task.template)
-    notes += added or from_held_out
-    train, held_out = examples_of(train_rows), examples_of(held_out_rows)
-    if train:
-        check_alike(held_out[0], train[0], held_out_rows[0][0], train_rows[0][0])
-    kept = without_held_out(train, held_out, lambda example: json.dumps(example.prompt, sort_keys=True, default=str),
-                            NAME, "prompt", notes)
-    numbered = [replace(example, row=row) for row, example in enumerate(kept)]
-    return Task(NAME, numbered, {"held_out": held_out}, rewards=(), question="prompt",
-                notes=(*notes, *unseen_columns(NAME, (train or held_out)[0])))
+    maker, parts = ExampleMaker(), parse_template(_template_text(task.template)) if task.template else None
+
+    def make(number: int, place: str, row: dict[str, Any]) -> Example:
+        if parts:
+            row = row | {"prompt": [{"role": "user", "content": fill(*parts, row, place)}]}
+        elif "prompt" not in row and "messages" not in row:
+            raise _no_prompt(row, place)
+        return maker(number, place, row)
+
+    splits = read_splits(replace(task, template=""), Published(NAME), make)
+    if parts:
+        splits.notes.append(f"{NAME}: task.template makes each prompt, as a user's message")
+    return task_of_examples(splits, maker)
 
 
-def _with_prompts(rows: Rows, template: str) -> tuple[Rows, list[str]]:
-    """The rows, each with its `prompt`; a note on its origin, if it is another column."""
-    if template:
-        pieces, names = parse_template(_template_text(template))
-        prompts = [[{"role": "user", "content": fill(pieces, names, row, place)}] for place, row in rows]
-        note = f"{NAME}: task.template makes each prompt, as a user's message"
-    elif not rows or "prompt" in rows[0][1]:
-        return rows, []
-    elif "messages" in rows[0][1]:
-        prompts = [_without_answer(row.get("messages"), place) for place, row in rows]
-        note = f"{NAME}: the prompts are the column `messages`, without the assistant's last message"
-    else:
-        place, first = rows[0]
-        likely = next((name for name in (*_LIKELY, *first) if isinstance(first.get(name), str)), "OTHER")
-        raise ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(first) or 'none'}. "
-                         f"Take one as it is, task.columns=[prompt={likely}], or make a message, "
-                         f"task.template='{{{likely}}}'")
-    made = [(place, row | {"prompt": prompt}) for (place, row), prompt in zip(rows, prompts, strict=True)]
-    return made, [note] if rows else []
-
-
-def _without_answer(messages: Any, place: str) -> list[Any]:
-    """Messages up to the answer that they end with, if they do."""
-    if not isinstance(messages, list):
-        raise ShoalError(f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with role and "
-                         "content")
-    ends = bool(messages) and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
-    asked = messages[:-1] if ends else messages
-    if not asked:
-        raise ShoalError(f"{place}: `messages` holds nothing but an answer: expected a message to answer")
-    return asked
+def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
+    likely = next((name for name in (*_LIKELY, *row) if isinstance(row.get(name), str)), "OTHER")
+    return ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
+                      f"Take one as it is, task.columns=[prompt={likely}], or make a message, "
+                      f"task.template='{{{likely}}}'")
 
 
 # ---- template

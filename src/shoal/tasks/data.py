@@ -1,59 +1,179 @@
-"""Reading a task's rows, from files, folders or the hub: training rows, held-out rows, notes."""
+"""Reading a task's rows, from files, folders or the hub, into training rows and held-out rows.
+
+The rules are the same for rows from Python (`rows.py`): without rows to evaluate on the last ones are held out, and no
+row that is held out is trained on, unless that was asked for.
+"""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data_file import SUFFIXES, read_file
+from shoal.tasks.data_file import read_file
 from shoal.tasks.data_folder import Published, fetch_folder, named_files, open_folder
+from shoal.tasks.task import DataReport
 from shoal.text import suggest
 from shoal.types import ShoalError
 
 _READERS = ("json", "parquet", "csv", "arrow")
 """Given as task.path, these say of what kind the files in task.files are; they stand for no data set."""
+_HELD_OUT_SHARE = 10
+"""Without rows to evaluate on, one in this many is held out."""
+_SHOW_ROWS, _SHOW_SECONDS = 1000, 1.0
+"""How often progress is looked at, and shown."""
 _EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
+_SHOW: ContextVar[Callable[[str], None] | None] = ContextVar("show", default=None)
 
-Row = TypeVar("Row")
-
-Rows = list[tuple[str, dict[str, Any]]]
-"""Each row with its place: `FILE, line 3`."""
+Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
+"""(number, place, row) -> what is kept of a row; its place is `FILE, line 3`."""
 
 
-@contextmanager
-def evaluating() -> Iterator[None]:
+def evaluating() -> AbstractContextManager[None]:
     """Within, nothing is trained on: data of one split is evaluated on whole, and there are no training rows."""
-    token = _EVALUATING.set(True)
-    try:
-        yield
-    finally:
-        _EVALUATING.reset(token)
+    return _set(_EVALUATING, True)
 
 
 def is_evaluating() -> bool:
     return _EVALUATING.get()
 
 
-def read_splits(task: TaskSection, published: Published
-                ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """`place_splits` without the rows' places."""
-    train, held_out, notes = place_splits(task, published)
-    return [row for _, row in train], [row for _, row in held_out], notes
+def showing_progress(show: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Within, `show` gets a line now and then while many rows are read."""
+    return _set(_SHOW, show)
 
 
-def place_splits(task: TaskSection, published: Published) -> tuple[Rows, Rows, list[str]]:
-    """Training rows, held-out rows, each with its place, and notes; columns renamed as `task.columns` says.
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
-    A file alone is the training split, unless its folder has a file of the other split; without a split to evaluate
-    on, the last rows are held out, or all where nothing is trained (`evaluating`), which the notes say. Raises
-    `ShoalError` for data that is missing, empty or unreadable.
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Within, Python looks for no cycles: it would go through all rows again and again, a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass
+class Splits:
+    """The rows to train on and those held out, in whatever form, and what was done to get them."""
+
+    task: str
+    train: list[Any]
+    held_out: list[Any]
+    on_purpose: str  # what makes a run evaluate on the rows that it trains on
+    notes: list[str] = field(default_factory=list)
+    data: DataReport = field(default_factory=DataReport)
+    one_split: bool = False  # there were no rows to evaluate on
+    shared: bool = False  # the rows held out are those that are trained on, on purpose
+
+    def divide(self, source: str, num_questions: int, spread: bool = False) -> None:
+        """Holds out a tenth of data without another split: its last rows, at most `num_questions` (0: no limit), or
+        every tenth one; all of them where nothing is trained."""
+        rows, total, files = self.train, len(self.train), self.data.train_files
+        begin = f"{self.task}: {source} has no other split to evaluate on; "
+        self.one_split = True
+        if is_evaluating():
+            self.train, self.held_out, self.data = [], rows, DataReport({}, files)
+            self.notes.append(f"{begin}all its {total} rows are evaluated on, those too that a run on this data "
+                              "learned from")
+            return
+        if total < 2:
+            raise ShoalError(f"task {self.task}: {source} has 1 row and no other split to evaluate on: add rows, or "
+                             f"evaluate on the row that is trained on, {self.on_purpose}")
+        if spread:
+            held = range(_HELD_OUT_SHARE - 1, total, _HELD_OUT_SHARE) or range(total - 1, total)
+            self.notes.append(f"{begin}every tenth row of it is held out, {len(held)} of {total}")
+        else:
+            held = range(total - min(max(1, total // _HELD_OUT_SHARE), num_questions or total), total)
+            self.notes.append(f"{begin}its last {len(held)} of {total} rows are held out")
+        self.train, self.held_out = [row for at, row in enumerate(rows) if at not in held], [rows[at] for at in held]
+        begins = itertools.accumulate(files.values(), initial=0)
+        counts = {file: sum(at in held for at in range(first, first + files[file]))
+                  for file, first in zip(files, begins, strict=False)}
+        self.data = DataReport({file: files[file] - number for file, number in counts.items()},
+                               {file: number for file, number in counts.items() if number})
+
+    def share(self) -> None:
+        """Evaluates on the rows that are trained on."""
+        self.held_out, self.shared = self.train, True
+        self.data = DataReport(self.data.train_files, self.data.train_files)
+        self.notes.append(f"{self.task}: {self.on_purpose}: evaluated on the rows that are trained on")
+
+    def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
+        """Drops the rows that fail a test; ShoalError where no other is left. `expected`: what a row must have;
+        `reason`: what the dropped ones have."""
+        train, held_out = list(filter(test, self.train)), list(filter(test, self.held_out))
+        for kind, rows, kept in (("training", self.train, train), ("held-out", self.held_out, held_out)):
+            if rows and not kept:
+                raise ShoalError(f"task {self.task}: none of the {len(rows)} {kind} rows has {expected}")
+        if len(held_out) < len(self.held_out):
+            self.notes.append(f"{self.task}: {len(self.held_out) - len(held_out)} of {len(self.held_out)} held-out "
+                              f"rows were dropped: {reason}")
+        self._drop(train, reason)
+        self.held_out = held_out
+
+    def drop_held_out(self, key: Callable[[Any], Any], noun: str) -> None:
+        """Leaves out the training rows whose `key` a held-out row has. `noun`: what a row asks."""
+        if self.shared:
+            return
+        known = {key(one) for one in self.held_out}
+        kept = [one for one in self.train if key(one) not in known]
+        if self.train and not kept and not is_evaluating():
+            raise ShoalError(f"task {self.task}: every training {noun} is held out too: give other data, or evaluate "
+                             f"on the rows that are trained on, {self.on_purpose}")
+        self._drop(kept, f"{noun} held out too")
+
+    def _drop(self, kept: list[Any], reason: str) -> None:
+        if len(kept) < len(self.train):
+            self.data.dropped[reason] = len(self.train) - len(kept)
+        self.train = kept
+
+
+# ---- the files
+
+
+def read_splits(task: TaskSection, published: Published, make: Make, spread: bool = False) -> Splits:
+    """What `make` keeps of the rows, with columns renamed as `task.columns` says; `spread` as in `Splits.divide`.
+
+    A file alone is the training split, unless its folder has a file of the other split. Raises `ShoalError` for data
+    that is missing, empty or unreadable.
     """
+    train, held_out, notes = _find_files(task, published)
+    renames = renames_of(task.columns)
+    rows, counts = _read(train, renames, published, make)
+    splits = Splits(published.task, rows, [], f"task.eval_split={task.split}", notes, DataReport(counts))
+    if held_out and held_out != train:
+        splits.held_out, counts = _read(held_out, renames, published, make)
+        splits.data.held_out_files.update(counts)
+    elif task.eval_split == task.split:
+        splits.share()
+    else:
+        splits.divide(train[0].name, task.num_questions, spread)
+    return splits
+
+
+def _find_files(task: TaskSection, published: Published) -> tuple[list[Path], list[Path], list[str]]:
+    """The files of training and of evaluation, and notes."""
     name = published.task
     if task.template:
         raise ShoalError(f"task.template has no effect on the task {name}, which makes its own prompts: leave it out, "
@@ -61,46 +181,17 @@ def place_splits(task: TaskSection, published: Published) -> tuple[Rows, Rows, l
     for key in ("split", "eval_split"):
         if not getattr(task, key).strip():
             raise ShoalError(f"task.{key}= is empty: expected the name of a split, such as {getattr(TaskSection, key)}")
-    renames = renames_of(task.columns)
     path = Path(task.path).expanduser()
-    notes = []
     if task.path and path.is_file():
-        train, held_out = _siblings(path, task)
-        notes = [f"{name}: task.{key} has no effect, since {path.name} is one file"
-                 for key in ("subset", "files") if getattr(task, key)]
-    elif task.files and (not (task.path or published.hub_id) or (task.path in _READERS and not path.is_dir())):
+        return *_siblings(path, task), [f"{name}: task.{key} has no effect, since {path.name} is one file"
+                                        for key in ("subset", "files") if getattr(task, key)]
+    if task.files and (not (task.path or published.hub_id) or (task.path in _READERS and not path.is_dir())):
         train, held_out = named_files(task.files), []
         if len(train) == 1:
             train, held_out = _siblings(train[0], task)
-    else:
-        folder = open_folder(path, published) if task.path and path.is_dir() else fetch_folder(task, published)
-        train, held_out, notes = folder.find_splits(task)
-    rows = _read(train, renames, published)
-    if held_out and held_out != train:
-        return rows, _read(held_out, renames, published), notes
-    if is_evaluating():
-        notes.append(f"{name}: {train[0].name} has no other split to evaluate on; all its {len(rows)} rows are "
-                     "evaluated on, those too that a run on this data learned from")
-        return [], rows, notes
-    if len(rows) < 2:
-        raise ShoalError(f"task {name}: {train[0]} has 1 row and no other split to evaluate on; 2 or more rows are "
-                         "needed")
-    count = min(max(1, len(rows) // 10), task.num_questions or len(rows))
-    notes.append(f"{name}: {train[0].name} has no other split to evaluate on; its last {count} of {len(rows)} rows "
-                 "are held out")
-    return rows[:-count], rows[-count:], notes
-
-
-def without_held_out(train: Sequence[Row], held_out: Iterable[Row], key: Callable[[Row], Any], task: str, noun: str,
-                     notes: list[str]) -> list[Row]:
-    """The training rows whose `key` no held-out row has; how many had one is noted. `noun`: what a row asks."""
-    known = {key(one) for one in held_out}
-    kept = [one for one in train if key(one) not in known]
-    if train and not kept:
-        raise ShoalError(f"task {task}: every training {noun} is held out too; give other data in task.path")
-    if len(kept) < len(train):
-        notes.append(f"{task}: {len(train) - len(kept)} training {noun}s are held out too; they were left out")
-    return kept
+        return train, held_out, []
+    folder = open_folder(path, published) if task.path and path.is_dir() else fetch_folder(task, published)
+    return folder.find_splits(task)
 
 
 def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
@@ -117,19 +208,25 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
 # ---- reading
 
 
-def _read(files: Sequence[Path], renames: Mapping[str, str], published: Published) -> Rows:
-    """All rows of the files, renamed, checked to hold the columns."""
-    rows: Rows = []
+def _read(files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
+          ) -> tuple[list[Any], dict[str, int]]:
+    """What `make` keeps of all rows of the files, renamed and checked to hold the columns; the rows of each file."""
+    rows: list[Any] = []
+    counts: dict[str, int] = {}
+    names = [file.name for file in files]
+    show, due = _SHOW.get(), time.monotonic() + _SHOW_SECONDS
     for file in files:
-        if file.suffix not in SUFFIXES:
-            raise ShoalError(f"task {published.task}: {file} is of a kind that is not read; expected "
-                             f"{', '.join(SUFFIXES)}")
-        for where, row in read_file(file, published.task):
-            place = f"{file}, {where}"
-            rows.append((place, _checked(row, place, renames, published)))
+        before = len(rows)
+        with paused_collection():
+            for place, row in read_file(file, f"task {published.task}: "):
+                rows.append(make(len(rows), place, _checked(row, place, renames, published)))
+                if show and not len(rows) % _SHOW_ROWS and time.monotonic() > due:
+                    due = time.monotonic() + _SHOW_SECONDS
+                    show(f"reading {file.name}: {len(rows):,} rows")
+        counts[file.name if names.count(file.name) == 1 else str(file)] = len(rows) - before
     if not rows:
         raise ShoalError(f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are needed")
-    return rows
+    return rows, counts
 
 
 def _columns(published: Published) -> str:
@@ -137,18 +234,23 @@ def _columns(published: Published) -> str:
 
 
 def _checked(row: Any, place: str, renames: Mapping[str, str], published: Published) -> dict[str, Any]:
-    at = f"task {published.task}: {place}"
     if not isinstance(row, dict):
-        raise ShoalError(f"{at} is a {type(row).__name__}; an object with {_columns(published)} is needed")
-    row = _renamed(row, place, renames)
+        raise ShoalError(f"task {published.task}: {place} is a {type(row).__name__}; an object with "
+                         f"{_columns(published)} is needed" + " (a file that is one list is named .json)" * isinstance(
+                             row, list))
+    if renames:
+        row = _renamed(row, place, renames)
     for column in published.columns:
         if column not in row:
-            raise ShoalError(f"{at} has no column {column!r}; its columns: {', '.join(map(str, row)) or 'none'} "
-                             f"(task.columns=[{column}=OTHER] takes another)")
+            raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: "
+                             f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)")
+        if column not in published.texts or isinstance(row[column], str):
+            continue
         if column in published.numbers:
             row[column] = _number_as_text(row[column])
-        if column in published.texts and not isinstance(row[column], str):
-            raise ShoalError(f"{at}: {column!r} is a {type(row[column]).__name__}; text is needed")
+        if not isinstance(row[column], str):
+            raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(row[column]).__name__}; text is "
+                             "needed")
     return row
 
 
@@ -157,19 +259,6 @@ def _number_as_text(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
         return value
     return f"{value:f}" if isinstance(value, Decimal) else str(int(value) if value == int(value) else value)
-
-
-def keep_labelled(rows: Sequence[dict[str, Any]], gold: Callable[[dict[str, Any]], Any], task: str, kind: str,
-                  expected: str, label: str, notes: list[str]) -> list[dict[str, Any]]:
-    """The rows that have a right answer, as their column `gold`; how many lack one is noted, ShoalError for all.
-
-    `kind`: training or held-out; `expected`: what a row must have; `label`: what the others lack."""
-    found = [row | {"gold": answer} for row in rows if (answer := gold(row)) is not None]
-    if rows and not found:
-        raise ShoalError(f"task {task}: none of the {len(rows)} {kind} rows has {expected}")
-    if len(found) < len(rows):
-        notes.append(f"{task}: {len(rows) - len(found)} of {len(rows)} {kind} rows have no {label} and were dropped")
-    return found
 
 
 def renames_of(entries: Iterable[str]) -> dict[str, str]:

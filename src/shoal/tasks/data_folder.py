@@ -73,7 +73,8 @@ class DataFolder:
             raise ShoalError(f"task {name}: {self.path} holds no {wanted} or parquet file of the split {task.split!r}; "
                              f"it holds {_listed(data_files(self.path))} (task.files names others)")
         held_out = [file for file in files_of(task.eval_split) if file not in train]
-        if not held_out and (others := [split for split in _HELD_OUT if set(files_of(split)) - set(train)]):
+        others = [split for split in _HELD_OUT if set(files_of(split)) - set(train)]
+        if others and not held_out and task.eval_split != task.split:
             notes.append(f"{name}: there is no split {task.eval_split} to evaluate on, but {' and '.join(others)}: "
                          f"task.eval_split={others[0]} takes it")
         return train, held_out, notes

@@ -7,15 +7,15 @@ questions are put and rewarded is chosen by `reward.preset` (`gsm8k_presets.py`)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.tasks.data import Published, keep_labelled, read_splits, without_held_out
+from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders.answer import parse_number
 from shoal.tasks.graders.final_answer import final_number, shown
 from shoal.tasks.gsm8k_presets import load_preset
 from shoal.tasks.gsm8k_rewards import answer_key
+from shoal.tasks.rows import has_answer, prompt_key, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
@@ -26,23 +26,20 @@ PUBLISHED = Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
 
-    A file alone is the training split, unless its folder has the other split, else its last rows are held out; what
-    was dropped or held out is in the task's `notes`.
+    A file alone is the training split, unless its folder has the other split, else its last rows are held out.
 
     Raises `ShoalError` for data that is missing, empty, unreadable or without the two columns.
     """
     empty = blank(task, reward)
     prompt = load_preset((reward or RewardSection()).preset).prompt
-    train, held_out, notes = read_splits(task, PUBLISHED)
-    train, held_out = (
-        keep_labelled(rows, lambda row: gold(row["answer"]), "gsm8k", kind,
-                      "an answer that is a number or ends in `#### <number>`", "`#### <number>`", notes)
-        for rows, kind in ((train, "training"), (held_out, "held-out")))
-    kept = without_held_out(train, held_out, lambda row: row["question"], "gsm8k", "question", notes)
-    train, held_out = (
-        [Example(i, prompt(row["question"]), {"answer": row["gold"], "solution": row["answer"]})
-         for i, row in enumerate(rows)] for rows in (kept, held_out))
-    return replace(empty, train=train, evaluations={"held_out": held_out}, notes=tuple(notes))
+
+    def make(number: int, place: str, row: dict[str, Any]) -> Example:
+        return Example(number, prompt(row["question"]), {"answer": gold(row["answer"]), "solution": row["answer"]})
+
+    splits = read_splits(task, PUBLISHED, make)
+    splits.keep(has_answer, "an answer that is a number or ends in `#### <number>`", "no `#### <number>`")
+    splits.drop_held_out(prompt_key, "question")
+    return with_rows(empty, splits)
 
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:

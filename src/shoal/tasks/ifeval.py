@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, is_evaluating, place_splits, without_held_out
+from shoal.tasks.data import Published, is_evaluating, read_splits
 from shoal.tasks.graders.answer import completion_text, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
+from shoal.tasks.rows import with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, RewardFunction, ShoalError
 
@@ -25,9 +25,6 @@ SYSTEM_PROMPT = (
     "Think first, between <think> and </think>. Then write your whole response between <answer> and </answer>: only "
     "what stands there is checked against the user's instructions."
 )
-HELD_OUT = 10
-"""Of data with one split, every row whose number (from 1) this divides is held out."""
-
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 """Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose in the reward."""
 ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
@@ -43,27 +40,18 @@ def load(task: TaskSection) -> Task:
     Raises `ShoalError` for data that is missing or unreadable, and for a row with an instruction or an argument that no
     check can take.
     """
-    train, held_out, notes = place_splits(task, PUBLISHED)
-    tags = True
-    if not train or {_file(place) for place, _ in held_out} <= {_file(place) for place, _ in train}:  # no other split
-        rows, tags = [*train, *held_out], not (task.eval_split == task.split or is_evaluating())
-        notes = [note for note in notes if "no other split to evaluate on" not in note]
-        held_out = rows[HELD_OUT - 1::HELD_OUT] or rows[-1:]
-        notes += [
-            f"ifeval: there is one split; every tenth row of it is held out, {len(held_out)} of {len(rows)}",
-            "ifeval: the published prompts are a benchmark; a model that trained on some of them has no fair figures "
-            "on it any more, not even on those held out",
-        ] if tags else [f"ifeval: all {len(rows)} rows are evaluated on, with their prompts as they are; a training "
-                        "run with these keys would be measured on rows that it learned from"]
-        known = {row["prompt"] for _, row in held_out}
-        train, held_out = [one for one in rows if one[1]["prompt"] not in known], held_out if tags else rows
-    else:
-        train = without_held_out(train, held_out, lambda one: one[1]["prompt"], "ifeval", "prompt", notes)
-    if tags and not train:
-        raise ShoalError("task ifeval: every training prompt is held out too; give other data in task.path")
-    train, held_out = ([_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
-                       for rows in (train, held_out))
-    return replace(_task(tags), train=train, evaluations={"held_out": held_out}, notes=tuple(notes))
+    splits = read_splits(task, PUBLISHED, lambda number, place, row: (place, row), spread=True)
+    tags = not (splits.shared or (splits.one_split and is_evaluating()))
+    if not tags:
+        splits.notes[-1] = (f"ifeval: all {len(splits.held_out)} rows are evaluated on, with their prompts as they "
+                            "are; a training run with these keys would be measured on rows that it learned from")
+    elif splits.one_split:
+        splits.notes.append("ifeval: the published prompts are a benchmark; a model that trained on some of them has "
+                            "no fair figures on it any more, not even on those held out")
+    splits.drop_held_out(lambda one: one[1]["prompt"], "prompt")
+    splits.train, splits.held_out = ([_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
+                                     for rows in (splits.train, splits.held_out))
+    return with_rows(_task(tags), splits)
 
 
 def blank(task: TaskSection) -> Task:
@@ -184,10 +172,6 @@ def format_reward(completions: Sequence[Any], **others: Any) -> list[float]:
 
 
 # ---- rows
-
-
-def _file(place: str) -> str:
-    return place.rpartition(",")[0]
 
 
 def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, keep_labelled, read_splits, without_held_out
+from shoal.tasks.data import Published, Splits, read_splits
 from shoal.tasks.graders import math_check, math_worker
 from shoal.tasks.graders.answer import completion_text, extract_answer, format_reward, well_formed
 from shoal.tasks.graders.final_answer import behind_hashes, last_boxed, said_answer, solution_of
+from shoal.tasks.rows import has_answer, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, RewardFunction, ShoalError
 
@@ -49,16 +50,14 @@ def load(task: TaskSection) -> Task:
     or without answers, and where math-verify is not installed.
     """
     empty = blank(task)
-    train, held_out, notes = read_splits(task, TRAIN)
+    splits = read_splits(task, TRAIN, _make)
     if not task.path:  # the evaluation set has no split to train on: all its rows are evaluated on
-        only = replace(task, split=task.eval_split, subset="", files=())
-        first, last, _ = read_splits(only, EVALUATION)
-        held_out = [*first, *last]
-    train, held_out = (_keep_readable(rows, notes, kind) for rows, kind in
-                       ((train, "training"), (held_out, "held-out")))
-    kept = without_held_out(train, held_out, lambda row: row["problem"].strip(), "math", "problem", notes)
-    train, held_out = ([_example(i, row, row["gold"]) for i, row in enumerate(rows)] for rows in (kept, held_out))
-    return replace(empty, train=train, evaluations={"held_out": held_out}, notes=tuple(notes))
+        found = read_splits(replace(task, split=task.eval_split, subset="", files=()), EVALUATION, _make)
+        splits.held_out, splits.shared = found.train, False
+        splits.data = replace(splits.data, held_out_files=found.data.train_files)
+    _keep_readable(splits)
+    splits.drop_held_out(lambda example: example.prompt[-1]["content"].strip(), "problem")
+    return with_rows(empty, splits)
 
 
 def blank(task: TaskSection) -> Task:
@@ -183,7 +182,7 @@ def gold(row: Mapping[str, Any]) -> str | None:
     return str(answer).strip() if answer is not None and str(answer).strip() else None
 
 
-def _example(number: int, row: Mapping[str, Any], answer: str) -> Example:
+def _example(number: int, row: Mapping[str, Any], answer: str | None) -> Example:
     columns = {"answer": answer, "solution": str(row.get("solution") or "")}
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["problem"]}]
     return Example(number, prompt, columns)
@@ -200,15 +199,15 @@ def _of_row(number: int, row: Mapping[str, Any]) -> Example:
     return _example(number, row, answer)
 
 
-def _keep_readable(rows: Sequence[dict[str, Any]], notes: list[str], kind: str) -> list[dict[str, Any]]:
-    """Adds the column `gold`; rows without, and those whose gold cannot be read, are dropped, which is noted."""
+def _make(number: int, place: str, row: dict[str, Any]) -> Example:
+    return _example(number, row, gold(row))
+
+
+def _keep_readable(splits: Splits) -> None:
+    """Drops rows without an answer, and those whose answer cannot be read."""
     expected = "an `answer` that can be read, or a `solution` with `\\boxed{...}`"
-    found = keep_labelled(rows, gold, "math", kind, expected, "answer", notes)
-    kept = [row for row in found if math_check.is_whole(row["gold"])]
-    if found and not kept:
-        raise ShoalError(f"task math: none of the {len(rows)} {kind} rows has {expected}")
-    if len(kept) < len(found):
-        first = next(row["gold"] for row in found if not math_check.is_whole(row["gold"]))
-        notes.append(f"math: {len(found) - len(kept)} of {len(rows)} {kind} rows have an answer that cannot be read "
-                     f"and were dropped; the first is {first[:60]!r}")
-    return kept
+    splits.keep(has_answer, expected, "no answer")
+    answers = (example.columns["answer"] for example in (*splits.train, *splits.held_out))
+    first = next((answer for answer in answers if not math_check.is_whole(answer)), "")
+    splits.keep(lambda example: math_check.is_whole(example.columns["answer"]), expected,
+                f"an answer that cannot be read, such as {first[:60]!r}")

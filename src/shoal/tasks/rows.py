@@ -1,33 +1,38 @@
 """A task of rows that were given from Python: dicts, columns, a table of pandas, polars, arrow or datasets.
 
-Rows from files go through the same checks.
+Rows from files go through the same checks, and are held out by the same rules (`data.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from json import JSONEncoder
 from typing import Any
 
 import numpy as np
 
+from shoal.tasks.data import Splits, paused_collection
 from shoal.tasks.data_file import half_character
 from shoal.tasks.task import ROWS, Task
 from shoal.types import Example, Prompt, ShoalError
 
-HELD_OUT_SHARE = 10
-"""Without rows to evaluate on, one in this many is held out at most."""
-
 TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Further arguments of reward functions: no column may have such a name."""
+SAME = "train"
+"""As `held_out=`: the rows that are trained on."""
+_GIVEN = "rows from Python"
 _NOT_GIVEN = ("completion",)  # by the convention, columns that reward functions do not see
 
 _LISTS = ("files", "columns")
 """Settings of a task that are lists."""
 
-_MESSAGE = ("role", "content")
 _MISSING = ("NAType", "NaTType")
+_PLAIN = (str, int, bool, type(None))
+_ENCODER = JSONEncoder(sort_keys=True, default=str)
 
 Correct = Callable[[str, Example], bool]
 
@@ -41,33 +46,59 @@ def is_data(task: Any) -> bool:
 
 
 def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500) -> Task:
-    """A task of rows with `prompt` (text or messages); all other columns go to the reward functions.
+    """A task of rows with `prompt` (text or messages) or `messages`; all other columns go to the reward functions.
 
-    Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth.
+    Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth, or all rows where
+    nothing is trained. `held_out="train"` evaluates on the rows that are trained on.
     """
     if correct is not None and not callable(correct):
         raise ShoalError(f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool")
-    train, notes = examples_of(_placed(data, "task")), []
-    if held_out is not None:
-        given = _placed(held_out, "held_out")
-        kept = examples_of(given)
-        check_alike(kept[0], train[0], given[0][0], "task row 0")
+    maker = ExampleMaker()
+    splits = Splits(ROWS, _examples(maker, data, "task"), [], "held_out='train'")
+    splits.data.train_files[_GIVEN] = len(splits.train)
+    if isinstance(held_out, str) and held_out == SAME:
+        splits.share()
+    elif held_out is not None:
+        splits.held_out = _examples(maker, held_out, "held_out")
+        splits.data.held_out_files[_GIVEN] = len(splits.held_out)
     else:
-        if len(train) < 2:
-            raise ShoalError("task has one row: expected two or more, or rows to evaluate on, held_out=...")
-        count = max(1, min(num_questions or len(train), len(train) // HELD_OUT_SHARE))
-        train, kept = train[:-count], train[-count:]
-        notes.append(f"rows: the last {count} of {count + len(train)} are held out for evaluation "
-                     "(held_out= gives others)")
-    return Task(ROWS, train, {"held_out": kept}, rewards=(), question="prompt",
-                correct=functools.partial(_call_correct, correct) if correct else None,
-                notes=(*notes, *unseen_columns(ROWS, train[0])))
+        splits.divide("task", num_questions)
+    return task_of_examples(splits, maker, functools.partial(_call_correct, correct) if correct else None)
 
 
-def unseen_columns(task: str, example: Example) -> list[str]:
-    """Notes on columns that reward functions do not get."""
-    return [f"{task}: the column {name!r} is not given to reward functions: it is no input of theirs by convention"
-            for name in _NOT_GIVEN if name in example.columns]
+def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
+    """The task of examples, without those training prompts that are held out too."""
+    splits.drop_held_out(prompt_key, "prompt")
+    first = (splits.train or splits.held_out)[0]
+    notes = [f"{splits.task}: the column {name!r} is not given to reward functions: it is no input of theirs by "
+             "convention" for name in _NOT_GIVEN if name in first.columns]
+    if maker.from_messages:
+        notes.append(f"{splits.task}: the prompts are the column `messages`, without the assistant's last message")
+    if maker.num_continued:
+        notes.append(f"{splits.task}: {maker.num_continued} prompts end with an assistant's message, which the "
+                     "completion continues")
+    splits.notes += notes
+    return with_rows(Task(splits.task, (), {}, rewards=(), question="prompt", correct=correct), splits)
+
+
+def with_rows(task: Task, splits: Splits) -> Task:
+    """The task with the examples of its data, numbered from 0 in each split."""
+    held_out = splits.held_out if splits.task == ROWS else _numbered(splits.held_out)
+    return replace(task, train=_numbered(splits.train), evaluations={"held_out": held_out}, notes=tuple(splits.notes),
+                   data=splits.data)
+
+
+def has_answer(example: Example) -> bool:
+    return example.columns["answer"] is not None
+
+
+def prompt_key(example: Example) -> str:
+    """What two examples with the same prompt have in common."""
+    return example.prompt if isinstance(example.prompt, str) else _ENCODER.encode(example.prompt)
+
+
+def _numbered(examples: Sequence[Example]) -> list[Example]:
+    return [one if one.row == row else replace(one, row=row) for row, one in enumerate(examples)]
 
 
 def _call_correct(correct: Correct, text: str, example: Example) -> bool:
@@ -82,8 +113,13 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
 # ---- reading
 
 
-def _placed(data: Any, name: str) -> list[tuple[str, Any]]:
-    """Whatever holds rows, as a list of them, each with its place."""
+def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
+    with paused_collection():
+        return [maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))]
+
+
+def _rows(data: Any, name: str) -> Sequence[Any]:
+    """Whatever holds rows, as a list of them."""
     rows: Any
     if isinstance(data, Mapping):
         rows = _rows_of_columns(data, name)
@@ -92,17 +128,18 @@ def _placed(data: Any, name: str) -> list[tuple[str, Any]]:
     elif callable(read := getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)):  # polars, arrow
         rows = read()
     elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        other = f"or {SAME!r}, for those that are trained on" if name == "held_out" else "or a shoal.Task"
         raise ShoalError(f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a table of "
-                         "pandas, polars, arrow or datasets, or a shoal.Task")
+                         f"pandas, polars, arrow or datasets, {other}")
     else:
         rows = list(data)
     if not len(rows):
         raise ShoalError(f"{name} is empty: expected rows with `prompt`")
-    return [(f"{name} row {number}", row) for number, row in enumerate(rows)]
+    return rows
 
 
 def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
-    if "prompt" not in columns:
+    if "prompt" not in columns and "messages" not in columns:
         raise ShoalError(f"{name} has no column `prompt`: {_list_columns(columns)}")
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
@@ -119,43 +156,71 @@ def _list_columns(row: Mapping[Any, Any]) -> str:
     return f"its columns are {', '.join(map(str, row))}" if row else "it has no columns at all"
 
 
-def examples_of(rows: Sequence[tuple[str, Any]]) -> list[Example]:
-    """(place, row with `prompt`) -> examples, numbered; ShoalError for one that cannot be used or differs in kind."""
-    examples = [_example(row, number, place) for number, (place, row) in enumerate(rows)]
-    for example, (place, _) in zip(examples[1:], rows[1:], strict=True):
-        check_alike(example, examples[0], place, rows[0][0])
-    return examples
+class ExampleMaker:
+    """Makes examples of rows with `prompt`. Raises ShoalError for one that cannot be used, or that differs in kind or
+    columns from the first."""
+
+    def __init__(self) -> None:
+        self.num_continued = 0  # prompts that end with an assistant's message
+        self.from_messages = False
+        self._first: tuple[Example, str] | None = None  # and its place
+
+    def __call__(self, number: int, place: str, row: Any) -> Example:
+        example = example_of(number, place, row)
+        if self._first is None:
+            _check_names(example, place)
+            self._first, self.from_messages = (example, place), "prompt" not in row
+        first, first_place = self._first
+        if isinstance(example.prompt, str) != isinstance(first.prompt, str):
+            kind, other = ("text" if isinstance(one.prompt, str) else "messages" for one in (example, first))
+            raise ShoalError(f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts of one "
+                             "kind")
+        if example.columns.keys() != first.columns.keys():
+            _check_names(example, place)
+            other = sorted(example.columns.keys() ^ first.columns.keys())[0]
+            has, lacks = (place, first_place) if other in example.columns else (first_place, place)
+            raise ShoalError(f"{lacks} has no column {other!r}, {has} has: give every row the same columns, None where "
+                             "there is no value")
+        self.num_continued += not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant"
+        return example
 
 
-def check_alike(example: Example, first: Example, place: str, first_place: str) -> None:
-    """ShoalError unless both prompts are of one kind and both rows have the same columns."""
-    kind, other_kind = ("text" if isinstance(one.prompt, str) else "messages" for one in (example, first))
-    if kind != other_kind:
-        raise ShoalError(f"{place}: `prompt` is {kind}, that of {first_place} is {other_kind}: make all prompts of one "
-                         "kind")
-    if other := sorted(example.columns.keys() ^ first.columns.keys()):
-        has, lacks = (place, first_place) if other[0] in example.columns else (first_place, place)
-        raise ShoalError(f"{lacks} has no column {other[0]!r}, {has} has: give every row the same columns, None where "
-                         "there is no value")
-
-
-def _example(row: Any, number: int, place: str) -> Example:
+def example_of(number: int, place: str, row: Any) -> Example:
+    """The example of a row; ShoalError, naming its place, without a prompt that can be used."""
     if not isinstance(row, Mapping):
         raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
-    if "prompt" not in row:
+    if "prompt" not in row and "messages" not in row:
         raise ShoalError(f"{place} has no `prompt`: {_list_columns(row)}")
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
-    for column in columns:
+    prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
+    return Example(number, _prompt(prompt, place), columns)
+
+
+def _without_answer(messages: Any, place: str) -> list[Any]:
+    """Messages up to the answer that they end with, if they do."""
+    if not isinstance(messages, list):
+        raise ShoalError(f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with role and "
+                         "content")
+    ends = bool(messages) and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
+    asked = messages[:-1] if ends else messages
+    if not asked:
+        raise ShoalError(f"{place}: `messages` holds nothing but an answer: expected a message to answer")
+    return asked
+
+
+def _check_names(example: Example, place: str) -> None:
+    for column in example.columns:
         if not isinstance(column, str):
             raise ShoalError(f"{place}: the column {column!r} is a {type(column).__name__}; expected a name, text")
         if column in TAKEN:
             raise ShoalError(f"{place}: a column cannot be called {column!r}: reward functions get that from the run; "
                              "rename it")
-    return Example(number, _prompt(row["prompt"], place), columns)
 
 
 def _plain(value: Any) -> Any:
     """A table's value as Python has it: lists for arrays, None where there is none (NaN, NA, NaT)."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
@@ -170,24 +235,31 @@ def _prompt(prompt: Any, place: str) -> Prompt:
     """Text, or messages as a list of plain dicts, checked."""
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ShoalError(f"{place}: `prompt` is empty: expected text, or messages")
-        texts = [prompt]
-    elif not isinstance(prompt, list | tuple):
+    if not isinstance(prompt, str | list | tuple):
         raise ShoalError(f"{place}: `prompt` is a {type(prompt).__name__}: expected text, or messages, a list of dicts "
                          "with role and content")
-    elif not prompt:
-        raise ShoalError(f"{place}: `prompt` is an empty list: expected messages, or text")
-    else:
-        for at, message in enumerate(prompt):
-            if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in _MESSAGE):
-                raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with "
-                                 "role and content, both text")
-        texts = [message["content"] for message in prompt]
-    if half := half_character("".join(texts)):
+    if not prompt:
+        raise ShoalError(f"{place}: `prompt` is {'empty' if isinstance(prompt, str) else 'an empty list'}: expected "
+                         "text, or messages")
+    if isinstance(prompt, str):
+        _check_text(prompt, place)
+        return prompt
+    return [_message(at, message, place) for at, message in enumerate(prompt)]
+
+
+def _message(at: int, message: Any, place: str) -> dict[str, Any]:
+    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)):
+        raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role and "
+                         "content, both text")
+    _check_text(message["content"], place)
+    found = {key: value for key, value in message.items() if value is not None}
+    if found["role"] == "system":
+        found["content"] = sys.intern(str(found["content"]))  # one object for all rows, which mostly share it
+    return found
+
+
+def _check_text(text: str, place: str) -> None:
+    if not text.isascii() and (half := half_character(text)):
         raise ShoalError(f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
                          "halves, or leave it out")
-    if isinstance(prompt, str):
-        return prompt
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]

@@ -205,7 +205,7 @@ def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[
         return restored
     if damaged:
         raise ShoalError(f"no checkpoint of {run} is whole ({'; '.join(map(str, damaged.values()))}): nothing was "
-                         "changed; bring one back, or start anew under another run_name")
+                         "changed; restore one, or start a new run with another run_name")
     return None
 
 

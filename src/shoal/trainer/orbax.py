@@ -50,7 +50,7 @@ class _WithoutClosedLoops:
 
 
 @contextmanager
-def writing(path: Path, then: str = "; it goes on from the checkpoint before") -> Iterator[None]:
+def writing(path: Path, then: str = "; it resumes from the checkpoint before") -> Iterator[None]:
     """Turns whatever Orbax raises while it writes `path` into one ShoalError."""
     try:
         yield

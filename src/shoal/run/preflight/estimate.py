@@ -63,7 +63,7 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     """Completions that all evaluations of a run sample; `sets`: name -> questions, the main set first."""
     questions, main = sum(sets.values()), next(iter(sets.values()), 0)
     every = config.train.evaluate_every
-    between = max(0, -(-config.steps // every) - 1) if every else 0
+    between = max(0, -(-config.steps // every) - 1) if every > 0 else 0
     return 2 * (questions + main * config.pass_k) + between * questions
 
 

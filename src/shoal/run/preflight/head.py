@@ -45,7 +45,8 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         "devices": devices_text(roles),
         "model": model_text(config, loaded, model),
         **data_lines(task),
-        "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items()),
+        "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
+        or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),

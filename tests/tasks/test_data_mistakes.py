@@ -1,0 +1,210 @@
+"""Mistakes with data: each ends in one line that names file, row and cure, or is read as it was meant."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import shoal
+from shoal.config.schema import TaskSection
+from shoal.run.task import load_task
+from shoal.tasks.data import evaluating, showing_progress
+from shoal.tasks.data_file import read_file
+from shoal.tasks.rows import rows_task
+from shoal.tasks.task import DataReport, Task
+from shoal.trainer.curriculum import PromptStream
+from shoal.types import ShoalError
+
+GOOD = [{"prompt": f"{i}?", "answer": i} for i in range(4)]
+
+
+def lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def parquet(table: pyarrow.Table) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def load(path: Path, **keys: Any) -> Task:
+    return load_task(TaskSection(**{"name": "custom", "path": str(path), **keys}))
+
+
+CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
+    "empty file": ("a.jsonl", b"", {}, ["a.jsonl is empty"]),
+    "blank lines": ("a.jsonl", b"\n \r\n\n", {}, ["a.jsonl is empty"]),
+    "an empty list": ("a.json", b"[]", {}, ["a.json is empty"]),
+    "a csv of a header": ("a.csv", b"prompt,answer\n", {}, ["a.csv is empty"]),
+    "one row": ("a.jsonl", lines(*GOOD[:1]), {}, ["a.jsonl has 1 row", "add rows", "task.eval_split=train"]),
+    "no prompt": ("a.jsonl", lines(GOOD[0], {"question": "a", "answer": 1}), {}, [
+        "a.jsonl, line 2 has no column `prompt`", "task.columns=[prompt=question]", "task.template='{question}'"]),
+    "a prompt of null": ("a.jsonl", lines(*GOOD, {"prompt": None, "answer": 1}), {}, ["line 5: `prompt` is a NoneT"]),
+    "a prompt of a number": ("a.jsonl", lines(*GOOD, {"prompt": 5, "answer": 1}), {}, ["line 5: `prompt` is a int",
+                                                                                    "expected text, or messages"]),
+    "an empty prompt": ("a.jsonl", lines({"prompt": ""}, *GOOD), {}, ["line 1: `prompt` is empty"]),
+    "text and messages": ("a.jsonl", lines(*GOOD, {"prompt": [{"role": "user", "content": "a"}], "answer": 1}), {}, [
+        "line 5: `prompt` is messages", "a.jsonl, line 1 is text", "all prompts of one kind"]),
+    "a column missing": ("a.jsonl", lines(*GOOD, {"prompt": "a"}), {}, ["line 5 has no column 'answer'", "line 1 has",
+                                                                     "None where there is no value"]),
+    "Latin-1": ("a.jsonl", lines(*GOOD) + b'{"prompt": "caf\xe9", "answer": 1}', {}, [
+        "a.jsonl, line 5 is no text in UTF-8", "save the file as UTF-8"]),
+    "Latin-1 in a table": ("a.csv", b"prompt,answer\ncaf\xe9,1\n", {}, ["a.csv is no text in UTF-8", "as UTF-8"]),
+    "UTF-16": ("a.jsonl", lines(*GOOD).decode().encode("utf-16"), {}, ["line 1 is no text in UTF-8", "as UTF-8"]),
+    "a list in jsonl": ("a.jsonl", json.dumps(GOOD, indent=1).encode(), {}, ["line 1 is no JSON object", ".json)"]),
+    "a list on a line": ("a.jsonl", json.dumps(GOOD).encode(), {}, ["line 1 is a list; an object", "named .json"]),
+    "a comma behind a row": ("a.jsonl", b'{"prompt": "a"},\n{"prompt": "b"}', {}, ["line 1 is no JSON object: Extra",
+                                                                                "one object a line"]),
+    "a comma within a row": ("a.jsonl", b'{"prompt": "a",}', {}, ["line 1 is no JSON object", "one object a line"]),
+    "a broken list": ("a.json", b'[{"prompt": "a"},\n]', {}, ["a.json is no JSON list of objects", "line "]),
+    "too deep": ("a.jsonl", lines(GOOD[0]) + b"[" * 100_000, {}, ["line 2 is no JSON object: it is nested too"]),
+    "a tab file named csv": ("a.csv", b"prompt\tanswer\na\t1\nb\t2\n", {}, ["its header is one column",
+                                                                        "name it .tsv"]),
+    "semicolons": ("a.csv", b"prompt;answer\na;1\nb;2\n", {}, ["its header is one column", "separate by commas"]),
+    "a comma file named tsv": ("a.tsv", b"prompt,answer\na,1\nb,2\n", {}, ["its header is one column", "name it .csv"]),
+    "an open quote": ("a.csv", b'prompt,answer\n"a,1\nb,2\n', {}, ["a.csv, line 3 cannot be read as a table"]),
+    "a comma too many": ("a.csv", b"prompt,answer\na,b,1\n", {}, ["a.csv, line 2 has 3 values, the header has 2",
+                                                               "quote a value"]),
+    "a column twice": ("a.csv", b"prompt,answer,answer\na,1,2\n", {}, ["column 'answer' twice"]),
+    "parquet without columns": ("a.parquet", parquet(pyarrow.table({})), {}, ["a.parquet is empty"]),
+    "parquet that is text": ("a.parquet", lines(*GOOD), {}, ["a.parquet cannot be read as parquet"]),
+    "packed": ("a.jsonl.gz", gzip.compress(lines(*GOOD)), {}, ["a.jsonl.gz is of a kind", "unpack it"]),
+    "a workbook": ("a.xlsx", b"PK", {}, ["a.xlsx is of a kind that is not read", ".parquet, .csv"]),
+    "no such column": ("a.jsonl", lines(*GOOD), {"columns": ("prompt=promt",)}, ["did you mean 'prompt'?"]),
+    "no answers": ("a.jsonl", lines({"question": "a", "answer": "?"}, {"question": "b", "answer": "!"}), {
+        "name": "gsm8k"}, ["none of the 1 training rows has an answer that is a number"]),
+    "no column of answers": ("a.jsonl", lines({"question": "a"}), {"name": "gsm8k"}, [
+        "a.jsonl, line 1 has no column 'answer'", "task.columns=[answer=OTHER]"]),
+    "all held out": ("a.jsonl", lines(*GOOD[:1] * 3), {}, ["every training prompt is held out too",
+                                                        "task.eval_split=train"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_in_a_file_is_one_line(tmp_path: Path, case: str) -> None:
+    name, content, keys, words = CASES[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ShoalError) as caught:
+        load(tmp_path / name, **keys)
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_folder_or_split_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ShoalError, match=r"it holds nothing"):
+        load(tmp_path)
+    (tmp_path / "train.jsonl").write_bytes(lines(*GOOD))
+    with pytest.raises(ShoalError, match=r"of the split 'fit'; it holds train.jsonl \(task.files names others\)"):
+        load(tmp_path, split="fit")
+    with pytest.raises(ShoalError, match=r"task.path='.*none.jsonl': there is no such file or folder"):
+        load(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl", b"\xef\xbb\xbf" + lines(*GOOD)), ("a.jsonl", lines(*GOOD).replace(b"\n", b"\r\n")),
+    ("a.json", lines(*GOOD)), ("a.json", b"\xef\xbb\xbf \n" + json.dumps(GOOD).encode()),
+    ("a.jsonl", lines(*GOOD).rstrip()), ("a.parquet", parquet(pyarrow.Table.from_pylist(GOOD))),
+], ids=["byte order mark", "CRLF", "lines in json", "list in json", "no last newline", "parquet"])
+def test_what_is_read_as_it_was_meant(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    task = load(tmp_path / name)
+    assert [(one.prompt, one.columns["answer"]) for one in task.train] == [("0?", 0), ("1?", 1), ("2?", 2)]
+    assert task.data == DataReport({name: 3}, {name: 1})
+
+
+def test_a_long_value_with_quotes_and_lines(tmp_path: Path) -> None:
+    text = 'He said "a, b".\r\n' + "x" * 200_000
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfprompt,answer\r\n" + b'"' + text.replace('"', '""').encode() +
+                                     b'",007\r\n"b",1\r\n')
+    assert (load(tmp_path / "a.csv").train[0].prompt, load(tmp_path / "a.csv").train[0].columns) == (
+        text, {"answer": "007"})
+
+
+def test_prompts_that_are_all_too_long() -> None:
+    stream = PromptStream(rows_task(GOOD).train, lambda prompt: np.zeros(9, np.int32), 0, 8)
+    with pytest.raises(ShoalError, match=r"fewer than 2 prompts of the data have at most 8 tokens: raise sampling.max"):
+        stream.next(2)
+
+
+def test_lines_read_together_are_those_read_alone(tmp_path: Path) -> None:
+    odd = [b'{"prompt": "a\xe2\x80\xa8b"}', b' {"prompt": "c", "n": [1, {"x": null}]} ', b"", b"0", b'"0"', b"[0]",
+           b"{}", b'{"prompt": NaN}', b'{"a": 1, "a": 2}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(odd))
+    rows = list(read_file(tmp_path / "a.jsonl"))
+    assert [place.rpartition(", ")[2] for place, _ in rows] == [f"line {at}" for at in (1, 2, 4, 5, 6, 7, 8, 9)]
+    assert repr([row for _, row in rows]) == repr([json.loads(line) for line in odd if line])
+    for torn in (b'{"a": [{}\n{}]},{"b": 3}', b'{"a": [{}\n{}]},0,{"b": 3}', b"1,0,2\n3", b"1\n2,0", b"1,2\n3"):
+        (tmp_path / "b.jsonl").write_bytes(torn)
+        with pytest.raises(ShoalError, match="is no JSON object"):
+            list(read_file(tmp_path / "b.jsonl"))
+
+
+# ---- one rule, from a file and from Python
+
+
+def test_rows_that_are_held_out_too_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [*GOOD, GOOD[3]]
+    (tmp_path / "a.jsonl").write_bytes(lines(*rows))
+    from_file, from_python = load(tmp_path / "a.jsonl"), rows_task(rows)
+    for task in (from_file, from_python):
+        assert [(one.row, one.prompt) for one in task.train] == [(0, "0?"), (1, "1?"), (2, "2?")]
+        assert task.data.dropped == {"prompt held out too": 1}
+    given = rows_task(rows, GOOD[:2])
+    assert [(one.row, one.prompt) for one in given.train] == [(0, "2?"), (1, "3?"), (2, "3?")]
+    assert given.data == DataReport({"rows from Python": 5}, {"rows from Python": 2}, {"prompt held out too": 2})
+    with pytest.raises(ShoalError, match=r"every training prompt is held out too: .*, held_out='train'"):
+        rows_task(GOOD, GOOD)
+
+
+def test_training_rows_are_evaluated_on_where_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(GOOD[0]))
+    from_file, from_python = load(tmp_path / "a.jsonl", eval_split="train"), rows_task(GOOD[:1], "train")
+    for task, key in ((from_file, "task.eval_split=train"), (from_python, "held_out='train'")):
+        assert list(task.train) == list(task.evaluations["held_out"]) and len(task.train) == 1
+        assert key in task.notes[0] and "evaluated on the rows that are trained on" in task.notes[0]
+    with pytest.raises(ShoalError, match=r"held_out is a str: expected rows.*, or 'train'"):
+        rows_task(GOOD, "test")
+
+
+def test_where_nothing_is_trained_all_rows_are_evaluated_on(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*GOOD))
+    with evaluating():
+        for task in (load(tmp_path / "a.jsonl"), rows_task(GOOD)):
+            assert [one.prompt for one in task.evaluations["held_out"]] == ["0?", "1?", "2?", "3?"] and not task.train
+        assert [one.prompt for one in rows_task(GOOD, GOOD[:1]).evaluations["held_out"]] == ["0?"]
+        assert len(rows_task(GOOD[:1], GOOD[:1]).evaluations["held_out"]) == 1
+
+
+def test_messages_stand_for_prompts_from_python_too() -> None:
+    talk = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+    task = rows_task([{"messages": talk}] * 2, "train")
+    assert task.train[0].prompt == talk[:1] and "the column `messages`, without" in task.notes[1]
+    begun = rows_task([{"prompt": talk}] * 2, "train")
+    assert begun.train[0].prompt == talk and "2 prompts end with an assistant's message" in begun.notes[1]
+
+
+# ---- many rows
+
+
+def test_reading_many_rows_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.tasks.data._SHOW_SECONDS", 0.0)
+    (tmp_path / "a.jsonl").write_bytes(lines(*({"prompt": str(i)} for i in range(2500))))
+    shown: list[str] = []
+    with showing_progress(shown.append):
+        load(tmp_path / "a.jsonl")
+    assert shown == ["reading a.jsonl: 1,000 rows", "reading a.jsonl: 2,000 rows"]
+
+
+def test_evaluate_asks_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Task] = []
+    monkeypatch.setattr("shoal.commands.evaluate.evaluate", lambda *given: asked.append(given[-1]))
+    for rows in (GOOD, [{"prompt": str(i), "answer": i} for i in range(100)]):
+        shoal.evaluate(task=rows, reward=lambda completions, **_: [0.0] * len(completions))
+        assert len(asked.pop().evaluations["held_out"]) == len(rows)

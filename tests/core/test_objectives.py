@@ -12,6 +12,8 @@ import pytest
 from small import learner, random_groups
 from test_sampler import SMALL, make, model, play, request, weights
 
+from shoal.algorithm.advantage import Rewards, Valid
+from shoal.algorithm.policy_loss import Mask, Segments, Tokens
 from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES, Advantage, PolicyLoss
 from shoal.config.keys import keys_of
 from shoal.config.loading import compose
@@ -242,13 +244,15 @@ def test_staleness_and_publication(words, lag, every):
 # ---- a part of one's own
 
 
-def bounded(log_ratio, lp, advantage, mask, segment, *, clip_high):
+def bounded(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *,
+            clip_high: float) -> tuple[Tokens, Mask, Mask]:
     """-min(ratio, 1 + high) A."""
     ratio = jnp.exp(log_ratio)
     return -jnp.minimum(ratio, 1 + clip_high) * advantage, jnp.zeros_like(mask), ratio > 1 + clip_high
 
 
-def median(rewards, valid, **_):
+def median(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
+    """r - median of the group."""
     middle = np.nanmedian(np.where(valid, rewards, np.nan), axis=1, keepdims=True)
     return np.where(valid, rewards - middle, 0.0)
 

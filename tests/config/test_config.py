@@ -413,6 +413,13 @@ def converted(config, changes):
     return build(type(config), {name: convert_value(keys[name], value) for name, value in plain.items()})
 
 
+@pytest.mark.parametrize("text", ["\x85", "a\x85b", "a\u2028b", "a\nb", "${seed}"])
+def test_any_text_is_in_the_yaml_as_it_is(text, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(Config(base_output_directory=text)), encoding="utf-8")
+    assert compose("train", [str(file)])[0].base_output_directory == text
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_yaml_composes_to_the_same(tmp_path_factory, data):

@@ -30,7 +30,9 @@ def to_yaml(config: Any) -> str:
     class Dumper(yaml.SafeDumper):
         """Escapes `${`, which would refer to another key."""
 
-    Dumper.add_representer(str, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", escape(value)))
+    # Unquoted, PyYAML writes the line end U+0085 as it is and reads a space.
+    Dumper.add_representer(str, lambda dumper, value: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", escape(value), style='"' if "\x85" in value else None))
     values = to_dict(config) if dataclasses.is_dataclass(config) else config
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000) if values else ""
 

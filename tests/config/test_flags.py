@@ -11,6 +11,7 @@ from shoal.config.files import PRESETS, presets_of
 from shoal.config.loading import compose, from_overrides, recompose
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
+from shoal.config.translator import translator
 from shoal.types import ShoalError
 
 
@@ -87,6 +88,12 @@ def test_what_flags_become(words, expected):
     found = difference_from_defaults(compose("train", words)[0])
     assert found == expected
     assert difference_from_defaults(from_overrides(Config, **dict(word.split("=", 1) for word in words))[0]) == expected
+
+
+def test_a_flag_that_is_found_names_its_system():
+    found = {name: translator().find(Config, name) for name in ("grpo_beta", "learning_rate")}
+    assert {name: flag and flag.systems for name, flag in found.items()} == {
+        "grpo_beta": ("MaxText",), "learning_rate": ("TRL",)}
 
 
 def test_a_data_set_of_ones_own_lies_over_a_presets():

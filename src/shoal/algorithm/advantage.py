@@ -69,15 +69,15 @@ def reinforce_pp(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: floa
                  whiten_over: str = "completions", lengths: Lengths | None = None, **unread: object) -> Rewards:
     """(r - mean) / (std + std_eps) over all valid rewards of the step, whatever their group. REINFORCE++, arXiv
     2501.03262."""
-    return _whitened(rewards, valid, _tokens(whiten_over, lengths), std_ddof, std_eps, std_eps_mode)
+    return _whitened(rewards, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps, std_eps_mode)
 
 
 def reinforce_pp_baseline(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
                           whiten_over: str = "completions", lengths: Lengths | None = None,
                           **unread: object) -> Rewards:
     """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv 2501.03262."""
-    return _whitened_groups(_centred(rewards, valid), valid, _tokens(whiten_over, lengths), std_ddof, std_eps,
-                            std_eps_mode)
+    return _whitened_groups(_centred(rewards, valid), valid, lengths if whiten_over == "tokens" else None, std_ddof,
+                            std_eps, std_eps_mode)
 
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -104,7 +104,8 @@ def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_e
         # As 0 a completion that one function could not judge would move that function's mean for its siblings.
         judged = valid & ~np.isnan(part)
         total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode)
-    return _whitened_groups(total, valid, _tokens(whiten_over, lengths), std_ddof, std_eps, std_eps_mode)
+    return _whitened_groups(total, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps,
+                            std_eps_mode)
 
 
 def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -136,10 +137,6 @@ def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
     # matters more: 0.707 with ddof 1, 1.0 with ddof 0 (MaxText).
     size = np.maximum(std, eps) if eps_mode == "max" else std + eps
     return np.where(size == 0, 1.0, size)
-
-
-def _tokens(whiten_over: str, lengths: np.ndarray | None) -> np.ndarray | None:
-    return lengths if whiten_over == "tokens" else None
 
 
 def _whitened(values: np.ndarray, valid: np.ndarray, lengths: np.ndarray | None, ddof: int, eps: float,

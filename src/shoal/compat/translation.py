@@ -198,8 +198,7 @@ def _settings(config_type: type, values: Values, one: FlagUse, group: str) -> li
     """A flag's values as settings of the keys that a command has."""
     keys, settings = keys_of(config_type), []
     for key, value in values.items():
-        rank = value.rank if isinstance(value, Yielding) else "own"
-        value = value.value if isinstance(value, Yielding) else value
+        rank, value = (value.rank, value.value) if isinstance(value, Yielding) else ("own", value)
         key = key if key in keys else INSTEAD.get(key, "")
         if key in keys:
             settings.append(Setting(key, value, one.entry.origin, one.entry.name, rank, group))

@@ -29,17 +29,19 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_settings(config, findings)
         check_run_folder(config)
     own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection()
-    own_model = "model.path" in known and Path(config.model.path).expanduser().is_dir()
+    own_model = "model.path" in known and config.model.path and Path(config.model.path).expanduser().is_dir()
+    # With a name, the default path stands for the hub's model.
+    is_here = is_training and (own_model or (config.model.path == "tiny" and not config.model.name))
     own_data = "task.name" in known and config.task.path and Path(config.task.path).expanduser().exists()
     task = load_by_name(config.task, config.reward) if own_data and (is_training or config.task.name == "custom") \
         else None
-    if is_training and (own_data or own_model):
-        _check_inputs(config, task, own_model, findings)
+    if is_here and (own_data or own_model):
+        _check_inputs(config, task, findings)
     if own_mesh or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import make_roles
 
         roles = make_roles(config.mesh)
-        if is_training and (own_model or config.model.path == "tiny"):
+        if is_here:
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
 
@@ -56,14 +58,12 @@ def _tokens(config: Config) -> int:
     return prompts * b.group_size * (s.max_prompt_tokens + s.max_completion_tokens)
 
 
-def _check_inputs(config: Config, task: Task | None, own_model: bool, findings: Findings) -> None:
+def _check_inputs(config: Config, task: Task | None, findings: Findings) -> None:
     """Checks tokenizer, template and data, as far as they are on this machine."""
     from shoal.run.loading import open_model
     from shoal.run.parts import open_data
     from shoal.run.preflight.inputs import check_prompts, check_tokenizer
 
-    if not own_model and config.model.path != "tiny":
-        return
     spec = open_model(config.model, None)
     tokenizer = spec.tokenizer
     check_tokenizer(tokenizer, (*spec.notes, *tokenizer.notes), findings)

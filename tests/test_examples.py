@@ -51,7 +51,7 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
                    resources={"metadata": {"path": str(tmp_path)}}).execute()
     by_text = {cell.source.split("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"}
     train = by_text["result = shoal.train("]
-    progress, table = outputs(train, "text/html")
+    progress, _, table = outputs(train, "text/html")
     assert "step 2/2" in progress and "<progress value='2' max='2'" in progress and "reward" in progress
     assert "held_out accuracy" in table and "<table>" in table
     printed = "".join(outputs(train, "text"))

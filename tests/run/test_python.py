@@ -386,7 +386,7 @@ def test_evaluations_groups_and_differences_are_tables_in_a_notebook(result, tmp
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
     other = shutil.copytree(result.folder, tmp_path / "other")
     lines = (other / "metrics.jsonl").read_text()
-    (other / "metrics.jsonl").write_text(lines.replace('"loss": ', '"loss": 1'))
+    (other / "metrics.jsonl").write_text(lines.replace('"lr": ', '"lr": 1'))
     assert shoal.diff(result.folder, other)["first_metrics"]["step"] == 1
     assert any("<th>other</th>" in data["text/html"] for data in shown)
 

@@ -600,7 +600,7 @@ def slow_collect(self):
     if {stage!r} == "sampling" and self.version == 4:
         reached.touch()
         time.sleep(1)
-        return []
+        return {{}}
     return collect(self)
 def slow_accumulate(self, total, state, batch):
     if {stage!r} == "update" and int(state.updates) == 4:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.keys import keys_of
-from shoal.config.schema import Config, MeshSection
+from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.report.findings import Check, Finding, Findings
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings
 from shoal.tasks.task import Task, load_by_name
@@ -29,19 +29,18 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_settings(config, findings)
         check_run_folder(config)
     own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection()
-    own_model = "model.path" in known and config.model.path and Path(config.model.path).expanduser().is_dir()
-    # With a name, the default path stands for the hub's model.
-    is_here = is_training and (own_model or (config.model.path == "tiny" and not config.model.name))
+    is_local = "model.path" in known and _is_local(config.model)
+    own_model = is_local and config.model.path != "tiny"
     own_data = "task.name" in known and config.task.path and Path(config.task.path).expanduser().exists()
     task = load_by_name(config.task, config.reward) if own_data and (is_training or config.task.name == "custom") \
         else None
-    if is_here and (own_data or own_model):
-        _check_inputs(config, task, findings)
+    if is_training and (own_data or own_model):
+        _check_inputs(config, task, is_local, findings)
     if own_mesh or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import make_roles
 
         roles = make_roles(config.mesh)
-        if is_here:
+        if is_training and is_local:
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
 
@@ -51,6 +50,13 @@ def check_dry_run(config: Any) -> list[Finding]:
     return findings.at("wrong", "warning")
 
 
+def _is_local(model: ModelSection) -> bool:
+    """True for a folder, and for the packaged model; `model.name` alone is the hub's."""
+    if model.path in ("", "tiny"):
+        return model.path == "tiny" and not model.name
+    return Path(model.path).expanduser().is_dir()
+
+
 def _tokens(config: Config) -> int:
     """Tokens of a step, if every prompt and completion is as long as it may be."""
     s, b = config.sampling, config.batch
@@ -58,12 +64,14 @@ def _tokens(config: Config) -> int:
     return prompts * b.group_size * (s.max_prompt_tokens + s.max_completion_tokens)
 
 
-def _check_inputs(config: Config, task: Task | None, findings: Findings) -> None:
+def _check_inputs(config: Config, task: Task | None, is_local: bool, findings: Findings) -> None:
     """Checks tokenizer, template and data, as far as they are on this machine."""
     from shoal.run.loading import open_model
     from shoal.run.parts import open_data
     from shoal.run.preflight.inputs import check_prompts, check_tokenizer
 
+    if not is_local:
+        return
     spec = open_model(config.model, None)
     tokenizer = spec.tokenizer
     check_tokenizer(tokenizer, (*spec.notes, *tokenizer.notes), findings)

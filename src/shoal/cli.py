@@ -92,10 +92,9 @@ def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
     command, preset, first = ENTRY_POINTS[name]
     if preset in ("grpo", "rl"):
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
-    begins = int(bool(words) and is_file_word(words[0]))
-    named = begins or any(map(is_file_option, words))
+    named = any(is_file_word(word) or is_file_option(word) for word in words)
     chosen = ["--preset" if named else "--config-name", preset]
-    return [command, *words[:begins], *chosen, *first, *words[begins:]]
+    return [command, *chosen, *first, *words]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
             raise ShoalError(f"group={config.group}: step {config.step} of {run} has {len(stored)} groups, 0 to "
                              f"{len(stored) - 1}")
         places = [config.group] if config.group >= 0 else list(range(len(stored)))
-        for place in places:
+        for place in () if config.json else places:
             _show(place, stored[place], console)
     return {"run": str(run), "step": config.step, "groups": [group_record(stored[place]) for place in places]}
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.arguments import aliases_of, find_key, names_of, positionals_text
+from shoal.config.arguments import POSITIONALS, aliases_of, find_key, names_of, positionals_text
 from shoal.config.files import packaged, presets_of
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
@@ -100,7 +100,9 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 
 def options_of(command: str) -> dict[str, str]:
     """The options that a command accepts."""
-    return {name: text for name, text in OPTIONS.items() if command == "train" or name != "--multirun"}
+    without = {"--multirun"} if command != "train" else set()
+    without |= {"--config-name", "--preset"} if command in POSITIONALS else set()
+    return {name: text for name, text in OPTIONS.items() if name not in without}
 
 
 def topics_of(config_type: type) -> list[str]:

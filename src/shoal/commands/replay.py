@@ -144,7 +144,7 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
 
 
 def _token_text(token: dict[str, Any]) -> str:
-    sampler, trainer = ("-" if value is None else f"{value:.3f}" for value in
+    sampler, trainer = ("-" if value is None else f"{round(value, 3) + 0.0:.3f}" for value in
                         (token["logprob"], token["trainer_logprob"]))
     return f"{token['text']!r}({sampler}" + (f"|{trainer}" if trainer not in ("-", sampler) else "") + ")"
 

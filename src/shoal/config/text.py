@@ -46,4 +46,5 @@ def require_given(config: Any, *keys: str) -> None:
     for key in keys:
         if not get_value(config, key):
             name = short.get(key, key)
-            raise ShoalError(f"{name} is not given: write {name}=..., {keys_of(type(config))[key].help}")
+            meaning = keys_of(type(config))[key].help
+            raise ShoalError(f"{name} is not given: write {name}=..., {meaning[:1].lower()}{meaning[1:].rstrip('.')}")

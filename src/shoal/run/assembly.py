@@ -37,6 +37,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
+from shoal.run.derived import with_prompts
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
@@ -128,24 +129,12 @@ def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitS
 def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
     """The mesh, and the configuration with prompts counted for all of the trainer's devices."""
     roles = make_roles(plan.config.mesh)
-    config = with_prompts(plan.config, roles)
+    config = with_prompts(plan.config, roles.trainer.mesh.size)
     before, prompts = plan.config.batch.prompts_per_step, config.batch.prompts_per_step
     if plan.run and before != prompts:
         console.warning(f"batch.prompts_per_step changes from {before} to {prompts}: the number of the trainer's "
                         "devices has changed")
     return config, roles
-
-
-def with_prompts(config: Config, roles: Roles) -> Config:
-    """The configuration with `batch.prompts_per_step` made from `batch.prompts_per_device`, where that is set."""
-    each, devices, parts = config.batch.prompts_per_device, roles.trainer.mesh.size, config.algorithm.num_minibatches
-    # Counted here and not with the configuration: the number of devices is known only now.
-    if not each:
-        return config
-    if parts > each * devices:
-        raise ShoalError(f"batch.prompts_per_device={each} on {devices} devices gives {each * devices} "
-                         f"prompts a step, fewer than algorithm.num_minibatches={parts}: raise it or lower that")
-    return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
 
 
 def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool, stop: StopSignal,

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config, MeshSection
 from shoal.report.findings import Check, Finding, Findings
+from shoal.run.derived import with_prompts
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings
 from shoal.tasks.task import Task, load_by_name
 
@@ -35,10 +36,12 @@ def check_dry_run(config: Any) -> list[Finding]:
         else None
     if is_training and (own_data or own_model):
         _check_inputs(config, task, own_model, findings)
-    if own_mesh or (is_training and _tokens(config) > LARGE_STEP):
+    needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+    if own_mesh or needs_devices or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import make_roles
 
         roles = make_roles(config.mesh)
+        config = with_prompts(config, roles.trainer.mesh.size) if is_training else config
         if is_training and (own_model or config.model.path == "tiny"):
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory

@@ -81,8 +81,9 @@ def check_model(section: ModelSection, exists: bool = False, key: str = "model.p
     from shoal.model.hub import HUB_ID
 
     local = check_local(section.path, key)
+    shown = local if section.path.startswith("~") else section.path
     if not (exists or section.path == ModelSection.path or local.exists() or HUB_ID.fullmatch(section.path)):
-        raise ShoalError(f"{key}={section.path}: there is no model folder {local}. Give a folder, a hub id (org/name), "
+        raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. Give a folder, a hub id (org/name), "
                          "or `tiny`.")
     check_local(section.tokenizer, "model.tokenizer")
     if section.name and "/" not in section.name:

@@ -13,7 +13,7 @@ from shoal.config.files import packaged, presets_of
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.translator import ForeignFlag, translator
-from shoal.config.values import shown
+from shoal.config.values import shown, without_effect
 from shoal.run.derived import step_text
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
@@ -182,7 +182,8 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
     if changed := difference_from_defaults(config):
         lines += ["differs from the defaults:",
                   *(f"  {name}={shown(value)}  # {resolved.origins.get(name, 'Shoal')} "
-                    f"(default {shown(keys[name].default) or 'empty'})" for name, value in changed.items())]
+                    f"(default {shown(keys[name].default) or 'empty'})"
+                    for name, value in changed.items() if name not in without_effect(config))]
     else:
         lines.append("nothing differs from the defaults")
     if isinstance(config, Config):

@@ -32,7 +32,6 @@ from shoal.report.folder import named_folder, read_summary
 from shoal.report.lines import json_ready, write_atomically
 from shoal.run.derived import step_sizes
 from shoal.text import count
-from shoal.text import count
 from shoal.types import ShoalError
 
 MULTIRUN_FOLDER = "multirun"

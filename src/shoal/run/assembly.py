@@ -49,9 +49,9 @@ from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
-from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
+from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, versions
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loop import Run, sampling_params
+from shoal.trainer.loop import NOTHING_KEPT, Run, sampling_params
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import RolloutSource, ShoalError, StopSignal
@@ -99,7 +99,9 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     if weights is None and restored is None:
         weights = spec.load(roles.trainer, np.float32)
     recorder.spent("start", time.perf_counter() - started)
-    stack.enter_context(stop_on_signals(stop))  # last: before this a signal ends the process at once
+    command = resume_command(folder.path, config)
+    # Last: before this a signal ends the process at once.
+    stack.enter_context(stop_on_signals(stop, lambda: kept_text(folder.path, command)))
     return Run(
         config=config,
         parameters=None if restored else weights,
@@ -113,7 +115,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         restored=restored,
         fingerprint=facts,
         stop=stop,
-        resume_command=resume_command(folder.path, config),
+        resume_command=command,
         around_step=Profiler(config.report.profile, folder.path / "profile", console.warning).step,
     )
 
@@ -192,6 +194,13 @@ def resume_command(folder: Path, config: Config) -> str:
     if from_python:
         return f'shoal.train(resume="{folder}", ...), with its task and reward'
     return f"shoal train {shlex.quote(f'resume={folder}')}"
+
+
+def kept_text(folder: Path, command: str) -> str:
+    """What a run that is stopped at once leaves: read from the disk, as a signal may come while anything is locked."""
+    if found := versions(folder):
+        return f"the checkpoint of step {found[-1]} stands, what came after it is lost; resume: {command}"
+    return f"{NOTHING_KEPT}; start again: {command}"
 
 
 def peak_bytes() -> int:

@@ -92,9 +92,10 @@ def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
     command, preset, first = ENTRY_POINTS[name]
     if preset in ("grpo", "rl"):
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
+    begins = int(bool(words) and is_file_word(words[0]))
     named = any(is_file_word(word) or is_file_option(word) for word in words)
     chosen = ["--preset" if named else "--config-name", preset]
-    return [command, *chosen, *first, *words]
+    return [command, *words[:begins], *chosen, *first, *words[begins:]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

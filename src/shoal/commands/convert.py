@@ -28,6 +28,7 @@ from shoal.report.folder import named_folder
 from shoal.run.checkpoint_formats import ReadPart, load_format
 from shoal.run.loading import model_path
 from shoal.run.preflight.settings import check_model
+from shoal.text import count
 from shoal.trainer.array_tree import ITEM, STEP, write_tree
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
 from shoal.types import ShoalError
@@ -63,7 +64,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
                 raise ShoalError(f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
                                  "export`, which writes a run's weights in Hugging Face's format")
             written = _to_hugging_face(config, found, target, role, console)
-        console.note(f"wrote {target}: {written['tensors']} tensors, {gib(written['bytes'])} in "
+        console.note(f"wrote {target}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
                      f"{time.perf_counter() - started:.1f} s")
     return {"to": str(target), **written}
 

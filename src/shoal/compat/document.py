@@ -19,7 +19,7 @@ do `shoal eval` and `shoal convert` if the flag has a use there. They work on th
 default. The run reports each flag whose meaning differs; `--dry-run` lists what every flag becomes:
 
 ```bash
-shoal train --model_name_or_path ./llama --dataset_name openai/gsm8k --num_generations 4 --beta 0.04 --dry-run
+shoal train --dry-run --model_name_or_path Qwen/Qwen3-0.6B --dataset_name openai/gsm8k --num_generations 4 --beta 0.04
 shoal train grpo.yml --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 --dry-run
 shoal train --help num_generations
 ```

@@ -17,8 +17,8 @@ KEPT = "the newest checkpoint stands, what came after it is lost"
 
 @contextlib.contextmanager
 def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT) -> Iterator[StopSignal]:
-    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere, with what
-    is `kept` in its text.
+    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere,
+    with what is `kept` in its text.
 
     Outside the main thread Python handles no signals: there nothing sets it."""
     stop = stop or StopSignal()

@@ -233,10 +233,12 @@ def _sweep(command: str, words: list[str], only_shown: bool) -> int:
 
 def _check_words(command: str, config: Any) -> None:
     """ShoalError where a positional argument is missing."""
+    from shoal.config.text import meaning_of
+
     for key in POSITIONALS.get(command, ()):
         if not getattr(config, key):
             raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing, "
-                             f"{keys_of(type(config))[key].help}")
+                             f"{meaning_of(type(config), key)}")
 
 
 @contextlib.contextmanager

@@ -83,6 +83,7 @@ train --config_name gsm8k --config-name math | two presets were named
 train model=./nope                    | model.path=./nope: there is no model folder ./nope.
 train model=~/nope task.path=missing  | model.path=~/nope: there is no model folder /
 train model=nope                      | hub id
+train model.tokenizer=./nope           | model.tokenizer=./nope: there is no such folder
 eval model=./nope                     | model.path=./nope: there is no model folder
 task=gsm8k train                      | the command comes first: `shoal train task=gsm8k`
 gsm8k                                 | the command comes first: `shoal train task=gsm8k`
@@ -181,6 +182,7 @@ convert from=NOWHERE to=x format=huggingface | from=NOWHERE: there is no such fo
 convert from=NOWHERE to=x              | from=NOWHERE: there is no model folder NOWHERE
 export from=./no to=x                  | from=./no: there is no model folder ./no.
 generate prompts=data.jsonl            | output is not given: write output=..., the jsonl file
+diff .                                 | OTHER is missing, another run folder
 eval output=mine.yml                   | output=mine.yml exists
 """.strip().splitlines()
 

@@ -31,7 +31,7 @@ shoal train --help                                 every key, with its default a
 shoal train --help optimizer                       the keys of one topic"""
 
 OPTIONS: Mapping[str, str] = {
-    "--config-name": "NAME: a preset or a YAML file; a file may also be the first word",
+    "--config-name": "NAME: a preset or a YAML file; a file may also stand as a word by itself",
     "--preset": "NAME: a preset beneath that file",
     "--dry-run": "print the resolved configuration and touch nothing",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",

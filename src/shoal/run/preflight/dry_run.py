@@ -55,7 +55,7 @@ def check_dry_run(config: Any) -> list[Finding]:
 
 
 def _is_here(section: ModelSection) -> bool:
-    """True for a model that needs no download: a folder, or the packaged one, unless `model.name` alone names another."""
+    """True for a model that needs no download: a folder, or the packaged one where `model.name` names no other."""
     if section.path == ModelSection.path:
         return not section.name
     return section.path != "" and Path(section.path).expanduser().is_dir()

@@ -63,6 +63,8 @@ class Probe:
 
     def describe(self) -> str:
         """One line: `right 1.1, wrong 0.1, empty 0, repeated 0, tag-stuffed 0`."""
+        if all(np.isnan(self.total(kind)) for kind in self.rows):
+            return "no score (None or NaN) for any of them"
         return ", ".join(f"{kind} {score_text(self.total(kind))}" for kind in self.rows)
 
 

@@ -93,7 +93,7 @@ def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
     if preset in ("grpo", "rl"):
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
     begins = int(bool(words) and is_file_word(words[0]))
-    named = begins or any(map(is_file_option, words))
+    named = any(is_file_word(word) or is_file_option(word) for word in words)
     chosen = ["--preset" if named else "--config-name", preset]
     return [command, *words[:begins], *chosen, *first, *words[begins:]]
 
@@ -233,10 +233,12 @@ def _sweep(command: str, words: list[str], only_shown: bool) -> int:
 
 def _check_words(command: str, config: Any) -> None:
     """ShoalError where a positional argument is missing."""
+    from shoal.config.text import meaning_of
+
     for key in POSITIONALS.get(command, ()):
         if not getattr(config, key):
             raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing, "
-                             f"{keys_of(type(config))[key].help}")
+                             f"{meaning_of(type(config), key)}")
 
 
 @contextlib.contextmanager

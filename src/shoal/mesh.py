@@ -168,14 +168,14 @@ def shared_devices(section: MeshSection, available: int) -> list[int]:
         return list(range(available))
     sizes = {key: devices_asked(key, text, available) for key, text in asked.items()}
     shown = ", ".join(f"{key}={text}" for key, text in asked.items())
+    devices = f"{available} device{'s' * (available > 1)}"
     numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
     if beyond := [number for number in numbered if number >= available]:
-        raise ShoalError(f"{shown}: there is no device {max(beyond)}; {available} device(s) are available, numbered "
-                         "from 0")
+        raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0")
     counts = {key.removeprefix("mesh."): size for key, size in sizes.items() if isinstance(size, int)}
     if sum(counts.values()) > available and set(counts.values()) != {available}:
         raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
-                         f"requested, but {available} device(s) are available. Lower them, or leave them out: all "
+                         f"requested, but JAX finds {devices}. Lower them, or leave them out: all "
                          "roles then share all devices")
     trainer = sizes.get("mesh.trainer", available)
     numbers = trainer if isinstance(trainer, list) else list(range(trainer))

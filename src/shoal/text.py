@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 CLOSE = 0.75
 """Likeness from which a name is taken for a misspelling."""
 
+BEGINNING = 0.9
+"""Likeness of a name to its first letters: `num_gen` means num_generations rather than num_envs."""
+
 
 def likeness(a: str, b: str) -> float:
     """0 (nothing in common) to 1 (equal but for case); letters that changed places are a slip of the fingers."""
@@ -20,7 +23,9 @@ def nearest(key: str, names: Iterable[str]) -> str:
     """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the first."""
 
     def score(name: str) -> float:
-        whole, part = likeness(key, name), likeness(key.rpartition(".")[2], name.rpartition(".")[2])
+        last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
+        part = BEGINNING if len(last) > 3 and theirs.startswith(last) and theirs != last else likeness(last, theirs)
+        whole = likeness(key, name)
         return max(whole, 0.9 * part + 0.1 * whole)
 
     return max(names, key=score)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget, explain_out_of_memory, machine_memory
 from shoal.run.preflight.reward import (
     KINDS,
+    Probe,
     answers,
     check_first_prompt,
     gold_of,
@@ -448,3 +450,10 @@ def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
     assert "took longer than reward.timeout_seconds=0.5" in told and "no more answers were tried" in told
     with pytest.raises(ShoalError, match=r"took longer than reward.timeout_seconds=0.5.*every known answer"):
         in_brief(workshop, "sleeps", *limits)
+
+
+@pytest.mark.parametrize(("totals", "text"), [
+    ([1.0, math.nan], "right 1, wrong no score"), ([math.nan, math.nan], "no score (None or NaN) for any of them")])
+def test_an_answer_without_a_score_is_said_in_words(totals, text):
+    rows = {kind: {"total": total} for kind, total in zip(("right", "wrong"), totals, strict=True)}
+    assert Probe("", rows, {}).describe() == text

@@ -178,7 +178,7 @@ def test_runs_their_cost_their_table_and_their_record(ran, capsys):
                     "base_output_directory=outputs/sweep", f"run_name={number}"]
                    for number, seed in enumerate((1, 13, 2))]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("3 runs, one after the other: 15 steps, 1920 completions to train on")
+    assert lines[0].startswith("3 runs, one after the other: 15 steps, 1,920 completions to train on")
     head, *rows = [line.split() for line in lines[lines.index("== runs") + 1:-1]]
     assert head == ["run", "seed", "state", "before", "after", "time", "folder"]
     assert rows == [["0", "1", "done", "25.0%", "50.0%", "7.4", "s", "outputs/sweep/0"],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_runs import checkpoints
 
-from shoal.commands.replay import check_prompt, describe_completion_difference, replay
+from shoal.commands.replay import _token_text, check_prompt, describe_completion_difference, replay
 from shoal.config.schema import MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
@@ -244,3 +244,7 @@ def test_the_first_difference_of_two_samples(run):
     ids = stored.token_ids.copy()
     ids[1] += 1
     assert (difference(token_ids=ids)["token"], difference(token_ids=ids)["kind"]) == (1, "token")
+
+
+def test_a_sure_token_has_no_negative_zero():
+    assert _token_text({"text": "a", "logprob": -1e-6, "trainer_logprob": -0.5}) == "'a'(0.000|-0.500)"

@@ -93,7 +93,7 @@ def test_a_sweep_over_their_names_ends_with_a_table(workshop, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(("stem", "number", "part"), [
-    ("pathways", 0, "16 (trainer) + 16 (sampler) devices are requested, but 8 device(s) are available"),
+    ("pathways", 0, "16 (trainer) + 16 (sampler) devices are requested, but JAX finds 8 devices"),
     ("torchrl", 0, "sampler or reference on other devices than the trainer are not supported yet"),
     ("torchrl", 1, "sampler or reference on other devices than the trainer are not supported yet"),
 ])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
+from shoal.commands.help import options_of
 from shoal.config.keys import COMMANDS, RENAMED, keys_of
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
@@ -20,6 +21,7 @@ FILES = {
     "colon.yml": "steps:3\n", "typo.yml": "optimizer:\n  lrr: 1\n", "unit.yml": "steps: 1k\n",
     "list.yml": "steps: [1, 2]\n", "old.yml": "train: {publish_every: 2}\n", "indent.yml": "model:\n  path: a\n b: 0\n",
     "python.yml": "steps: !!python/object:os.system x\n", "data.jsonl": '{"prompt": "a"}\n', "mine.yml": "steps: 3\n",
+    "lora.yml": "lora_rank: 8\nmax_target_length: 512\nper_device_batch_size: 1\n",
 }
 
 MISTAKES = """
@@ -59,7 +61,13 @@ train old.yml                         | old.yml:1: train.publish_every | train.w
 train task=data.jsonl                 | write task=custom task.path=data.jsonl
 train data.jsonl                      | did you mean task=custom task.path=data.jsonl?
 train gsm8k                           | did you mean task=gsm8k?
-train steps=3 mine.yml                | a file comes first: `shoal train mine.yml
+train steps=3 mine.yml old.yml        | two presets were named, mine.yml and old.yml
+train --preset gsm8k typo.yml         | typo.yml:2: optimizer.lrr | did you mean optimizer.lr?
+train recipe=trl algorithm=gspo       | gives 1 prompt a step, fewer than algorithm.num_minibatches=4
+train optimizer.lr=1e-5,1e-4          | expected a finite number; for a run with each: shoal train --multirun
+train wandb=true                      | section | report.wandb.mode
+train num_gen=4                       | did you mean num_generations (batch.group_size)?
+train lora.yml                        | lora.yml:1: lora_rank: LoRA is not supported yet
 train train                           | one command
 train tab.yml                         | line 2 | no tabs
 train dup.yml                         | lines 1 and 2 both set steps
@@ -72,9 +80,10 @@ train unit.yml                        | steps='1k' | unit.yml:1
 train list.yml                        | whole number | list.yml:1
 train missing.yml                     | no preset or YAML file
 train --config_name gsm8k --config-name math | two presets were named
-train model=./nope                    | model.path=./nope: there is no model folder
+train model=./nope                    | model.path=./nope: there is no model folder ./nope.
 train model=~/nope task.path=missing  | model.path=~/nope: there is no model folder /
 train model=nope                      | hub id
+train model.tokenizer=./nope           | model.tokenizer=./nope: there is no such folder
 eval model=./nope                     | model.path=./nope: there is no model folder
 task=gsm8k train                      | the command comes first: `shoal train task=gsm8k`
 gsm8k                                 | the command comes first: `shoal train task=gsm8k`
@@ -159,3 +168,40 @@ def test_a_stored_name_of_the_hub_is_read_again(folder):
     (folder / "config.yaml").write_text(resolved.text)
     assert config.model.name == "org/model" and compose("train", ["config_file=config.yaml"])[0] == config
     assert compose("train", ["model.name=org/model"])[0].model.path == "org/model"
+
+
+@pytest.mark.parametrize("words", [["mine.yml", "seed=1"], ["seed=1", "mine.yml"], ["--preset", "gsm8k", "mine.yml"]])
+def test_a_file_may_stand_anywhere(folder, words):
+    assert compose("train", words)[0].steps == 3
+
+
+OTHER_MISTAKES = """
+groups outputs/none                    | outputs/none: there is no such folder | `last`
+groups .                               | holds no config.yaml
+convert from=NOWHERE to=x format=huggingface | from=NOWHERE: there is no such folder
+convert from=NOWHERE to=x              | from=NOWHERE: there is no model folder NOWHERE
+export from=./no to=x                  | from=./no: there is no model folder ./no.
+generate prompts=data.jsonl            | output is not given: write output=..., the jsonl file
+diff .                                 | OTHER is missing, another run folder
+eval output=mine.yml                   | output=mine.yml exists
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("row", OTHER_MISTAKES, ids=lambda row: row.partition("|")[0].strip())
+def test_a_mistake_in_a_place_is_one_clear_line(row, folder, capsys):
+    line, *parts = (part.strip() for part in row.split(" | "))
+    assert cli.main(shlex.split(line)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize("command", ["groups", "replay", "diff"])
+def test_commands_without_presets_list_none(command):
+    assert not {"--config-name", "--preset"} & options_of(command).keys() and "--preset" in options_of("eval")
+
+
+@pytest.mark.parametrize("words", [["recipe=trl", "task=gsm8k"]])
+def test_a_dry_run_lists_no_key_in_whose_place_another_decides(words, capsys):
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert "prompts_per_device=1" in " ".join(notes) and not any("prompts_per_step=" in line for line in notes)

@@ -179,3 +179,18 @@ def test_prepare_alone():
     assert prepare(example, lambda _: np.arange(5), 4, "drop") is None
     kept = prepare(example, lambda _: np.arange(5), 5, "error")
     assert kept is not None and kept.example is example and kept.prompt_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_prompt_that_the_template_refuses_is_like_one_that_is_too_long():
+    def encode(prompt) -> np.ndarray:
+        if prompt in refused:
+            raise ShoalError("The chat template refused a prompt: no roles")
+        return np.ones(3, np.int32)
+
+    refused, examples = {"1", "2"}, [Example(row, str(row)) for row in range(6)]
+    s = PromptStream(examples, encode, 0, 100)
+    assert sorted(rows(s.next(4))) == [0, 3, 4, 5] and s.dropped + (6 - s.cursor) == 2
+    with pytest.raises(ShoalError, match=r"^the prompt of row \d: The chat template refused a prompt: no roles$"):
+        PromptStream(examples, encode, 0, 100, "error").next(6)
+    with pytest.raises(ShoalError, match=r"fewer than 5 prompts .*; the prompt of row [12]: The chat template refused"):
+        PromptStream(examples, encode, 0, 100).next(5)

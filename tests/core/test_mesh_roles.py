@@ -25,14 +25,14 @@ def test_shared_devices(there, asked, numbers):
 
 @pytest.mark.parametrize(("there", "asked", "part"), [
     (1, {"trainer": "2", "sampler": "2", "reference": "2"},
-     "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but 1 device(s) are available"),
-    (4, {"trainer": "2", "sampler": "2", "reference": "2"}, "but 4 device(s) are available"),
+     "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 1 device"),
+    (4, {"trainer": "2", "sampler": "2", "reference": "2"}, "but JAX finds 4 devices"),
     (4, {"trainer": "3", "sampler": "2"}, "3 (trainer) + 2 (sampler) devices are requested"),
     (8, {"trainer": "4", "sampler": "4"}, "are not supported yet"),
     (8, {"trainer": "4", "reference": "4"}, "are not supported yet"),
     (8, {"trainer": "[0,1]", "sampler": "[1,2]"}, "are not supported yet"),
     (8, {"sampler": "4", "sampler_tensor": 2}, "mesh.sampler=4 (replicas of 2): sampler or reference on other devices"),
-    (8, {"trainer": "[0,9]"}, "there is no device 9; 8 device(s) are available, numbered from 0"),
+    (8, {"trainer": "[0,9]"}, "there is no device 9; JAX finds 8 devices, numbered from 0"),
     (4, {"sampler": "4", "sampler_tensor": 4}, "is split as the trainer is, over mesh.tensor=1"),
 ])
 def test_what_is_refused(there, asked, part):

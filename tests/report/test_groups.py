@@ -353,7 +353,9 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     assert shown[3:5] == ["completion 0: reward 1.1, correct 1, advantage 0.1, 2 tokens, ended by eos:", "    5"]
     assert "unscorable" in shown[5] and len(shown) == 7
     assert cli.main(["groups", str(tmp_path), "step=12", "json=true"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    printed = json.loads(captured.out)
+    assert captured.err == ""
     assert printed["step"] == 12 and [group["row"] for group in printed["groups"]] == [17, 18]
     assert printed["groups"][0]["completions"][0]["token_ids"] == [7, 9]
     assert cli.main(["groups", str(tmp_path), "step=12", "group=2"]) == 2

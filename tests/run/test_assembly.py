@@ -125,6 +125,7 @@ def test_evaluations_and_summary(family):
 def greedy(model: Path, folder: Path, prompts: list) -> list[dict]:
     (folder / "out.jsonl").unlink(missing_ok=True)
     (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (folder / "out.jsonl").unlink(missing_ok=True)
     assert cli.main(["generate", f"model={model}", f"prompts={folder / 'in.jsonl'}", f"output={folder / 'out.jsonl'}",
                      "temperature=0", "max_new_tokens=12", "batch=8", "max_prompt_tokens=256"]) == 0
     return read_lines(folder / "out.jsonl")

@@ -192,7 +192,7 @@ LONG = {"question": "9" * 80, "answer": "#### 1"}
     (lambda data: data.write_text('{"question": "a"'), [], ["line 1 is no JSON object", "one object a line"]),
     (lambda data: data.write_bytes(b"\xff\xfe"), [], ["is no text in UTF-8"]),
     (lambda data: data.write_text('{"question": "a", "answer": "five"}\n'), [], ["ends in `#### <number>`"]),
-    (keep(1), [], ["the data has 1 prompts, fewer than batch.prompts_per_step=2"]),
+    (keep(1), [], ["the data has 1 prompt, fewer than batch.prompts_per_step=2"]),
     (fourth_question(**LONG), ["sampling.long_prompts=error", "steps=10"],
      ["the prompt of row 3 has 81 tokens, sampling.max_prompt_tokens is 64", "sampling.long_prompts=drop"]),
     (lambda data: data.write_text("\n".join(json.dumps({**LONG, "question": f"{'9' * 80}{i}"}) for i in range(9))), [],

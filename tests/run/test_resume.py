@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from shoal.report.folder import RunFolder, find_run
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
 from shoal.report.sink import JsonlSink
-from shoal.run.assembly import assemble_run
+from shoal.run.assembly import assemble_run, kept_text
 from shoal.run.fingerprint import machine
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.resume import ResumePlan, compose_job, resolve_run
@@ -592,6 +593,7 @@ def test_kill_and_interrupt_of_the_process(workshop, whole):
 SLOW = """
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from shoal.sampler.engine import Engine
 from shoal.trainer.step import Learner
 reached = Path({reached!r})
@@ -614,6 +616,7 @@ Engine.collect, Learner.accumulate = slow_collect, slow_accumulate
 HANGING = '''
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 reached = Path({reached!r})
 
@@ -672,6 +675,22 @@ def test_a_second_signal_ends_at_once(capfd):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_stop_says_what_was_kept_and_how_to_start_again(tmp_path):
+    command = "shoal train resume=runs/a"
+    nothing = f"nothing was kept, as the run has no checkpoint yet; start again: {command}"
+    run = SimpleNamespace(saved=-1, resume_command=command)
+    assert Run.stopped_text(run) == f"stopped: {nothing}"  # type: ignore[arg-type]
+    assert kept_text(tmp_path, command) == nothing
+    for name in ("2", "10", "12.orbax-checkpoint-tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    text = f"the checkpoint of step 10 stands, what came after it is lost; resume: {command}"
+    with stop_on_signals(kept=lambda: kept_text(tmp_path, command)) as stop:
+        stop.request()
+        with pytest.raises(KeyboardInterrupt, match=f"^stopped at once: {text}$"):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
 
 
 def test_a_signal_is_raised_out_of_a_wait():

@@ -14,6 +14,7 @@ from shoal.files import write_text
 from shoal.report.console import Console
 from shoal.report.lines import json_ready
 from shoal.rewards.scores import failure_lines
+from shoal.text import count
 from shoal.types import Example, Failure, ground_truth
 
 Key: TypeAlias = "tuple[Any, ...]"
@@ -114,8 +115,9 @@ def find_examples(questions: Mapping[int, tuple[str, Question]], splits: Mapping
         if found:
             console.note(f"{len(found)} of {len(splits[split])} {split} questions are answered")
     if ambiguous:
-        console.warning(f"{len(ambiguous)} questions match several rows of the data with different ground truth, and "
-                        f"the first row is used; the first such question, {next(iter(ambiguous.values()))}")
+        matches = "matches" if len(ambiguous) == 1 else "match"
+        console.warning(f"{count(len(ambiguous), 'question')} {matches} several rows of the data with different ground "
+                        f"truth, and the first row is used; the first such question, {next(iter(ambiguous.values()))}")
     return examples
 
 

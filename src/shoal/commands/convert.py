@@ -27,6 +27,8 @@ from shoal.report.findings import gib
 from shoal.report.folder import named_folder
 from shoal.run.checkpoint_formats import ReadPart, load_format
 from shoal.run.loading import model_path
+from shoal.run.preflight.settings import check_model
+from shoal.text import count
 from shoal.trainer.array_tree import ITEM, STEP, write_tree
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
 from shoal.types import ShoalError
@@ -43,6 +45,8 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     source = config.source or model_path(ModelSection(name=config.model_name))
     target, started = _target(config), time.perf_counter()
     found = load_format("maxtext").find(check_local(source, "from"))
+    if config.format == "maxtext":
+        check_model(ModelSection(path=source), key="from")
     if _name(config):
         model_named(_name(config))
     with console or Console() as console:
@@ -54,11 +58,13 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
                                  "checkpoint")
             written = _to_maxtext(config, source, target, role, console)
         else:
+            if found is None and not check_local(source, "from").exists():
+                raise ShoalError(f"from={source}: there is no such folder; give a MaxText checkpoint (.../0/items)")
             if found is None:
                 raise ShoalError(f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
                                  "export`, which writes a run's weights in Hugging Face's format")
             written = _to_hugging_face(config, found, target, role, console)
-        console.note(f"wrote {target}: {written['tensors']} tensors, {gib(written['bytes'])} in "
+        console.note(f"wrote {target}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
                      f"{time.perf_counter() - started:.1f} s")
     return {"to": str(target), **written}
 

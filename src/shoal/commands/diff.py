@@ -32,6 +32,7 @@ from shoal.report.reading import (
     read_groups,
     read_metrics,
 )
+from shoal.text import count
 
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> what the first run has and what the second has."""
@@ -189,7 +190,8 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
 
     console.heading(f"{result['run']} and {result['other']}, steps {result['steps_compared'] or 'none'}")
     if result["num_steps"][0] != result["num_steps"][1]:
-        console.note("they have {} and {} steps: those of both are compared".format(*result["num_steps"]))
+        console.note("they have {} and {}: those of both are compared".format(
+            *(count(number, "step") for number in result["num_steps"])))
     for name, torn, finished in zip(names, result["torn"], result["finished"], strict=True):
         if torn:
             console.warning(f"the last line of metrics.jsonl of {name} is incomplete and was skipped")
@@ -219,8 +221,8 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
 def describe_difference(result: dict[str, Any]) -> str:
     """The result in a sentence, with the likely cause."""
     if result["identical"]:
-        return (f"identical over steps {result['steps_compared']} and {result['evaluations_compared']} evaluations, "
-                "clocks aside")
+        return (f"identical over steps {result['steps_compared']} and "
+                f"{count(result['evaluations_compared'], 'evaluation')}, clocks aside")
     if result["divergence"] is None:
         return "nothing can be compared: no step is in both runs"
     if result["likely_keys"]:

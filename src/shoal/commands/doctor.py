@@ -23,7 +23,7 @@ from shoal.model.hf import dotted
 from shoal.report.console import Console
 from shoal.report.findings import Check, Finding, Findings, key_in
 from shoal.rewards.pool import RewardPool
-from shoal.run.assembly import with_prompts
+from shoal.run.derived import with_prompts
 from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, open_data
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
@@ -38,7 +38,7 @@ from shoal.run.preflight.memory import (
     run_engines,
     static_budget,
 )
-from shoal.run.preflight.reward import probe, reward_findings
+from shoal.run.preflight.reward import probe, reward_findings, score_text
 from shoal.run.preflight.settings import check_run_folder, check_settings, check_size
 from shoal.run.preflight.step_trial import StepTrial, try_step
 from shoal.run.task import load_task, with_overlong
@@ -120,7 +120,7 @@ def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
     devices = available_devices()
     try:
         roles = make_roles(config.mesh)
-        config = with_prompts(config, roles)
+        config = with_prompts(config, roles.trainer.mesh.size)
     except ShoalError as error:
         largest = max(("fsdp", "data", "tensor"), key=lambda name: getattr(config.mesh, name))
         key = key_in(str(error), "mesh.fsdp") if "does not divide" in str(error) else f"mesh.{largest}"
@@ -185,7 +185,7 @@ def check_reward(pool: RewardPool, task: Task, loaded: ModelSpec | None, prompts
         return False
     report.result["rewards"] = tried.records()
     head = (f"reward of answers as {tried.form}" if tried.form else "reward", "total", *tried.functions)
-    report.console.table(head, [(kind, *(f"{value:.3g}" for value in row.values()))
+    report.console.table(head, [(kind, *map(score_text, row.values()))
                                 for kind, row in tried.rows.items()])
     report.findings.extend(reward_findings(tried))
     return True

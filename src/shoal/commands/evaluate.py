@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.commands.answers import question_text, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, TaskSection
-from shoal.files import check_writable
+from shoal.files import check_new_file
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
@@ -33,7 +33,7 @@ OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
              console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
     """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
-    output = check_writable(config.output, "output") if config.output else None
+    output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with console or Console() as console, ExitStack() as stack:
         with evaluating(), showing_progress(console.note):

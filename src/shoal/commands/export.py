@@ -14,6 +14,7 @@ from shoal.model import hf
 from shoal.report.console import Console
 from shoal.run.checkpoint_formats import find_foreign
 from shoal.run.loading import open_model
+from shoal.run.preflight.settings import check_model
 from shoal.types import ShoalError
 
 
@@ -21,6 +22,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     """Writes the folder whole or not at all, and returns its path."""
     require_given(config, "source", "to")
     to, source = check_new_folder(config.to, "to"), check_local(config.source, "from")
+    check_model(ModelSection(path=config.source), key="from")
     if find_foreign(source):
         raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
                          "which writes it as a folder that transformers loads")

@@ -22,6 +22,7 @@ from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, encodable
 from shoal.report.lines import json_line, json_ready, write_atomically
 from shoal.report.reading import is_finished, read_stored, require_groups
+from shoal.text import count
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError, ground_truth
 
@@ -35,16 +36,16 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
         decode = Tokenizer.load(run / MODEL_FOLDER).decode
         if not is_finished(run):
             console.note(f"{run} has not finished: its steps so far are written")
-        count = 0
+        written = 0
         for step in files:
             stored = read_stored(run, step)
-            count += sum(entry.group.size for entry in stored)
+            written += sum(entry.group.size for entry in stored)
             if config.format == "trl":
                 _write_trl(to / f"completions_{step:05d}.parquet", trl_columns(step, stored, decode))
             else:
                 write_atomically(to / f"{step}.jsonl", map(json_line, verl_rows(step, stored, decode)))
-        console.note(f"wrote {count} completions of {len(files)} steps to {to}")
-    return {"run": str(run), "format": config.format, "to": str(to), "steps": list(files), "completions": count}
+        console.note(f"wrote {count(written, 'completion')} of {count(len(files), 'step')} to {to}")
+    return {"run": str(run), "format": config.format, "to": str(to), "steps": list(files), "completions": written}
 
 
 def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:

@@ -21,6 +21,7 @@ from shoal.run.preflight.settings import check_model
 from shoal.sampler.engine import drain
 from shoal.tasks.data_file import read_file
 from shoal.tasks.rows import example_of
+from shoal.text import count
 from shoal.trainer.curriculum import TokenizedExample, prepare
 from shoal.types import Address, Completion, Example, Purpose, SampleRequest, ShoalError
 
@@ -39,17 +40,17 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         role = make_roles(config.mesh).sampler
         loaded = open_model(config.model, console)
         model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
-        params, count = config.sampling.params, config.num_generations
+        params, size = config.sampling.params, config.num_generations
         prompts = encode_prompts(placed, tokenizer, config.sampling, console.warning)
         engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(
-            Purpose.GENERATE, count)
+            Purpose.GENERATE, size)
         engine.load(0, publish_to(model, loaded.load(role, model.dtype)))
         engine.submit([
-            SampleRequest(row, one.prompt_ids, count, Address(config.seed, Purpose.GENERATE.value, 0, row), params)
+            SampleRequest(row, one.prompt_ids, size, Address(config.seed, Purpose.GENERATE.value, 0, row), params)
             for one in prompts for row in [one.example.row]])
-        lines = list(completion_rows(prompts, drain(engine), tokenizer.decode, count))
+        lines = list(completion_rows(prompts, drain(engine), tokenizer.decode, size))
         write_text(output, "".join(line + "\n" for line in lines))
-        console.note(f"wrote {len(lines)} completions to {output}")
+        console.note(f"wrote {count(len(lines), 'completion')} to {output}")
     return {"completions": len(lines), "output": str(output)}
 
 
@@ -86,7 +87,7 @@ def encode_prompts(placed: Sequence[tuple[str, Example]], tokenizer: Tokenizer, 
     if not found:
         raise ShoalError(f"no prompt can be used; the first, {skipped[0]}")
     if skipped:
-        warn(f"{len(skipped)} of {len(placed)} prompts are skipped; the first, {skipped[0]}")
+        warn(f"{len(skipped)} of {count(len(placed), 'prompt')} are skipped; the first, {skipped[0]}")
     return found
 
 

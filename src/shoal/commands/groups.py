@@ -10,6 +10,7 @@ from shoal.report.console import Console, prompt_text
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, group_record
 from shoal.report.reading import figure, read_stored
+from shoal.text import count
 from shoal.types import ShoalError
 
 
@@ -20,10 +21,10 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
         run = find_run(config.run)
         stored = read_stored(run, config.step)
         if config.group >= len(stored):
-            raise ShoalError(f"group={config.group}: step {config.step} of {run} has {len(stored)} groups, 0 to "
-                             f"{len(stored) - 1}")
+            raise ShoalError(f"group={config.group}: step {config.step} of {run} has "
+                             f"{count(len(stored), 'group')}, 0 to {len(stored) - 1}")
         places = [config.group] if config.group >= 0 else list(range(len(stored)))
-        for place in places:
+        for place in () if config.json else places:
             _show(place, stored[place], console)
     return {"run": str(run), "step": config.step, "groups": [group_record(stored[place]) for place in places]}
 

@@ -8,12 +8,12 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.arguments import aliases_of, find_key, names_of, positionals_text
+from shoal.config.arguments import POSITIONALS, aliases_of, find_key, names_of, positionals_text
 from shoal.config.files import packaged, presets_of
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.translator import ForeignFlag, translator
-from shoal.config.values import shown
+from shoal.config.values import shown, without_effect
 from shoal.run.derived import step_text
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
@@ -31,7 +31,7 @@ shoal train --help                                 every key, with its default a
 shoal train --help optimizer                       the keys of one topic"""
 
 OPTIONS: Mapping[str, str] = {
-    "--config-name": "NAME: a preset or a YAML file; a file may also be the first word",
+    "--config-name": "NAME: a preset or a YAML file; a file may also stand as a word by itself",
     "--preset": "NAME: a preset beneath that file",
     "--dry-run": "print the resolved configuration and touch nothing",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
@@ -100,7 +100,9 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 
 def options_of(command: str) -> dict[str, str]:
     """The options that a command accepts."""
-    return {name: text for name, text in OPTIONS.items() if command == "train" or name != "--multirun"}
+    without = {"--multirun"} if command != "train" else set()
+    without |= {"--config-name", "--preset"} if command in POSITIONALS else set()
+    return {name: text for name, text in OPTIONS.items() if name not in without}
 
 
 def topics_of(config_type: type) -> list[str]:
@@ -180,7 +182,8 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
     if changed := difference_from_defaults(config):
         lines += ["differs from the defaults:",
                   *(f"  {name}={shown(value)}  # {resolved.origins.get(name, 'Shoal')} "
-                    f"(default {shown(keys[name].default) or 'empty'})" for name, value in changed.items())]
+                    f"(default {shown(keys[name].default) or 'empty'})"
+                    for name, value in changed.items() if name not in without_effect(config))]
     else:
         lines.append("nothing differs from the defaults")
     if isinstance(config, Config):

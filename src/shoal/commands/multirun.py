@@ -30,7 +30,8 @@ from shoal.report.console import Console
 from shoal.report.figures import figure_text
 from shoal.report.folder import named_folder, read_summary
 from shoal.report.lines import json_ready, write_atomically
-from shoal.run.derived import count, step_sizes
+from shoal.run.derived import step_sizes
+from shoal.text import count
 from shoal.types import ShoalError
 
 MULTIRUN_FOLDER = "multirun"
@@ -126,7 +127,7 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
     for place, word in enumerate(joined(config_type, words)):
         line.append(word)
         name, equals, _ = word.partition("=")
-        if not equals or is_file_option(word) or (place == 0 and is_file_word(word)):
+        if not equals or is_file_option(word) or is_file_word(word):
             continue
         key, text = read_word(config_type, word)
         flag = translator().find(config_type, key, text)

@@ -25,6 +25,7 @@ from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
 from shoal.report.reading import figure, read_stored
 from shoal.run.task import load_task
+from shoal.text import count
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import Completion, Group, Purpose, ShoalError
 
@@ -36,8 +37,8 @@ def replay(config: ReplayConfig, console: Console | None = None, name: str = "st
         run = find_run(config.run)
         groups = read_stored(run, config.step, name)
         if config.group >= len(groups):
-            raise ShoalError(f"group={config.group}: step {config.step} of {run} has {len(groups)} groups, "
-                             f"0 to {len(groups) - 1}")
+            raise ShoalError(f"group={config.group}: step {config.step} of {run} has "
+                             f"{count(len(groups), 'group')}, 0 to {len(groups) - 1}")
         stored = groups[config.group]
         group = stored.group
         player = Replayer.open(run, group, config.mesh, console)
@@ -144,7 +145,7 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
 
 
 def _token_text(token: dict[str, Any]) -> str:
-    sampler, trainer = ("-" if value is None else f"{value:.3f}" for value in
+    sampler, trainer = ("-" if value is None else f"{round(value, 3) + 0.0:.3f}" for value in
                         (token["logprob"], token["trainer_logprob"]))
     return f"{token['text']!r}({sampler}" + (f"|{trainer}" if trainer not in ("-", sampler) else "") + ")"
 
@@ -153,8 +154,8 @@ def describe_replay(result: dict[str, Any]) -> str:
     """The result in a sentence."""
     d, weights = result["difference"], result["weights"]
     if d is None:
-        count = weights["updates_retrained"]
-        retrained = f", its weights retrained in {count} update{'s' * (count > 1)}" if count else ""
+        updates = weights["updates_retrained"]
+        retrained = f", its weights retrained in {count(updates, 'update')}" if updates else ""
         return f"identical: sampled again bit for bit{retrained}"
     unknown = " (weights not verified: no later log-probs are stored)" \
         if weights["steps_retrained"] and weights["verified"] is None else ""

@@ -37,6 +37,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.tasks.task import Task
+from shoal.text import count
 from shoal.trainer.step_table import step_advantages
 from shoal.types import RewardFunction
 
@@ -147,12 +148,12 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
                f"{'longer' if length > 0 else 'shorter'} completions, and little else")
     if found["seconds_per_completion"] > SLOW_SECONDS:
         yield f"it takes {found['seconds_per_completion']:.1f} s a completion: sampling will wait for it"
-    for name, count in found["none"].items():
-        if count:
-            yield (f"{name} returned None for {count} completions: the other functions alone score them, or they are "
-                   "left out")
+    for name, number in found["none"].items():
+        if number:
+            yield (f"{name} returned None for {count(number, 'completion')}: the other functions alone score them, "
+                   "or they are left out")
     if found["failed"]:
-        kinds = ", ".join(f"{what}: {count}" for what, count in found["failed"].items())
+        kinds = ", ".join(f"{what}: {number}" for what, number in found["failed"].items())
         yield f"it failed ({kinds}): {found['first_failure']}"
 
 
@@ -162,7 +163,8 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
 def report_rescored(result: dict[str, Any], console: Console) -> None:
     """Prints what `rescore` found."""
     c, lint = result["comparison"], result["lint"]
-    console.heading(f"{', '.join(result['functions'])} on {result['num_groups']} groups of {len(result['steps'])} steps"
+    console.heading(f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
+                    f"{count(len(result['steps']), 'step')}"
                     + ("" if result["finished"] else " (the run has not finished)"))
     if flips := result["flips"]:
         console.text(f"groups with flipped advantages, {len(flips)} of {c['groups_with_flips']}:")
@@ -187,8 +189,9 @@ def report_rescored(result: dict[str, Any], console: Console) -> None:
     if steps := result["other_settings"]:
         console.warning(f"the settings on file (algorithm.*) give other advantages than those trained on, at step "
                         f"{ranges(steps)}: old advantages are the stored ones, new ones follow the settings")
-    if count := result["advantages_not_stored"]:
-        console.note(f"{count} groups were stored without advantages: their old ones follow the settings")
+    if number := result["advantages_not_stored"]:
+        verb = "was" if number == 1 else "were"
+        console.note(f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the settings")
     for hack in result["hacks"]:
         console.text(f"scored {figure(hack['reward'], 3)} where the stored reward was lowest "
                      f"({figure(hack['old_reward'], 3)}): step {hack['step']}, group {hack['group']}, completion "

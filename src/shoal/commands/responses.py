@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.commands.answers import Question, find_examples, given_names, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, RewardSection, TaskSection
-from shoal.files import check_local, check_writable
+from shoal.files import check_local, check_new_file
 from shoal.report.console import Console
 from shoal.report.metrics import known_mean, wilson_interval
 from shoal.rewards.pool import RewardPool
@@ -51,10 +51,11 @@ def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
     own if weights or a preset are. `python_task`: a task whose data came from Python."""
     file, output = check_local(config.responses, "responses"), None
     if config.output:
-        output = check_writable(config.output, "output")
+        output = check_local(config.output, "output")
         if output.resolve() == file.resolve():
             raise ShoalError(f"output={output} is the file of responses itself, which would be overwritten: give "
                              "another name")
+        check_new_file(output, "output")
     with console or Console() as console:
         _report_unused_keys(config, console)
         module = importlib.import_module(TASKS[config.task.name]) if config.task.name in TASKS else None

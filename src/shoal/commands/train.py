@@ -25,4 +25,8 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
             console.note(f"{plan.run} has made its {plan.config.steps} steps already: give more steps to continue, "
                          "or another run_name")
             return summary
-        return assemble_run(plan, reward_functions, console, stack, task).train()
+        try:
+            run = assemble_run(plan, reward_functions, console, stack, task)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("stopped before the first step: give the same command again") from None
+        return run.train()

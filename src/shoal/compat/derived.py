@@ -10,6 +10,7 @@ import math
 
 from shoal.compat.flags import NOTHING, Given, Values, last_part, to_float, to_int
 from shoal.config.translator import Get
+from shoal.text import count
 from shoal.types import ShoalError
 
 # ---- lengths and devices
@@ -45,10 +46,12 @@ def derive_devices(given: Given, get: Get) -> tuple[Values, str]:
     number = to_int("inference_replicas", given.get("inference_replicas", "1"))
     values["mesh.sampler_tensor"] = str(each)
     if "mesh.sampler" in values:
-        return values, f"each sampler over {each} devices; how many there are follows from sampler_devices_fraction"
+        return values, f"each sampler over {count(each, 'device')}; how many there are follows from " \
+            "sampler_devices_fraction"
     if get("mesh.fsdp") != -1:
         values.setdefault("mesh.trainer", str(get("mesh.data") * get("mesh.fsdp") * get("mesh.tensor")))
-    return {"mesh.sampler": str(each * number), **values}, f"{number} samplers, each over {each} devices"
+    return {"mesh.sampler": str(each * number), **values}, \
+        f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
 # ---- sizes of a step, and how many there are
@@ -64,7 +67,7 @@ def derive_turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     size, group = to_int(name, text), get("batch.group_size")
     if size % group:
         raise ShoalError(f"{name}={text}: expected a multiple of batch.group_size={group}")
-    return {"batch.prompts_per_step": str(size // group)}, f"{size} completions a step, {group} a prompt"
+    return {"batch.prompts_per_step": str(size // group)}, f"{count(size, 'completion')} a step, {group} a prompt"
 
 
 def derive_turns(given: Given, get: Get) -> tuple[Values, str]:
@@ -74,13 +77,15 @@ def derive_turns(given: Given, get: Get) -> tuple[Values, str]:
         raise ShoalError(f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices that "
                          "batch.prompts_per_device is for is known only later; or give steps")
     total, step = to_int(name, text), get("batch.prompts_per_step") * get("batch.group_size")
-    return {"steps": str(-(-total // step))}, f"{step} completions a step" + (", rounded up" if total % step else "")
+    rounded = ", rounded up" if total % step else ""
+    return {"steps": str(-(-total // step))}, f"{count(step, 'completion')} a step{rounded}"
 
 
 def _micro(completions: int, get: Get) -> tuple[Values, str]:
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
     return {"batch.micro_tokens": str(completions * tokens)}, \
-        f"{completions} completions of {tokens} tokens at once on a device; it decides memory, never the result"
+        f"{count(completions, 'completion')} of {tokens} tokens at once on a device; it decides memory, never the " \
+        "result"
 
 
 def derive_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
@@ -104,7 +109,7 @@ def derive_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     size = min(to_int(name, text), prompts)
     if prompts % size:
         raise ShoalError(f"{name}={text}: expected a divisor of batch.prompts_per_step={prompts}")
-    return {"algorithm.num_minibatches": str(prompts // size)}, f"{prompts} prompts a step, {size} an update"
+    return {"algorithm.num_minibatches": str(prompts // size)}, f"{count(prompts, 'prompt')} a step, {size} an update"
 
 
 def derive_trl_batch(given: Given, get: Get) -> tuple[Values, str]:

@@ -101,9 +101,10 @@ def find_key(config_type: type, name: str) -> Key:
     """The key of one of our names; raises ShoalError with the nearest name if there is none."""
     names = names_of(config_type)
     if name not in names:
-        if name in sections_of(config_type):
-            inside = next(key for key in names if key.startswith(f"{name}."))
-            raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
+        for section in sections_of(config_type):
+            if name in (section, section.rpartition(".")[2]):
+                inside = next(key for key in names if key.startswith(f"{section}."))
+                raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
         in_training = name in names_of(Config) and not is_misspelt(name, names)
         if in_training or translator().find(Config, name):
             raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it "
@@ -188,16 +189,16 @@ def _plain(name: str) -> str:
 
 
 def is_file_word(word: str) -> bool:
-    """True for a first word that is a YAML file; a path may contain a `=`."""
+    """True for a word that is a YAML file; a path may contain a `=`."""
     return word.endswith((".yml", ".yaml")) and ("=" not in word or Path(word).is_file())
 
 
 def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """The name of the preset or file, the preset beneath it, and the other words."""
     files, preset, rest = [], "", []
-    for place, word in enumerate(words):
+    for word in words:
         name, _, value = word.partition("=")
-        if place == 0 and is_file_word(word):
+        if is_file_word(word):
             files.append(word)
         elif not is_file_option(word):
             rest.append(word)
@@ -259,8 +260,6 @@ def _misplaced(config_type: type, word: str) -> str:
     command = command_of(config_type)
     if word in COMMANDS:
         return f"expected one command, as the first word; this is shoal {command}"
-    if word.endswith((".yml", ".yaml")):
-        return f"a file comes first: `shoal {command} {word} key=value ...`"
     if not re.match("[^\\W\\d]", word):
         return "expected key=value, with no space around the ="
     meant = argument_for(command, word)

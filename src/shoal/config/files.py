@@ -46,7 +46,7 @@ def is_packaged(file: Path) -> bool:
 
 
 def find_file(command: str, name: str) -> Path:
-    """The file of `--config-name X` or of a first word `X.yml`: an existing file, else the preset of that base name."""
+    """The file of `--config-name X` or of a word `X.yml`: an existing file, else the preset of that base name."""
     path = Path(name)
     is_yaml = path.suffix in (".yml", ".yaml")
     if is_yaml and path.is_file():

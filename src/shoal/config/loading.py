@@ -31,7 +31,7 @@ from shoal.config.files import is_packaged, packaged
 from shoal.config.keys import command_of, dataclass_of, keys_of
 from shoal.config.text import texts_of
 from shoal.config.translator import PYTHON, Late, Setting, make_entry
-from shoal.config.values import build, convert_value, get_value, leaves_of, shown
+from shoal.config.values import build, convert_value, get_value, leaves_of, shown, without_effect
 from shoal.types import ShoalError
 
 
@@ -182,7 +182,8 @@ def _report_lines(config_type: type, chain: Chain, settings: Mapping[str, Settin
             if isinstance(one.value, Late) and one.key not in late[one.value][0]:
                 continue
             if one.rank == "own" or before != values[one.key]:
-                became.append(f"{one.key}={shown(values[one.key]) or 'empty'}")
+                text = shown(values[one.key]) or "''"
+                became.append(f"{one.key}={text}")
         flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())
         effect = f"became {', '.join(became)}" if became else "changes nothing here"
         yield f"{flags} {effect}" + (f": {reason}" if reason else ""), (
@@ -218,7 +219,7 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
             continue
         for key, setting in found.items():
             value, default = get_value(config, key), keys[key].default
-            if settings.get(key) is setting and value != default:
+            if settings.get(key) is setting and value != default and key not in without_effect(config):
                 ours = "" if folder == "task" else f" (ours: {shown(default) or 'empty'})"
                 changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
     for label, texts in changed.items():

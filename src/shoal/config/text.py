@@ -48,4 +48,10 @@ def require_given(config: Any, *keys: str) -> None:
     for key in keys:
         if not get_value(config, key):
             name = short.get(key, key)
-            raise ShoalError(f"{name} is not given: write {name}=..., {keys_of(type(config))[key].help}")
+            raise ShoalError(f"{name} is not given: write {name}=..., {meaning_of(type(config), key)}")
+
+
+def meaning_of(config_type: type, key: str) -> str:
+    """A key's help text as the end of a sentence."""
+    text = keys_of(config_type)[key].help.rstrip(".")
+    return text[:1].lower() + text[1:]

@@ -37,6 +37,12 @@ def get_value(config: Any, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
+def without_effect(config: Any) -> frozenset[str]:
+    """Keys in whose place others decide: with `batch.prompts_per_device`, the prompts of a step."""
+    batch = getattr(config, "batch", None)
+    return frozenset({"batch.prompts_per_step"} if getattr(batch, "prompts_per_device", 0) else ())
+
+
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted name as nested dicts, tuples as lists."""
     nested: dict[str, Any] = {}
@@ -91,7 +97,8 @@ def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
         if wanted is float and not math.isfinite(converted) and not (converted > 0 and key.name in UNBOUNDED):
             raise ValueError
     except (ValueError, OverflowError):
-        raise _wrong_type(key, value, _WANTED[wanted]) from None
+        several = "; for a run with each: shoal train --multirun" if "," in str(value) else ""
+        raise _wrong_type(key, value, _WANTED[wanted] + several) from None
     return converted
 
 

@@ -28,7 +28,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
     if HUB_ID.fullmatch(str(path)):
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
-    raise ShoalError(f"There is no model folder {folder}. Give a folder, a hub id (org/name), or `tiny`.")
+    raise ShoalError(f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`.")
 
 
 def _packaged(name: str) -> Path:

@@ -132,6 +132,8 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
         path = base / pointer.read_text(encoding="utf-8").strip()
     else:
         path = Path(name).expanduser()
+    if not path.is_dir():
+        raise ShoalError(f"{path}: there is no such folder; give a run folder, or `last` for the run started last")
     if not is_run(path):
         raise ShoalError(f"{path} is no run folder: it holds no {CONFIG}")
     return path

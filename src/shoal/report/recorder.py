@@ -206,7 +206,7 @@ class Recorder:
         self.started -= state["seconds_total"]
         self.folder.rewind(version, evaluated)
         if missing := self.folder.missing_steps(version):
-            self.console.warning(f"metrics.jsonl lacks {len(missing)} steps up to {version}, the first is "
+            self.console.warning(f"metrics.jsonl lacks {count(len(missing), 'step')} up to {version}, the first is "
                                  f"{missing[0]}: they were lost, as in a power cut; the weights are not affected")
         self.evaluations.update(self.folder.read_evaluations())
         self._wrong_at_first = self.folder.read_first_answers()

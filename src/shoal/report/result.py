@@ -17,7 +17,7 @@ from shoal.report.groups import StoredGroup
 from shoal.report.lines import read_lines
 from shoal.report.notebook import html_table
 from shoal.report.reading import group_files, read_config, read_metrics, read_stored
-from shoal.text import nearest, shorten
+from shoal.text import count, nearest, shorten
 from shoal.types import ShoalError
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ class Result(Mapping[str, Any]):
         return f"<div><p>{html.escape(self._headline())}</p>{table}</div>"
 
     def _headline(self) -> str:
-        steps = f"{len(self.metrics)} steps"
+        steps = count(len(self.metrics), "step")
         if not self.finished:
             return f"Run in {self.folder}, not finished: {steps} done"
         return f"Run in {self.folder}: {steps} in {duration(float(self.summary['seconds_total']))}"

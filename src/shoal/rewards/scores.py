@@ -12,6 +12,7 @@ import numpy as np
 
 from shoal.rewards.calls import WRONG, Batch, CallResult, call, call_async, unused
 from shoal.rewards.event_loop import Loop
+from shoal.text import count
 from shoal.types import Failure, RewardFunction, ShoalError
 
 Policy = Literal["error", "zero", "skip"]
@@ -40,8 +41,8 @@ def failure_lines(failures: Iterable[Failure]) -> list[str]:
     for one in failures:
         first.setdefault((one.function, one.kind), one.text)
     counts = Counter((one.function, one.kind) for one in failures)
-    return [*first.values(), *(f"reward function {name}: {kind} for {count} completions"
-                               for (name, kind), count in sorted(counts.items()))]
+    return [*first.values(), *(f"reward function {name}: {kind} for {count(number, 'completion')}"
+                               for (name, kind), number in sorted(counts.items()))]
 
 
 def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:

@@ -37,6 +37,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
+from shoal.run.derived import with_prompts
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
@@ -48,9 +49,9 @@ from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
-from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints
+from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, versions
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loop import Run
+from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import RolloutSource, ShoalError, StopSignal
@@ -98,7 +99,9 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     if weights is None and restored is None:
         weights = spec.load(roles.trainer, np.float32)
     recorder.spent("start", time.perf_counter() - started)
-    stack.enter_context(stop_on_signals(stop))  # last: before this a signal ends the process at once
+    command = resume_command(folder.path, config)
+    # Last: before this a signal ends the process at once.
+    stack.enter_context(stop_on_signals(stop, lambda: kept_text(folder.path, command)))
     return Run(
         config=config,
         parameters=None if restored else weights,
@@ -112,7 +115,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         restored=restored,
         fingerprint=facts,
         stop=stop,
-        resume_command=resume_command(folder.path, config),
+        resume_command=command,
         around_step=Profiler(config.report.profile, folder.path / "profile", console.warning).step,
     )
 
@@ -130,24 +133,12 @@ def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitS
 def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
     """The mesh, and the configuration with prompts counted for all of the trainer's devices."""
     roles = make_roles(plan.config.mesh)
-    config = with_prompts(plan.config, roles)
+    config = with_prompts(plan.config, roles.trainer.mesh.size)
     before, prompts = plan.config.batch.prompts_per_step, config.batch.prompts_per_step
     if plan.run and before != prompts:
         console.warning(f"batch.prompts_per_step changes from {before} to {prompts}: the number of the trainer's "
                         "devices has changed")
     return config, roles
-
-
-def with_prompts(config: Config, roles: Roles) -> Config:
-    """The configuration with `batch.prompts_per_step` made from `batch.prompts_per_device`, where that is set."""
-    each, devices, parts = config.batch.prompts_per_device, roles.trainer.mesh.size, config.algorithm.num_minibatches
-    # Counted here and not with the configuration: the number of devices is known only now.
-    if not each:
-        return config
-    if parts > each * devices:
-        raise ShoalError(f"batch.prompts_per_device={each} on {devices} devices gives {each * devices} "
-                         f"prompts a step, fewer than algorithm.num_minibatches={parts}: raise it or lower that")
-    return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
 
 
 def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool, stop: StopSignal,
@@ -205,6 +196,13 @@ def resume_command(folder: Path, config: Config) -> str:
     if from_python:
         return f'shoal.train(resume="{folder}", ...), with its task and reward'
     return f"shoal train {shlex.quote(f'resume={folder}')}"
+
+
+def kept_text(folder: Path, command: str) -> str:
+    """What a run that is stopped at once leaves: read from the disk, as a signal may come while anything is locked."""
+    if found := versions(folder):
+        return f"the checkpoint of step {found[-1]} stands, what came after it is lost; resume: {command}"
+    return f"{NOTHING_KEPT}; start again: {command}"
 
 
 def peak_bytes() -> int:

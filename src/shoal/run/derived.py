@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.config.schema import Config
+from shoal.text import count
+from shoal.types import ShoalError
+
+
+def with_prompts(config: Config, devices: int) -> Config:
+    """The configuration with `batch.prompts_per_step` made from `batch.prompts_per_device`, where that is set."""
+    each, parts = config.batch.prompts_per_device, config.algorithm.num_minibatches
+    # Counted here and not with the configuration: the number of devices is known only when JAX has started.
+    if not each:
+        return config
+    if parts > each * devices:
+        raise ShoalError(f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
+                         f"{count(each * devices, 'prompt')} a step, fewer than algorithm.num_minibatches={parts}: "
+                         "raise it or lower that")
+    return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
 
 
 def num_updates(config: Config) -> int:
@@ -38,7 +55,3 @@ def step_sizes(config: Config) -> tuple[int, int]:
     return ((config.batch.prompts_per_device or config.batch.prompts_per_step) * config.batch.group_size,
             config.algorithm.num_epochs * config.algorithm.num_minibatches)
 
-
-def count(number: int, one: str, many: str = "") -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -6,25 +6,27 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from shoal.types import StopSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+KEPT = "the newest checkpoint stands, what came after it is lost"
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: StopSignal | None = None) -> Iterator[StopSignal]:
-    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere.
+def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT) -> Iterator[StopSignal]:
+    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere,
+    with what is `kept` in its text.
 
     Outside the main thread Python handles no signals: there nothing sets it."""
     stop = stop or StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.requested_at is not None:
-            raise KeyboardInterrupt("stopped at once: the newest checkpoint stands, what came after it is lost")
-        os.write(2, b"\nstopping: the last complete step is saved; once more to stop at once\n")
+            raise KeyboardInterrupt(f"stopped at once: {kept()}")
+        os.write(2, b"\nstopping: complete steps are saved; once more to stop at once\n")
         stop.request()
 
     if threading.current_thread() is not threading.main_thread():

@@ -11,6 +11,7 @@ from shoal.model.transformer import Model
 from shoal.run.derived import max_support, num_updates
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
+from shoal.text import count
 from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
 from shoal.trainer.loop import Schedule
 from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
@@ -85,18 +86,22 @@ def open_data(config: Config, task: Task, tokenizer: Tokenizer, warn: Callable[[
 
 def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
                  warn: Callable[[str], None]) -> dict[str, list[TokenizedExample]]:
-    """Each evaluation set's questions with their tokens. Questions that are too long are dropped with a warning;
+    """Each evaluation set's questions with their tokens. Those too long or refused are dropped with a warning;
     ShoalError where a set has no others."""
     sets = {}
     for subset, examples in task.evaluations.items():
-        prepared = [prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts)
-                    for example in examples]
+        refused: list[str] = []
+        prepared = [prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts,
+                            refused.append) for example in examples]
         sets[subset] = [entry for entry in prepared if entry is not None]
-        if dropped := len(prepared) - len(sets[subset]):
-            warn(f"{dropped} of {len(prepared)} questions of {subset} have more than "
+        if dropped := len(prepared) - len(sets[subset]) - len(refused):
+            warn(f"{dropped} of {count(len(prepared), 'question')} of {subset} have more than "
                  f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are dropped")
+        if refused and sets[subset]:
+            warn(f"{len(refused)} of {count(len(prepared), 'question')} of {subset} are dropped; the last: "
+                 f"{refused[-1]}")
         # An empty set would have no figures, and a run on it would end without saying what it reached.
         if not sets[subset]:
-            raise ShoalError(f"no question of {subset} has at most {sampling.max_prompt_tokens} tokens: raise "
-                             "sampling.max_prompt_tokens")
+            raise ShoalError(refused[-1] if refused else f"no question of {subset} has at most "
+                             f"{sampling.max_prompt_tokens} tokens: raise sampling.max_prompt_tokens")
     return sets

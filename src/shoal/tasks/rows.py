@@ -18,6 +18,7 @@ import numpy as np
 from shoal.tasks.data import Splits, paused_collection
 from shoal.tasks.data_file import half_character
 from shoal.tasks.task import ROWS, Task
+from shoal.text import count
 from shoal.types import Example, Prompt, ShoalError
 
 TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -75,8 +76,9 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
     if maker.from_messages:
         notes.append(f"{splits.task}: the prompts are the column `messages`, without the assistant's last message")
     if maker.num_continued:
-        notes.append(f"{splits.task}: {maker.num_continued} prompts end with an assistant's message, which the "
-                     "completion continues")
+        verb = "ends" if maker.num_continued == 1 else "end"
+        notes.append(f"{splits.task}: {count(maker.num_continued, 'prompt')} {verb} with an assistant's message, "
+                     "which the completion continues")
     splits.notes += notes
     return with_rows(Task(splits.task, (), {}, rewards=(), question="prompt", correct=correct), splits)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.text import count as counted
 from shoal.types import Address, Example, Group, Prompt, ShoalError
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class PassRates:
 class PromptStream:
     """P different prompts a step, in another order each epoch.
 
-    A prompt of more than `max_tokens` is dropped and counted in `dropped`, or is an error; it is never truncated.
+    A prompt of more than `max_tokens`, or that `encode` refuses, is dropped and counted in `dropped`, or is an error;
+    it is never truncated.
     """
 
     examples: Sequence[Example]
@@ -97,6 +99,7 @@ class PromptStream:
     epoch: int = 0
     cursor: int = 0  # within the epoch
     dropped: int = 0
+    refusal: str = ""  # why the chat template refused a prompt, the last time
     ended: tuple[float, int] | None = None  # the bound of the rates and the `count` with which `next` failed
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
@@ -123,8 +126,8 @@ class PromptStream:
     def next(self, count: int) -> list[TokenizedExample]:
         """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and from then on."""
         if len(self.examples) < count:
-            raise ShoalError(f"the data has {len(self.examples)} prompts, fewer than batch.prompts_per_step={count}: "
-                             "lower it, or add data")
+            raise ShoalError(f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
+                             f"batch.prompts_per_step={count}: lower it, or add data")
         # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's size was changed.
         if self.ended == (self.rates.bound, count):
             raise self._exhausted(count)
@@ -158,15 +161,17 @@ class PromptStream:
             if rows_read > 4 * len(self.examples) + count:  # several epochs without enough prompts
                 if len(self.rates.retired()):
                     raise self._exhausted(count)
-                raise ShoalError(f"fewer than {count} prompts of the data have at most {self.max_tokens} tokens: "
-                                 "raise sampling.max_prompt_tokens")
+                refused = f"; {self.refusal}" if self.refusal else ""
+                raise ShoalError(f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} "
+                                 f"tokens: raise sampling.max_prompt_tokens{refused}")
             if row not in found and (prepared := self._prepare(row)) is not None:
                 found[row] = prepared
         return list(found.values())
 
     def _exhausted(self, count: int) -> DataExhausted:
-        return DataExhausted(f"{len(self.rates.retired())} prompts are retired (train.retire_above="
-                             f"{self.rates.bound:g}), fewer than {count} are left")
+        retired = len(self.rates.retired())
+        return DataExhausted(f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
+                             f"(train.retire_above={self.rates.bound:g}), fewer than {count} are left")
 
     def peek(self, count: int = 1, steps: int = 1) -> TokenizedExample:
         """The first prompt that `next` will return; the cursor does not move.
@@ -181,7 +186,7 @@ class PromptStream:
     def of_row(self, row: int) -> TokenizedExample:
         """One example by its row, without moving the cursor."""
         if not 0 <= row < len(self.examples):
-            raise ShoalError(f"row {row} is not in the data, which has {len(self.examples)} rows")
+            raise ShoalError(f"row {row} is not in the data, which has {counted(len(self.examples), 'row')}")
         # A row asked for by number was sampled before: dropping it in silence would change a step that is repeated.
         prepared = prepare(self.examples[row], self.encode, self.max_tokens, "error")
         assert prepared is not None
@@ -225,18 +230,33 @@ class PromptStream:
         return self._order[1]
 
     def _prepare(self, row: int) -> TokenizedExample | None:
-        prepared = prepare(self.examples[row], self.encode, self.max_tokens, self.long_prompts)
+        prepared = prepare(self.examples[row], self.encode, self.max_tokens, self.long_prompts, self._refuse)
         self.dropped += prepared is None
         return prepared
 
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
 
-def prepare(example: Example, encode: Callable[[Prompt], np.ndarray], max_tokens: int,
-            long_prompts: str) -> TokenizedExample | None:
-    """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop"."""
-    ids = encode(example.prompt)
+
+def prepare(example: Example, encode: Callable[[Prompt], np.ndarray], max_tokens: int, long_prompts: str,
+            refuse: Callable[[str], object] | None = None) -> TokenizedExample | None:
+    """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop". A prompt that the
+    chat template refuses raises ShoalError; with "drop" and `refuse`, that is called with the error, and None returned.
+    """
+    try:
+        ids = encode(example.prompt)
+    except ShoalError as error:
+        if refuse is None:
+            raise
+        message = f"the prompt of row {example.row}: {error}"
+        if long_prompts == "error":
+            raise ShoalError(message) from error
+        refuse(message)
+        return None
     if 1 <= len(ids) <= max_tokens:
         return TokenizedExample(example, ids)
-    message = (f"the prompt of row {example.row} has {len(ids)} tokens, sampling.max_prompt_tokens is {max_tokens}")
+    message = (f"the prompt of row {example.row} has {counted(len(ids), 'token')}, sampling.max_prompt_tokens is "
+               f"{max_tokens}")
     if long_prompts == "error":
         raise ShoalError(message + ": raise it, or set sampling.long_prompts=drop")
     log.debug("%s: dropped", message)

@@ -35,6 +35,8 @@ from shoal.types import (
     StopSignal,
 )
 
+NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -184,7 +186,7 @@ class Run:
 
     def stopped_text(self) -> str:
         if self.saved < 0:
-            return f"stopped before the first checkpoint; start again: {self.resume_command}"
+            return f"stopped: {NOTHING_KEPT}; start again: {self.resume_command}"
         return f"stopped after step {self.saved} of {self.config.steps}, which is saved; resume: {self.resume_command}"
 
     def request_published(self, version: int) -> None:

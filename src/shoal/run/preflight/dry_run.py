@@ -9,6 +9,7 @@ from typing import Any
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.report.findings import Check, Finding, Findings
+from shoal.run.derived import with_prompts
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings
 from shoal.tasks.task import Task, load_by_name
 
@@ -21,7 +22,8 @@ GENERATED = ("words", "countdown")
 
 def check_dry_run(config: Any) -> list[Finding]:
     """What a run would warn of; ShoalError for what it would refuse. The user's own model and data are checked if they
-    are on this machine. JAX is imported for these alone, and started for a mesh or a step of LARGE_STEP tokens."""
+    are on this machine. JAX is imported for these alone, and started for a mesh, a step of LARGE_STEP tokens, or
+    prompts a device that may be too few."""
     check_before_weights(config)
     known, findings = keys_of(type(config)), Findings()
     is_training = isinstance(config, Config)
@@ -29,18 +31,20 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_settings(config, findings)
         check_run_folder(config)
     own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection()
-    is_local = "model.path" in known and _is_local(config.model)
-    own_model = is_local and config.model.path != "tiny"
+    model_is_here = "model.path" in known and _is_here(config.model)
+    own_model = model_is_here and config.model.path != ModelSection.path
     own_data = "task.name" in known and config.task.path and Path(config.task.path).expanduser().exists()
     task = load_by_name(config.task, config.reward) if own_data and (is_training or config.task.name == "custom") \
         else None
     if is_training and (own_data or own_model):
-        _check_inputs(config, task, is_local, findings)
-    if own_mesh or (is_training and _tokens(config) > LARGE_STEP):
+        _check_inputs(config, task, model_is_here, findings)
+    needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+    if own_mesh or needs_devices or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import make_roles
 
         roles = make_roles(config.mesh)
-        if is_training and is_local:
+        config = with_prompts(config, roles.trainer.mesh.size) if is_training else config
+        if is_training and model_is_here:
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
 
@@ -50,11 +54,11 @@ def check_dry_run(config: Any) -> list[Finding]:
     return findings.at("wrong", "warning")
 
 
-def _is_local(model: ModelSection) -> bool:
-    """True for a folder, and for the packaged model; `model.name` alone is the hub's."""
-    if model.path in ("", "tiny"):
-        return model.path == "tiny" and not model.name
-    return Path(model.path).expanduser().is_dir()
+def _is_here(section: ModelSection) -> bool:
+    """True for a model that needs no download: a folder, or the packaged one where `model.name` names no other."""
+    if section.path == ModelSection.path:
+        return not section.name
+    return section.path != "" and Path(section.path).expanduser().is_dir()
 
 
 def _tokens(config: Config) -> int:
@@ -64,13 +68,13 @@ def _tokens(config: Config) -> int:
     return prompts * b.group_size * (s.max_prompt_tokens + s.max_completion_tokens)
 
 
-def _check_inputs(config: Config, task: Task | None, is_local: bool, findings: Findings) -> None:
+def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findings: Findings) -> None:
     """Checks tokenizer, template and data, as far as they are on this machine."""
     from shoal.run.loading import open_model
     from shoal.run.parts import open_data
     from shoal.run.preflight.inputs import check_prompts, check_tokenizer
 
-    if not is_local:
+    if not model_is_here:
         return
     spec = open_model(config.model, None)
     tokenizer = spec.tokenizer

@@ -50,7 +50,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
-        "memory": memory.text,
+        "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings
     }
     for name, line in lines.items():
         if line:

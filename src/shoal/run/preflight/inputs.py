@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from shoal.report.findings import Check, Findings
 from shoal.run.preflight.estimate import evaluation_completions
 from shoal.run.preflight.reward import right_answer
 from shoal.tasks.task import Task
-from shoal.types import Example
+from shoal.trainer.curriculum import TokenizedExample, prepare
+from shoal.types import Example, ShoalError
 
 NUM_PROMPTS = 200
 """Prompts that are tokenised to find how long they are."""
@@ -66,14 +68,23 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findin
 
 def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings) -> str:
     """Checks the training prompts and right answers against the template and the limits; returns the prompts' lengths
-    as text. Raises ShoalError for a prompt that the template refuses."""
-    count, limit = len(task.train), config.sampling.max_prompt_tokens
-    lengths = np.zeros(0, int)
-    if count:
-        check_template(tokenizer, [task.train[row] for row in range(min(NUM_RENDERED, count))], findings)
-        rows = np.linspace(0, count - 1, min(NUM_PROMPTS, count)).astype(int)
-        lengths = np.array([len(tokenizer.encode_prompt(task.train[int(row)].prompt)) for row in rows])
+    as text. Raises ShoalError where the template refuses all of them, or one with `sampling.long_prompts=error`."""
+    size, limit, refused = len(task.train), config.sampling.max_prompt_tokens, []
     check = Check(findings, "data", "task.path")
+
+    def readable(rows: Sequence[int]) -> list[TokenizedExample]:
+        found = (prepare(task.train[row], tokenizer.encode_prompt, sys.maxsize, "drop", refused.append) for row in rows)
+        return [one for one in found if one is not None]
+
+    lengths = np.array([len(one.prompt_ids) for one in readable(
+        np.linspace(0, size - 1, min(NUM_PROMPTS, size)).astype(int).tolist())], int)
+    if refused and (not lengths.size or config.sampling.long_prompts == "error"):
+        raise ShoalError(refused[0])
+    if refused:
+        check.warning(f"{len(refused)} of {len(refused) + len(lengths)} prompts checked are dropped; the first: "
+                      f"{refused[0]}", "model.template")
+    if first := readable(range(min(NUM_RENDERED, size))):
+        check_template(tokenizer, [one.example for one in first], findings)
     if too_long := int((lengths > limit).sum()):
         (check.warning if too_long < len(lengths) else check.wrong)(
             f"{too_long} of {len(lengths)} prompts checked have more than sampling.max_prompt_tokens={limit} tokens "

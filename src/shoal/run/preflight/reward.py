@@ -63,7 +63,13 @@ class Probe:
 
     def describe(self) -> str:
         """One line: `right 1.1, wrong 0.1, empty 0, repeated 0, tag-stuffed 0`."""
-        return ", ".join(f"{kind} {self.total(kind):.3g}" for kind in self.rows)
+        if all(np.isnan(self.total(kind)) for kind in self.rows):
+            return "no score (None or NaN) for any of them"
+        return ", ".join(f"{kind} {score_text(self.total(kind))}" for kind in self.rows)
+
+
+def score_text(score: float) -> str:
+    return "no score" if np.isnan(score) else f"{score:.3g}"
 
 
 # ---- known answers

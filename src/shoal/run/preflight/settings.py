@@ -81,10 +81,15 @@ def check_model(section: ModelSection, exists: bool = False, key: str = "model.p
     from shoal.model.hub import HUB_ID
 
     local = check_local(section.path, key)
+    shown = local if section.path.startswith("~") else section.path
     if not (exists or section.path == ModelSection.path or local.exists() or HUB_ID.fullmatch(section.path)):
-        raise ShoalError(f"{key}={section.path}: there is no model folder {local}. Give a folder, a hub id (org/name), "
+        raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. Give a folder, a hub id (org/name), "
                          "or `tiny`.")
-    check_local(section.tokenizer, "model.tokenizer")
+    tokenizer = check_local(section.tokenizer, "model.tokenizer")
+    if not (exists or tokenizer.exists() or section.tokenizer == ModelSection.path
+            or HUB_ID.fullmatch(section.tokenizer)):
+        raise ShoalError(f"model.tokenizer={section.tokenizer}: there is no such folder; give a folder with a "
+                         "tokenizer.json, or a hub id (org/name)")
     if section.name and "/" not in section.name:
         from shoal.model.names import model_named
 

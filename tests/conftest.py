@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     mark = item.get_closest_marker("compile_quickly")
     compile_quickly(mark is not None and mark.args != (False,))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, seconds in the kernel."""
+    before = os.times()
+    result = yield
+    if "CPU_SECONDS" in os.environ:
+        user, system, user_of_children, system_of_children = (
+            b - a for a, b in zip(before[:4], os.times()[:4], strict=True))
+        with open(os.environ["CPU_SECONDS"], "a") as file:
+            file.write(f"{user + user_of_children:.2f}\t{system + system_of_children:.2f}\t{item.nodeid}\n")
+    return result
 
 
 @pytest.fixture(scope="module")

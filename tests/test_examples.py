@@ -24,6 +24,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MPLBACKEND", raising=False)
 
 
+@pytest.mark.compile_quickly
 def test_the_script_is_short_and_runs(environment, tmp_path):
     assert len(SCRIPT.read_text().splitlines()) < 40
     done = subprocess.run([sys.executable, SCRIPT, "1"], cwd=tmp_path, capture_output=True, text=True, timeout=200,

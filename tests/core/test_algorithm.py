@@ -28,6 +28,8 @@ from shoal.algorithm.segments import segment_mean
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 
+pytestmark = pytest.mark.compile_quickly
+
 CLIPPED = ["grpo", "gspo", "gspo-token"]
 CLIPS = [(0.2, 0.2), (0.2, 0.28), (3e-4, 4e-4)]
 

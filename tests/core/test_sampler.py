@@ -35,6 +35,8 @@ from shoal.types import (
     StopReason,
 )
 
+pytestmark = pytest.mark.compile_quickly
+
 TOLERANCE = 2e-5
 SMALL = replace(QWEN3, num_layers=2)
 EOS = (0, 7)  # 0 is also what padding is filled with
@@ -128,7 +130,9 @@ def base(engine: Engine) -> dict[tuple[int, int], Completion]:
 # The sampler's log-probs are the trainer's
 
 
-@pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
+@pytest.mark.parametrize("a", [
+    pytest.param(PLAINEST, id="plainest"),
+    pytest.param(FULLEST, id="fullest", marks=pytest.mark.compile_quickly(False))])  # the programs that users run
 def test_log_probs_are_the_trainers(a):
     assert a.num_layers == 4
     engine = make(a, max_completion_tokens=256, eos_ids=())

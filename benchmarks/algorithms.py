@@ -30,7 +30,7 @@ def one(name: str, seed: int, folder: str, teacher: str, options: argparse.Names
     if name == DISTILL:
         changes = {"algorithm__advantage": "none", "teacher__path": teacher}
     shoal.train(seed=seed, steps=options.steps, base_output_directory=folder, run_name=f"{name}-{seed}",
-                train__pass_k=0, task__num_questions=options.questions,
+                train__pass_k=0, task__num_eval_questions=options.questions,
                 algorithm__num_minibatches=options.minibatches, **changes)
     run = Path(folder, f"{name}-{seed}")
     summary = json.loads((run / "summary.json").read_text())

@@ -26,7 +26,7 @@ CLOCKS = ("time/", "throughput/", "memory/", "compilations", "mfu")
 
 def command(base: Path, name: str, extra: list[str]) -> list[str]:
     return [sys.executable, "-m", "shoal", "train", f"base_output_directory={base}", f"run_name={name}", "steps=12",
-            "task.num_questions=16", "train.pass_k=0", "batch.prompts_per_step=4", "batch.group_size=4",
+            "task.num_eval_questions=16", "train.pass_k=0", "batch.prompts_per_step=4", "batch.group_size=4",
             "checkpoint.every=2", "train.evaluate_every=5", "sampling.max_completion_tokens=48", *extra]
 
 

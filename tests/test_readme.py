@@ -67,7 +67,7 @@ def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
 
     sys.setprofile(watch)
     try:
-        code = main(["train", "steps=1", "task.num_questions=2", "train.pass_k=0", "batch.prompts_per_step=4",
+        code = main(["train", "steps=1", "task.num_eval_questions=2", "train.pass_k=0", "batch.prompts_per_step=4",
                      "sampling.max_completion_tokens=16",
                      f"base_output_directory={tmp_path}"])
     finally:

@@ -67,7 +67,7 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
     With `responses=FILE`, the figures of answers made elsewhere, for rows of your own too.
 
-    Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to `task.num_questions`."""
+    Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to `task.num_eval_questions`."""
     from shoal.config.loading import from_overrides
     from shoal.config.schema import EvalConfig
     from shoal.run.cache import cache_by_configuration
@@ -77,7 +77,7 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     if config.responses:
         from shoal.commands.responses import score_responses
 
-        everything = replace(config, task=replace(config.task, num_questions=0))
+        everything = replace(config, task=replace(config.task, num_eval_questions=0))
         with evaluating():
             data = _task_of_data(task, held_out, correct, everything, functions)
         return score_responses(config, functions, _console(resolved), data)

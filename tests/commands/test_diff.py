@@ -25,7 +25,7 @@ pytestmark = pytest.mark.compile_quickly
 
 @pytest.fixture(scope="module")
 def first(workshop) -> Path:
-    return workshop.train("first", "task.num_questions=2", "train.pass_k=0")
+    return workshop.train("first", "task.num_eval_questions=2", "train.pass_k=0")
 
 
 def compared(a: Path, b: Path) -> dict:
@@ -35,7 +35,7 @@ def compared(a: Path, b: Path) -> dict:
 
 
 def trained(workshop: Workshop, name: str, *changes: str) -> Path:
-    return workshop.train(name, "task.num_questions=2", "train.pass_k=0", *changes)
+    return workshop.train(name, "task.num_eval_questions=2", "train.pass_k=0", *changes)
 
 
 def test_the_same_run_twice_is_identical(workshop, first, capsys):

@@ -194,7 +194,7 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("sampling.stop=</reasoning>", "sampling.stop", "ends right answers before their end", "warning"),
     ("sampling.max_completion_tokens=12", "sampling.max_completion_tokens", "own right answers", "warning"),
     ("model.path={nan}", "model.path", "NaN or infinity in the weights final_norm", "wrong"),
-    ("train.pass_k=8&steps=1", "task.num_questions", "evaluation samples", "warning"),
+    ("train.pass_k=8&steps=1", "task.num_eval_questions", "evaluation samples", "warning"),
 ]
 
 

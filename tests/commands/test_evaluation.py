@@ -195,7 +195,7 @@ def run(workshop) -> Path:
 def words(workshop: Workshop, model: object, *changes: str) -> list[str]:
     return ["eval", f"model={model}", "task=gsm8k", f"task.path={workshop.data}", f"reward={workshop.rewards}:vowels",
             f"model.template={PLAIN}", "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12", "batch=8",
-            "pass_k=4", "task.num_questions=0", *changes]
+            "pass_k=4", "task.num_eval_questions=0", *changes]
 
 
 def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_the_same(workshop, run, tmp_path,
@@ -240,7 +240,8 @@ def test_json_on_stdout_and_greedy_alone(workshop, capsys):
 
 def test_words(workshop):
     figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
-                             task__num_questions=3, sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4})
+                             task__num_eval_questions=3,
+                             sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4})
     assert list(figures) == ["held_out", "unseen_templates"]
     assert all(own["num_questions"] == 3 and own["truncated"] == 1 for own in figures.values())
     assert {"pass@2", "maj@2"} & set(figures["held_out"]) and "pass@2" not in figures["unseen_templates"]
@@ -249,7 +250,7 @@ def test_words(workshop):
 
 def test_the_overlong_penalty_is_part_of_the_reward(workshop, capsys):
     assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", "reward.overlong_buffer_tokens=12",
-                          "task.num_questions=2")) == 0
+                          "task.num_eval_questions=2")) == 0
     figures = json.loads(capsys.readouterr().out)["held_out"]
     assert figures["rewards/overlong"] == pytest.approx(-figures["mean_length"] / 12)
     assert figures["mean_reward"] == pytest.approx(figures["rewards/vowels"] + figures["rewards/overlong"])
@@ -260,7 +261,8 @@ def test_failures_are_counted_by_set_and_the_first_is_shown(workshop, capsys):
         raise KeyError(answer[0])
 
     figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
-                             task__num_questions=3, sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
+                             task__num_eval_questions=3,
+                             sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
                              reward=fails, reward__on_error="zero", reward__workers=0)
     assert figures["held_out"]["failed"] == figures["held_out"]["failed/fails"] == 3 + 6  # greedy and sampled
     assert figures["unseen_templates"]["failed"] == 3 and figures["held_out"]["rewards/fails"] == 0
@@ -293,7 +295,7 @@ def test_a_run_without_a_right_answer_reports_its_reward(workshop):
     result = shoal.train(
         task=[{"prompt": f"{i} + 1 ="} for i in range(20)], reward=lambda completions, **_: [
             float(len(text)) for text in completions], run_name="rewarded", base_output_directory=str(workshop.runs),
-        model={"path": str(workshop.model), "template": PLAIN}, steps=2, reward__workers=0, task__num_questions=2,
+        model={"path": str(workshop.model), "template": PLAIN}, steps=2, reward__workers=0, task__num_eval_questions=2,
         train={"pass_k": 0, "evaluate_every": 1}, batch={"prompts_per_step": 2, "group_size": 2},
         checkpoint={"keep_best": 1, "keep_last": 1}, algorithm__kl_coef=0,
         sampling={"max_prompt_tokens": 64, "max_completion_tokens": 6})

@@ -386,7 +386,7 @@ def test_eval_and_generate_say_the_same_on_both(tmp_path, capsys):
     for name, model in (("hf", [f"model={folder}"]),
                         ("maxtext", [f"model={base / '0' / 'items'}", f"model.tokenizer={folder}"])):
         for words in (["generate", f"prompts={prompts}", "temperature=0", "batch=3"],
-                      ["eval", "task=words", "task.num_questions=3", "pass_k=0", "batch=3"]):
+                      ["eval", "task=words", "task.num_eval_questions=3", "pass_k=0", "batch=3"]):
             output = tmp_path / f"{name}-{words[0]}.json"
             assert cli.main([*words, *model, f"output={output}", "max_new_tokens=6", "seed=1"]) == 0
             said[name].append(output.read_text().replace(str(model[0].partition("=")[2]), "MODEL"))
@@ -542,7 +542,7 @@ def test_targets_are_in_the_users_home(place, tmp_path, monkeypatch):
     (home / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     assert cli.main(["generate", f"model={place / 'hf'}", "prompts=~/prompts.jsonl", "output=~/said.jsonl",
                      "max_new_tokens=2"]) == 0
-    assert cli.main(["eval", f"model={place / 'hf'}", "task=words", "task.num_questions=1", "pass_k=0", "batch=1",
+    assert cli.main(["eval", f"model={place / 'hf'}", "task=words", "task.num_eval_questions=1", "pass_k=0", "batch=1",
                      "max_new_tokens=2", "output=~/eval.json"]) == 0
     with pytest.raises(ShoalError, match=f"to={home}/items exists and is not empty"):
         run_convert(source=place / "hf", to="~/items")

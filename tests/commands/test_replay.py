@@ -28,7 +28,7 @@ def run(workshop) -> Path:
     """Two steps and, resumed, a third, with a reference and two mini-batches; of the versions 1 to 3 only the second
     and the last remain."""
     words = ("algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "checkpoint.every=1",
-             "checkpoint.keep_last=2", "task.num_questions=2", "train.pass_k=0")
+             "checkpoint.keep_last=2", "task.num_eval_questions=2", "train.pass_k=0")
     workshop.train("first", "steps=2", *words)
     run = workshop.train("first", "steps=3", *words)
     assert checkpoints(run) == [2, 3]

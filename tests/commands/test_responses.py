@@ -110,7 +110,7 @@ def test_gold_is_found_by_the_question(loads, tmp_path, capsys):
                             {"question": "5 + 5 = ?", "answer": "10", "response": "10"},
                             {"question": "2 + 3 = ?", "answer": "five", "response": "5"},
                             {"question": "3 + 3 = ?", "answer": "six", "response": "6"}])
-    assert [section.num_questions for section in loads] == [0]
+    assert [section.num_eval_questions for section in loads] == [0]
     assert (result["num_responses"], result["num_unjudged"], result["accuracy"]) == (5, 2, 4 / 5)
     assert [row["correct"] for row in result["rows"]] == [True, False, None, True, True, True, None]
     assert result["protocol"] == f"answers of {tmp_path / 'responses.jsonl'}, 2 of 7 not judged"
@@ -215,7 +215,7 @@ def test_a_task_without_blank_is_loaded(loads, tmp_path, monkeypatch):
 def test_words_are_scored_too(tmp_path, capsys):
     from shoal.run.task import load_task
 
-    example = load_task(TaskSection(num_questions=3)).evaluations["held_out"][1]
+    example = load_task(TaskSection(num_eval_questions=3)).evaluations["held_out"][1]
     answer = f"<reasoning>so</reasoning><answer>{example.columns['answer']}</answer>"
     rows = [{"question": question_text(example, "question"), "response": text} for text in (answer, "nothing")]
     file = write(tmp_path, rows)

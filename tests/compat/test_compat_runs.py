@@ -46,7 +46,7 @@ def tiny(workshop: Workshop, line: str, name: str) -> list[str]:
             "task.split=train", "task.files=[]", *(["task.template={question}"] if "custom/" in line else []),
             f"reward={workshop.rewards}:letters", "reward.workers=0", f"base_output_directory={workshop.runs}",
             f"run_name={name}", "steps=1", "sampling.max_prompt_tokens=700", "sampling.max_completion_tokens=8",
-            "sampling.slots_per_device=0", "train.pass_k=0", "task.num_questions=2", "report.profile=[]",
+            "sampling.slots_per_device=0", "train.pass_k=0", "task.num_eval_questions=2", "report.profile=[]",
             "model.dtype=float32", "batch.prompts_per_step=2", "batch.group_size=2", "batch.micro_tokens=512"]
 
 

@@ -274,7 +274,7 @@ def test_a_tasks_preset_lies_under_ones_own_keys_and_is_said():
 
 
 def test_eval_has_its_own_gsm8k_sizes():
-    assert difference("eval", "task=gsm8k") == {"task.name": "gsm8k", "task.num_questions": 0,
+    assert difference("eval", "task=gsm8k") == {"task.name": "gsm8k", "task.num_eval_questions": 0,
                                                 "sampling.max_completion_tokens": 512}
 
 

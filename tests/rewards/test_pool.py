@@ -339,9 +339,9 @@ def test_a_call_a_step_sees_all_groups() -> None:
 
 
 def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
-    rewards = load_task(TaskSection(num_questions=1)).rewards
+    rewards = load_task(TaskSection(num_eval_questions=1)).rewards
     assert all(one.runs_in_process for one in rewards)
-    assert not any(one.runs_in_process for one in load_task(TaskSection(num_questions=1), functions=[len]).rewards)
+    assert not any(one.runs_in_process for one in load_task(TaskSection(num_eval_questions=1), functions=[len]).rewards)
     seen: list[int] = []
 
     def own(completions: Any, **kwargs: Any) -> list[float]:
@@ -473,7 +473,7 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
     path = tmp_path / "verl.py"
     path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
                     "    return float('nan') if solution_str == 'bad' else 1.0\n")
-    task = load_task(TaskSection(num_questions=1), RewardSection((f"{path}:compute_score",)))
+    task = load_task(TaskSection(num_eval_questions=1), RewardSection((f"{path}:compute_score",)))
     with RewardPool(task.rewards, section(workers=workers, on_error="skip")) as pool:
         pool.submit(0, EXAMPLES, TEXTS, IDS, step=3)
         [(_, scores)] = pool.collect(wait=True)

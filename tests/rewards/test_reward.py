@@ -363,7 +363,7 @@ def test_weights_must_be_one_a_function() -> None:
 
 
 def test_own_functions_replace_the_rewards_and_not_what_is_correct(file: Path) -> None:
-    task = load_task(TaskSection(num_questions=2), RewardSection((f"{file}:brief",), (0.5,)))
+    task = load_task(TaskSection(num_eval_questions=2), RewardSection((f"{file}:brief",), (0.5,)))
     sys.modules.pop("shoal_test_beside")
     assert [(one.name, one.weight) for one in task.rewards] == [("brief", 0.5)]
     assert task.correct is not None
@@ -371,15 +371,15 @@ def test_own_functions_replace_the_rewards_and_not_what_is_correct(file: Path) -
     def judge(completions: Any) -> list[float]:
         return [2.0] * len(completions)
 
-    rewards = load_task(TaskSection(num_questions=2), functions=[judge, judge]).rewards
+    rewards = load_task(TaskSection(num_eval_questions=2), functions=[judge, judge]).rewards
     assert rewards == (RewardFunction("judge", judge, 1.0), RewardFunction("judge_2", judge, 1.0))
 
 
 def test_weights_alone_weigh_the_tasks_own_functions() -> None:
-    task = load_task(TaskSection(num_questions=1), RewardSection(weights=(0.5, 0.25)))
+    task = load_task(TaskSection(num_eval_questions=1), RewardSection(weights=(0.5, 0.25)))
     assert [(one.name, one.weight) for one in task.rewards] == [("correct", 0.5), ("format", 0.25)]
     with pytest.raises(ShoalError, match=r"expected 2 numbers.*\(correct, format\), got 1"):
-        load_task(TaskSection(num_questions=1), RewardSection(weights=(0.5,)))
+        load_task(TaskSection(num_eval_questions=1), RewardSection(weights=(0.5,)))
 
 
 def test_an_unknown_task_names_the_nearest() -> None:

@@ -197,14 +197,14 @@ def test_what_goes_with_rows_and_what_does_not():
     for key, value in (("held_out", rows()), ("correct", ones)):
         with pytest.raises(shoal.ShoalError, match=f"{key} is for data of your own, .* task is 'words'"):
             shoal.train(task="words", **{key: value})
-    judged = task_of_data(one, None, None, TaskSection(num_questions=1), RewardSection(weights=(2.0,)), (ones,))
+    judged = task_of_data(one, None, None, TaskSection(num_eval_questions=1), RewardSection(weights=(2.0,)), (ones,))
     assert [(reward.name, reward.weight) for reward in judged.rewards] == [("ones", 2.0)]
     assert len(judged.evaluations["held_out"]) == 1
 
 
 @pytest.mark.parametrize(("task", "data"), [
-    ("words", False), (None, False), ({"num_questions": 3, "path": ""}, False), ({}, False), ({"prompt": ["a"]}, True),
-    ([], True), (Task("t", [], {}, ()), True)])
+    ("words", False), (None, False), ({"num_eval_questions": 3, "path": ""}, False), ({}, False),
+    ({"prompt": ["a"]}, True), ([], True), (Task("t", [], {}, ()), True)])
 def test_what_is_data_and_what_settings(task, data):
     assert is_data(task) is data
 
@@ -262,8 +262,8 @@ def closure(factor: float) -> Any:
 
 @pytest.fixture(scope="module")
 def result(workshop: Workshop) -> Result:
-    return shoal.train(task=rows(40), reward=closure(0.5), run_name="own", task__num_questions=3, **settings(workshop),
-                       correct=lambda text, example: str(example.columns["answer"]) in text)
+    return shoal.train(task=rows(40), reward=closure(0.5), run_name="own", task__num_eval_questions=3,
+                       **settings(workshop), correct=lambda text, example: str(example.columns["answer"]) in text)
 
 
 def test_a_run_on_rows_with_a_closure(result, workshop):
@@ -287,7 +287,7 @@ def test_the_stored_configuration_says_where_data_and_reward_came_from(result, w
     difference = (result.folder / "config_difference.yaml").read_text()
     files = [str(result.folder / name) for name in ("config.yaml", "config_difference.yaml")]
     assert compose("train", files[:1])[0] == compose("train", files[1:])[0]
-    assert "python:letters" in difference and "num_questions: 3" in difference and "seed" not in difference
+    assert "python:letters" in difference and "num_eval_questions: 3" in difference and "seed" not in difference
     assert cli.main(["train", f"resume={result.folder}", "steps=3"]) == 2
     assert "the data of this run came from Python, give it again there" in capsys.readouterr().err
 
@@ -363,7 +363,7 @@ def vowels(completions, **kwargs):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200, capture_output=True)
     assert reproducible(between.folder) == reproducible(other.runs / "alone")
     again = shoal.train(
-        task=rows(40), reward=closure(0.5), run_name="again", task__num_questions=3, **settings(workshop),
+        task=rows(40), reward=closure(0.5), run_name="again", task__num_eval_questions=3, **settings(workshop),
         correct=lambda text, example: str(example.columns["answer"]) in text)
     assert reproducible(again.folder) == reproducible(result.folder)
     assert reproducible(again.folder)[0] != reproducible(between.folder)[0]

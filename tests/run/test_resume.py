@@ -546,7 +546,7 @@ def process(workshop: Workshop, name: str, *words: str, limit: int = 0, before: 
     code = f"import resource, sys; from shoal.cli import main\n{before}\n"
     if limit:
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-    words = (*workshop.words(name, *WORDS), *words)
+    words = (*workshop.words(name, *WORDS), "reward.workers=2", *words)
     return subprocess.Popen([sys.executable, "-c", code + f"sys.exit(main({list(words)!r}))"], text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 

@@ -21,7 +21,7 @@ from shoal.types import ShoalError
 
 
 def section(**keys: int) -> TaskSection:
-    return TaskSection(**{"name": "countdown", "num_questions": 40} | keys)  # type: ignore[arg-type]
+    return TaskSection(**{"name": "countdown", "num_eval_questions": 40} | keys)  # type: ignore[arg-type]
 
 
 def load(**keys: int) -> Task:
@@ -151,8 +151,8 @@ def test_rows_are_the_same_on_every_machine() -> None:
 
 
 def test_the_dials_and_the_path(tmp_path: object) -> None:
-    assert len(load(num_questions=0).evaluations["held_out"]) == 500
-    small = load(num_numbers=2, max_value=20, num_questions=500)
+    assert len(load(num_eval_questions=0).evaluations["held_out"]) == 500
+    small = load(num_numbers=2, max_value=20, num_eval_questions=500)
     assert small.notes == (f"countdown: held_out has {len(small.evaluations['held_out'])} problems, not 500: there are "
                            "no more at task.num_numbers=2 task.max_value=20",)
     with pytest.raises(ShoalError, match=r"task.path='x': the task countdown makes its own problems"):

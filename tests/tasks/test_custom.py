@@ -26,7 +26,7 @@ from shoal.types import ShoalError
 
 pytestmark = pytest.mark.compile_quickly
 
-TRAINED = ["steps=1", "task.num_questions=2", "report.groups=true"]
+TRAINED = ["steps=1", "task.num_eval_questions=2", "report.groups=true"]
 
 
 def row(i: int, name: str = "q") -> dict[str, Any]:

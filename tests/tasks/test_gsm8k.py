@@ -63,8 +63,8 @@ def test_a_folder_of_two_splits(tmp_path: Path, train: str, test: str) -> None:
     assert list(task.evaluations) == ["held_out"]
     assert questions(task.evaluations["held_out"]) == names("t", range(4))
     assert task.notes == ()
-    assert questions(load(tmp_path, num_questions=2).evaluations["held_out"]) == ["t0?", "t1?"]
-    assert questions(load(tmp_path, num_questions=0).evaluations["held_out"]) == names("t", range(4))
+    assert questions(load(tmp_path, num_eval_questions=2).evaluations["held_out"]) == ["t0?", "t1?"]
+    assert questions(load(tmp_path, num_eval_questions=0).evaluations["held_out"]) == names("t", range(4))
 
 
 def test_shards_and_other_names_of_splits(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_file_finds_its_sibling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_rows", "num_questions", "held"), [(40, 500, 4), (40, 3, 3), (40, 0, 4), (3, 500, 1)])
 def test_a_file_alone_holds_out_its_last_rows(tmp_path: Path, num_rows: int, num_questions: int, held: int) -> None:
     path = write(tmp_path / "data.jsonl", [row(i) for i in range(num_rows)])
-    task = load(path, num_questions=num_questions)
+    task = load(path, num_eval_questions=num_questions)
     assert questions(task.train) == names("q", range(num_rows - held))
     assert questions(task.evaluations["held_out"]) == names("q", range(num_rows - held, num_rows))
     assert task.notes == (f"gsm8k: data.jsonl has no other split to evaluate on; its last {held} of {num_rows} rows "
@@ -110,7 +110,7 @@ def test_where_nothing_is_trained_all_rows_are_evaluated_on(tmp_path: Path) -> N
     for number in (1, 20):
         path = write(tmp_path / f"data{number}.jsonl", [row(i) for i in range(number)])
         with evaluating():
-            task = load(path, num_questions=0)
+            task = load(path, num_eval_questions=0)
         assert questions(task.evaluations["held_out"]) == names("q", range(number)) and not task.train
         assert f"all its {number} rows are evaluated on" in task.notes[0]
 

@@ -301,7 +301,7 @@ def test_training_holds_out_every_tenth_row_and_warns(published: Path) -> None:
 
 
 def test_evaluation_alone_takes_all_rows_with_their_bare_prompts(published: Path) -> None:
-    task = load_task(TaskSection(name="ifeval", path=str(published), eval_split="train", num_questions=0))
+    task = load_task(TaskSection(name="ifeval", path=str(published), eval_split="train", num_eval_questions=0))
     assert asked(task.evaluations["held_out"]) == list(range(25))
     assert task.evaluations["held_out"][3].prompt == [{"role": "user", "content": "Question 3, please."}]
     assert task.well_formed is None and [one.name for one in task.rewards] == ["instructions"]  # no tags were asked for
@@ -311,7 +311,7 @@ def test_evaluation_alone_takes_all_rows_with_their_bare_prompts(published: Path
     assert score(task.rewards, [one], [one.prompt], [[text]], [[[1]]]).rewards.tolist() == [[0.0]]
     assert "all 25 rows are evaluated on" in task.notes[0]
     assert len(load_task(TaskSection(name="ifeval", path=str(published), eval_split="train",
-                                     num_questions=7)).evaluations["held_out"]) == 7
+                                     num_eval_questions=7)).evaluations["held_out"]) == 7
 
 
 def test_one_row_is_enough_to_evaluate(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_hostile_completion_ends_and_is_wrong() -> None:
 
 def test_names_stand_for_functions_of_a_run() -> None:
     names = ("accuracy_reward", "get_soft_overlong_punishment", "get_repetition_penalty_reward(ngram_size=2)")
-    task = load_task(TaskSection(num_questions=1), RewardSection(names, (1.0, 0.5, 0.25)))
+    task = load_task(TaskSection(num_eval_questions=1), RewardSection(names, (1.0, 0.5, 0.25)))
     assert [(one.name, one.weight, one.runs_in_process) for one in task.rewards] == [
         ("accuracy_reward", 1.0, True), ("soft_overlong_punishment_reward", 0.5, True),
         ("repetition_penalty_reward", 0.25, True)]
@@ -100,7 +100,7 @@ def test_names_stand_for_functions_of_a_run() -> None:
 ])
 def test_a_wrong_name_or_argument_is_an_error(spec: str, message: str) -> None:
     with pytest.raises(ShoalError, match=message):
-        load_task(TaskSection(num_questions=1), RewardSection((spec,)))
+        load_task(TaskSection(num_eval_questions=1), RewardSection((spec,)))
 
 
 def test_a_file_is_no_name() -> None:

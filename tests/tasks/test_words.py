@@ -156,11 +156,11 @@ def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> No
     for name, examples in task.evaluations.items():
         assert len(examples) == 500
         assert len({example.prompt[0]["content"] for example in examples}) == 500  # type: ignore[index]
-        shorter = load_task(TaskSection(num_questions=7)).evaluations[name]
+        shorter = load_task(TaskSection(num_eval_questions=7)).evaluations[name]
         assert list(shorter) == list(examples[:7])
     held = [numeric_form(problem) for problem in words.held_out(500, DIALS)]
     assert len(set(held)) == 500
-    assert load_task(TaskSection(num_questions=0)).evaluations == task.evaluations
+    assert load_task(TaskSection(num_eval_questions=0)).evaluations == task.evaluations
     evaluated = [example.row for examples in task.evaluations.values() for example in examples]
     assert len(set(evaluated)) == 1000  # no two questions of one evaluation share their noise
 
@@ -175,7 +175,7 @@ def test_held_out_is_the_same_everywhere(task: Task) -> None:
     assert digest([*again.evaluations["held_out"], *again.evaluations["unseen_templates"], *again.train[:50]]) == \
         HELD_OUT_DIGEST
     code = ("import sys; from shoal.config.schema import TaskSection; from shoal.run.task import load_task; "
-            "t = load_task(TaskSection(num_questions=40)); "
+            "t = load_task(TaskSection(num_eval_questions=40)); "
             "print(*(e.prompt[0]['content'] for r in t.evaluations.values() for e in r), sep='\\n'); "
             "assert 'jax' not in sys.modules")
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
@@ -241,7 +241,7 @@ def test_pretraining_draws_other_problems_with_their_solutions(task: Task) -> No
 
 @pytest.mark.parametrize(("num_steps", "max_value"), [(1, 20), (2, 99), (5, 30), (8, 1000)])
 def test_the_dials_make_problems_longer_and_numbers_larger(num_steps: int, max_value: int) -> None:
-    section = TaskSection(num_steps=num_steps, max_value=max_value, num_questions=20)
+    section = TaskSection(num_steps=num_steps, max_value=max_value, num_eval_questions=20)
     task = load_task(section)
     problems = [train_problem(row, section) for row in range(300)]
     assert {len(problem.steps) for problem in problems} == {num_steps}

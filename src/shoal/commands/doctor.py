@@ -107,7 +107,7 @@ def check_task(config: Config, reward_functions: Sequence[Callable], stack: Exit
     if not replaced and task is None:
         return None, None
     with report.rewards.errors():
-        source = TaskSection(num_questions=1) if replaced else config.task  # rewards of your own need no data
+        source = TaskSection(num_eval_questions=1) if replaced else config.task  # rewards of your own need no data
         scored = load_task(source, config.reward, reward_functions, config.algorithm.uses_rewards)
         scored = with_overlong(scored, config.reward, config.sampling.max_completion_tokens)
         pool = stack.enter_context(closing(RewardPool(scored.rewards, config.reward, config.steps)))

@@ -106,7 +106,7 @@ def _load_scoring_task(config: EvalConfig, module: Any, functions: Sequence[Call
 def _load_with_data(section: TaskSection, console: Console) -> Task:
     """The task with all its questions."""
     with evaluating():
-        task = load_task(replace(section, num_questions=0))
+        task = load_task(replace(section, num_eval_questions=0))
     for note in task.notes:
         console.note(note)
     return task

@@ -187,7 +187,7 @@ def derive_test_batches(given: Given, get: Get) -> tuple[Values, str]:
     own = given.get("eval_batch_size", "-1")
     size = get("batch.prompts_per_step") if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
     number = to_int("num_test_batches", given["num_test_batches"])
-    return {"task.num_questions": str(number * size)}, f"{number} batches of {size}"
+    return {"task.num_eval_questions": str(number * size)}, f"{number} batches of {size}"
 
 
 # ---- losses

@@ -124,7 +124,7 @@ FLAGS: list[Flag] = [
         one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
       for name in ("warmup_style", "lr_scheduler_type")],
     reads(_A + "fsdp_config.dtype", "model.dtype", choice(_DTYPES), "of the computation; master weights stay float32"),
-    reads("data.val_max_samples", "task.num_questions", least_zero("task.num_questions"), "-1 is 0: all"),
+    reads("data.val_max_samples", "task.num_eval_questions", least_zero("task.num_eval_questions"), "-1 is 0: all"),
     reads("data.train_files", "task.path", read_train_files, "a parquet file, or some of one folder",
           keeps_nothing=True),
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp",

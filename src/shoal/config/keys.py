@@ -44,6 +44,7 @@ RENAMED: Mapping[str, str] = {
     "algorithm.mask_cut": "algorithm.mask_truncated", "algorithm.filter_by": "algorithm.dynamic_sampling_by",
     "algorithm.degenerate": "algorithm.zero_std_groups", "train.publish_every": "train.weight_sync_interval",
     "checkpoint.checkpoint_period": "checkpoint.every", "report.groups_format": "report.groups", "width": "hidden_size",
+    "task.num_questions": "task.num_eval_questions",
 }
 """Key of an earlier version -> its name now."""
 

@@ -78,7 +78,7 @@ class TaskSection:
     """Split to train on."""
     eval_split: str = "test"
     """Split to evaluate on."""
-    num_questions: int = 500
+    num_eval_questions: int = 500
     """Held-out questions in an evaluation; 0 for all."""
     num_steps: int = 3
     """words: operations in a problem."""
@@ -90,7 +90,7 @@ class TaskSection:
     def __post_init__(self) -> None:
         require("/" not in self.name and not self.name.endswith(DATA_SUFFIXES), "task.name", self.name,
                 f"the name of a task; for your own data write task=custom task.path={self.name}")
-        at_least(self, "task.", 0, "num_questions", note="all")
+        at_least(self, "task.", 0, "num_eval_questions", note="all")
         require(1 <= self.num_steps <= 8, "task.num_steps", self.num_steps, "1 to 8")
         at_least(self, "task.", 20, "max_value")
         require(2 <= self.num_numbers <= 6, "task.num_numbers", self.num_numbers, "2 to 6")

@@ -28,7 +28,7 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
               functions: Sequence[Callable[..., Any]] = (), needs_reward: bool = True) -> Task:
     """The task of a name; functions given (`reward.functions` first, then `functions`) replace its own rewards.
 
-    Every evaluation set is cut to its first `task.num_questions` (0: all). ShoalError for an unknown task, and for
+    Every evaluation set is cut to its first `task.num_eval_questions` (0: all). ShoalError for an unknown task, and for
     whatever is wrong with its data or with the functions' files. Without `needs_reward` (a teacher alone gives the
     signal) data without a function is rewarded with 0.
     """
@@ -53,14 +53,14 @@ def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunc
 
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
                  functions: Sequence[Callable[..., Any]] = ()) -> Task:
-    """The task with evaluation sets cut to `task.num_questions`, and with the reward functions given, if any."""
+    """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions given, if any."""
     files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(f"reward.functions={list(reward.functions)}: this reward came from Python; give it again "
                          f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, reward=file.py:function")
     given = [*find_functions(files), *functions]
-    count = task.num_questions or None
+    count = task.num_eval_questions or None
     return replace(loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()},
                    rewards=name_functions(given, reward.weights) if given else _weigh(loaded.rewards, reward.weights))
 
@@ -82,12 +82,12 @@ def task_of_data(data: Any, held_out: Any, correct: Correct | None, task: TaskSe
         return with_rewards(data, task, reward, functions)
     default = TaskSection()
     for key, value in vars(task).items():
-        if key not in ("name", "num_questions") and value != getattr(default, key):
+        if key not in ("name", "num_eval_questions") and value != getattr(default, key):
             raise ShoalError(f"task.{key}={value!r} has no effect on data given from Python: leave it out")
     if not (functions or reward.functions):
         raise ShoalError("reward is not given: your data needs a function that judges completions, reward=f with "
                          "f(completions, **columns) -> list of numbers")
-    return with_rewards(rows_task(data, held_out, correct, task.num_questions), task, reward, functions)
+    return with_rewards(rows_task(data, held_out, correct, task.num_eval_questions), task, reward, functions)
 
 
 def with_overlong(task: Task, reward: RewardSection, max_tokens: int) -> Task:

@@ -99,7 +99,7 @@ def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[t
 
 
 def load(task: TaskSection) -> Task:
-    """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_questions` 0 holds out 500."""
+    """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
         name="countdown",
         train=(),

@@ -168,7 +168,7 @@ def read_splits(task: TaskSection, published: Published, make: Make, spread: boo
     elif task.eval_split == task.split:
         splits.share()
     else:
-        splits.divide(train[0].name, task.num_questions, spread)
+        splits.divide(train[0].name, task.num_eval_questions, spread)
     return splits
 
 

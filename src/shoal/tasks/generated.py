@@ -16,7 +16,7 @@ T = TypeVar("T")
 Problem = TypeVar("Problem")
 
 NUM_TRAIN = 1_000_000
-NUM_HELD_OUT = 500  # where task.num_questions is 0
+NUM_HELD_OUT = 500  # where task.num_eval_questions is 0
 NUM_BUCKETS = 16  # a problem is held out by a hash, one in so many
 MAX_IDLE_DRAWS = 20_000  # draws without a new held-out problem, after which there are no more
 
@@ -44,12 +44,12 @@ def generated_task(section: TaskSection, task: Task, dials: Sequence[str], sets:
                    train: Callable[[int], Problem], example: Callable[[int, Problem], Example]) -> Task:
     """The task with its rows: `train` makes the problem of a row, `sets` the first problems of each evaluation.
 
-    Notes say which sets have fewer problems than `task.num_questions` (0: NUM_HELD_OUT) at the section's `dials`.
+    Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the section's `dials`.
     """
     if section.path:
         raise ShoalError(f"task.path={section.path!r}: the task {task.name} makes its own problems; leave task.path "
                          "out, or choose the task that reads it, task=custom for data of your own")
-    count = section.num_questions or NUM_HELD_OUT
+    count = section.num_eval_questions or NUM_HELD_OUT
     held_out = {name: draw(count) for name, draw in sets.items()}
     at = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in dials)
     return replace(

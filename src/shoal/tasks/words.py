@@ -290,7 +290,7 @@ def _draw_words(rng: random.Random, start: int, steps: tuple[Step, ...], unseen:
 
 
 def load(task: TaskSection) -> Task:
-    """The task at the dials `task.num_steps` and `task.max_value`; `task.num_questions` 0 holds out 500."""
+    """The task at the dials `task.num_steps` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
         name="words",
         train=(),

@@ -83,7 +83,7 @@ def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findin
         task = load_by_name(config.task, config.reward)
     if task is None:
         return
-    count = config.task.num_questions or None
+    count = config.task.num_eval_questions or None
     task = replace(task, evaluations={name: rows[:count] for name, rows in task.evaluations.items()})
     if each := config.batch.prompts_per_device:  # on one device at least
         config = replace(config, batch=replace(config.batch, prompts_per_step=each))

@@ -143,8 +143,8 @@ def advise(config: Config, model: Model, trial: StepTrial, times: Times, budget:
                             DOTS_GAIN * update))
     share = times.evaluation_seconds / run
     if share >= 0.5 and num_updates(config):
-        found.append(Advice(f"task.num_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
-                            "task.num_questions", 0.75 * share))
+        found.append(Advice(f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
+                            "task.num_eval_questions", 0.75 * share))
     best = max(found, key=lambda advice: advice.gain)
     if best.gain >= LEAST_GAIN:
         return replace(best, text=f"{best.text}; up to {100 * best.gain:.0f}% less time")

@@ -93,7 +93,8 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
     if config.steps and evaluated > 2 * trained:
         check.warning(f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
-                      f"task.num_questions={config.task.num_questions} (0 is all) or train.pass_k={config.pass_k}")
+                      f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
+                      f"train.pass_k={config.pass_k}")
     _check_answers(config, task, tokenizer, check)
     return f"{lengths.min()} to {lengths.max()} tokens" if lengths.size else "none"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import shoal
 
 
-def test_twenty_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):
-    summary = shoal.train(seed=0, steps=20, task={"num_eval_questions": 200}, train={"pass_k": 0},
+def test_ten_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):
+    summary = shoal.train(seed=0, steps=10, task={"num_eval_questions": 200}, train={"pass_k": 0},
                           base_output_directory=str(tmp_path))
     before, after = summary["before"]["held_out"], summary["after"]["held_out"]
     assert 0.20 <= before["accuracy"] <= 0.55 and before["well_formed"] >= 0.95

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,27 @@ MEMORY_EXPLAINED = ("train", "eval", "generate")
 
 def program() -> int:
     """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, Interrupt())
+    try:
+        return _program()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+
+
+class Interrupt:
+    """Ctrl-C before a run begins: raises KeyboardInterrupt, and remembers it, since Python drops an exception that is
+    raised in a callback, as that of JAX in the garbage collector."""
+
+    received = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.received = True
+        raise KeyboardInterrupt
+
+
+def _program() -> int:
     _hide_token()
     words = sys.argv[1:]
     if words and words[0] in COMMANDS and not any(map(_switch, words)) and not {*HELP} & {*words}:
@@ -112,6 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE
+    except MemoryError as error:
+        print(f"error: this needs more memory than this machine has ({error}): lower batch.prompts_per_step, "
+              "batch.group_size or sampling.max_completion_tokens", file=sys.stderr)
+        return USAGE_EXIT_CODE
     except KeyboardInterrupt as interrupt:
         print(f"{interrupt}" or "interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE

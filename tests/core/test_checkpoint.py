@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -45,6 +46,19 @@ def run(tmp_path_factory) -> Path:
 
 def test_the_newest_are_kept(run):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["10", "4"]
+
+
+def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
+    """The last good one, where what came after it is ruined."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    deleted: list[int] = []
+    monkeypatch.setattr(checkpoints, "_manager", SimpleNamespace(all_steps=lambda: [3, 4, 5], delete=deleted.append))
+    checkpoints.protected = 3
+    checkpoints._prune()
+    assert deleted == [4]
+    checkpoints.protected = None
+    checkpoints._prune()
+    assert deleted == [4, 3, 4]
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)])

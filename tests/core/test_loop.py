@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,6 +58,8 @@ class Diary:
         self.evaluated: dict[int, float] = {}
         self.evaluations = self.evaluated
         self.warned: list[Finding] = []
+        self.watch = SimpleNamespace(in_a_row={})
+        self.folder = Path("checkpoints")
         self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=("weights", 0)))
 
     def request(self, requests) -> None:
@@ -223,7 +226,7 @@ def test_a_hopeless_run_ends_and_names_the_checkpoint_from_before():
     """Step 3 was skipped, so the weights of step 2 were bad already; nothing is saved of what followed."""
     diary, error = run_warned("wrong", "continue")
     assert "after step 3: a dull reward" in error and diary.versions() == [1, 2]
-    assert "checkpoint from before is of step 1" in error
+    assert "the last good checkpoint is of step 1: shoal train model=checkpoints/1" in error
 
 
 class Learning(Diary):

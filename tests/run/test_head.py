@@ -82,7 +82,7 @@ def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatc
     with pytest.raises(ShoalError, match=r"too little: .* of 0.1 MiB free \(a small machine\)"):
         head_of(workshop)
     monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"))
-    assert any(line.startswith("warning: WRONG memory: too little") for line in head_of(workshop))
+    assert any(line.startswith("WRONG memory: too little") for line in head_of(workshop))
 
 
 @pytest.mark.parametrize(("report", "lines"), [

@@ -583,7 +583,7 @@ def test_kill_and_interrupt_of_the_process(workshop, whole):
     running.send_signal(signal.SIGINT)
     out, error = running.communicate(timeout=100)
     assert running.returncode == 130 and "which is saved; resume: shoal train resume=" in error, (out, error)
-    assert "stopping: the last complete step is saved" in error and "Traceback" not in error
+    assert "stopping: complete steps are saved" in error and "Traceback" not in error
     last = process(workshop, run.name)
     assert last.wait(timeout=100) == 0, last.communicate()
     last.communicate()

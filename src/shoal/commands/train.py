@@ -8,10 +8,12 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.report.console import Console
+from shoal.report.figures import one_line
 from shoal.report.folder import read_summary
 from shoal.run.assembly import assemble_run
 from shoal.run.resume import resolve_run
 from shoal.tasks.task import Task
+from shoal.types import ShoalError
 
 
 def train(config: Config, reward_functions: Sequence[Callable] = (), console: Console | None = None,
@@ -29,4 +31,8 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
             run = assemble_run(plan, reward_functions, console, stack, task)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped before the first step: give the same command again") from None
-        return run.train()
+        try:
+            return run.train()
+        except (ShoalError, KeyboardInterrupt) as error:
+            console.keep_error(one_line(error))
+            raise

@@ -59,6 +59,10 @@ class Console:
         """One fact in one line. A repetition is only counted; the summary shows the counts."""
         self._write_once(one_line(text), "dim")
 
+    def wrong(self, text: str) -> None:
+        """One line about what makes a run fail or learn nothing."""
+        self._write_once(one_line(text), "bold red")
+
     def warning(self, text: str) -> None:
         """One line that asks for attention. A repetition is only counted; the summary shows the counts."""
         self._write_once(f"warning: {one_line(text)}", "yellow")
@@ -153,6 +157,10 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def keep_error(self, text: str) -> None:
+        """Writes what ended the run to the kept log alone: the command prints it."""
+        self._keep(text)
 
     def _write_once(self, text: str, style: str) -> None:
         self._repeats[text] += 1

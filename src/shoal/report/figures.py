@@ -53,7 +53,8 @@ def trend(values: Sequence[float]) -> str:
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 3:
         return ""
-    low, span = min(known), max(known) - min(known)
+    # At least a tenth of the largest value is spanned: noise around a level must not look like a trend.
+    low, span = min(known), max(max(known) - min(known), max(map(abs, known)) / 10)
     return "".join(BARS[round((len(BARS) - 1) * (value - low) / span)] if span else BARS[0] for value in known)
 
 
@@ -66,10 +67,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_figures(metrics: Mapping[str, float]) -> list[str]:
-    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any."""
+def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
+    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any. A step that
+    `compiled` programs has no speeds: most of its time went into that."""
     figures = [f"{label} {_FORMS[form](metrics[name])}" for name, label, form in STEP_FIGURES
-               if metrics.get(name) is not None]
+               if metrics.get(name) is not None and not (compiled and form == "speed")]
+    if compiled:
+        figures.append(f"compiled {count(compiled, 'program')}")
     skipped = metrics.get("update/skipped")
     return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
 

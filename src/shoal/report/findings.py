@@ -45,7 +45,9 @@ class Findings:
     def extend(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             self.found.append(finding)
-            if self.console and finding.level != "ok":
+            if self.console and finding.level == "wrong":
+                self.console.wrong(str(finding))
+            elif self.console and finding.level == "warning":
                 self.console.warning(str(finding))
             elif self.console and not self.faults_only:
                 self.console.note(str(finding))

@@ -65,14 +65,15 @@ class StepLines:
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """Step `step` (from 1) of `steps` has been made."""
         now, programs = self._clock(), metrics.get("compilations", 0)
-        self._pace.mark(now, step, compiled=programs > self._programs)
+        compiled = round(programs - self._programs)
+        self._pace.mark(now, step, compiled=compiled > 0)
         self._programs = programs
         if (reward := metrics.get("reward/mean")) is not None:
             self._rewards.append(reward)
         times, left = f"{duration(now - self._pace.start)} elapsed", self._pace.left(steps - step)
         if left is not None:
             times += f", {duration(left)} left"
-        figures = step_figures(metrics)
+        figures = step_figures(metrics, compiled)
         if self._notebook:
             self._notebook.update(step, steps, times, figures)
         elif self._is_kept(step, steps, now):

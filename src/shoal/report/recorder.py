@@ -70,7 +70,8 @@ class Recorder:
     watch: Watch = field(default_factory=Watch)
     warned: list[Finding] = field(default_factory=list)  # since the loop last asked
     _exhausted: bool = False
-    _evaluation_rate: float | None = None  # seconds a completion
+    _evaluation_rate: float | None = None  # seconds a completion, where nothing was compiled
+    _compiled_before: int = 0  # programs, when the evaluation began
     _wrong_at_first: WrongAnswers = field(default_factory=dict)
     _solved: SolvedProblem | None = None
 
@@ -82,7 +83,7 @@ class Recorder:
     def begin_training(self, first: int) -> None:
         if self.steps > first:
             begin = f", from step {first + 1} on" if first else ""
-            self.console.heading(f"training, {count(self.steps, 'step')}{begin}")
+            self.console.heading(f"training, {count(self.steps, 'step')}{begin}; the first ones compile programs")
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
@@ -150,14 +151,16 @@ class Recorder:
         if not num_completions:
             return
         rate = self._evaluation_rate
-        about = f", about {duration(rate * num_completions)}" if rate is not None else ""
+        about = f", about {duration(rate * num_completions)}" if rate is not None else "; programs are compiled first"
+        self._compiled_before = self.compilations()
         self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
 
     def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], num_completions: int,
                    seconds: float) -> None:
         """Records the figures of one version by data set, and its greedy answers."""
         self.spent("evaluate", seconds)
-        self._evaluation_rate = seconds / num_completions if num_completions else None
+        if num_completions and self.compilations() == self._compiled_before:
+            self._evaluation_rate = seconds / num_completions
         self._count_failures(self.read_stats().failures)  # read here: an evaluation's tokens are not the next step's
         if version == 0:
             self._wrong_at_first = wrong_answers(groups)

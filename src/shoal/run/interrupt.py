@@ -33,6 +33,8 @@ def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = la
         yield stop
         return
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    if getattr(before[signal.SIGINT], "received", False):  # its exception was lost in a callback
+        stop.request()
     try:
         yield stop
     finally:

@@ -52,6 +52,7 @@ class Checkpoints:
         ocp = load_orbax()
         self.folder, self.keep_last, self.keep_best = folder.absolute(), keep_last, keep_best
         self.in_background = jax.default_backend() != "cpu" if in_background is None else in_background
+        self.protected: int | None = None  # a version that is kept whatever comes after it
         self._scores: Mapping[int, float] = {}
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=self.in_background,
                                                cleanup_tmp_directories=True)
@@ -98,7 +99,7 @@ class Checkpoints:
         scored = sorted((v for v in saved if v in scores), key=lambda v: (scores[v], v))
         keep = {*saved[-self.keep_last:], *(scored[-self.keep_best:] if self.keep_best else [])}
         for version in saved:
-            if version not in keep:
+            if version not in keep and version != self.protected:
                 self._manager.delete(version)
 
     def close(self) -> None:

@@ -166,23 +166,31 @@ class Run:
             # The first update of a step donates the moments: from then on there is nothing left to save.
             if (version > 0 or stopped_before_first) and is_intact(state):
                 self.save(version, state)
+                if isinstance(reason, ShoalError):
+                    raise ShoalError(f"{reason}; {self.stopped_text()}") from reason
             raise
 
     def end_if_warned(self, version: int, state: TrainState) -> None:
         """Raises ShoalError where a warning since the last step is hopeless, or train.on_warning=stop."""
         warned, self.recorder.warned = self.recorder.warned, []
         if wrong := next((finding for finding in warned if finding.level == "wrong"), None):
-            raise ShoalError(f"stopped after step {version}: {wrong.text} ({self.newest_before_fault()})")
+            good = self.last_good()
+            place = self.checkpoints.folder / str(good)
+            cure = "no checkpoint is from before" if good is None else \
+                f"the last good checkpoint is of step {good}: shoal train model={place} ..."
+            raise ShoalError(f"stopped after step {version}: {wrong.text} ({cure})")
         if warned and self.config.train.on_warning == "stop":
             self.save(version, state)
+            key = f" {warned[0].key}=..., or" if warned[0].key else ""
             raise ShoalError(f"stopped after step {version} by train.on_warning=stop: {warned[0].text}; resume: "
-                             f"{self.resume_command} train.on_warning=continue")
+                             f"{self.resume_command}{key} train.on_warning=continue")
 
-    def newest_before_fault(self) -> str:
-        """The newest checkpoint from before the first skipped update: the weights that it began with were bad."""
-        first = self.recorder.watch.in_a_row["skipped"][1]
-        good = [number for number in self.checkpoints.versions() if number < first - 1]
-        return f"the newest checkpoint from before is of step {max(good)}" if good else "no checkpoint is from before"
+    def last_good(self) -> int | None:
+        """The newest checkpoint from before the skipped updates of now; None where none is, or none were skipped. The
+        weights that the first of them began with were bad already."""
+        if (streak := self.recorder.watch.in_a_row.get("skipped")) is None:
+            return None
+        return max((number for number in self.checkpoints.versions() if number < streak[1] - 1), default=None)
 
     def stopped_text(self) -> str:
         if self.saved < 0:
@@ -305,6 +313,7 @@ class Run:
             "config": to_dict(self.config),
             "facts": dict(self.fingerprint),
         }
+        self.checkpoints.protected = self.last_good()
         older = {number: published[number] for number in self.schedule.older_versions(version) if number in published}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version

@@ -3,7 +3,7 @@
     python benchmarks/long_run.py [--steps 300] [key=value ...]
 
 A run of `shoal train` in a process of its own; this one reads its resident memory whenever metrics.jsonl grows. It
-prints memory after 50 steps and at the end, the steps after the first ten that took over three medians, and those that
+prints memory once all is compiled and at the end, the steps after the first ten that took over three medians, and those that
 compiled a program. The exit status is 1 where such a step is, or where memory grew by more than 3%.
 """
 
@@ -54,13 +54,14 @@ def main() -> int:
     median = statistics.median(seconds.values())
     slow = {step: took for step, took in seconds.items() if step > LATE and took > 3 * median}
     compiled = [b["step"] for a, b in itertools.pairwise(steps) if b["compilations"] > a["compilations"]]
-    settled = memory[min((step for step in memory if step >= SETTLED), default=max(memory))]
-    growth = memory[max(memory)] / settled - 1
+    # A program takes memory once, when it is compiled: growth is counted from the last one on.
+    begins = min((step for step in memory if step >= max(SETTLED, *compiled, 0) + 5), default=max(memory))
+    growth = memory[max(memory)] / memory[begins] - 1
     print(f"steps {len(steps)}, median {median:.3f} s, longest after {LATE}: "
           f"{max(took for step, took in seconds.items() if step > LATE) / median:.1f} medians")
     print("steps over 3 medians: " + (", ".join(f"{step} ({took:.2f} s)" for step, took in slow.items()) or "none"))
     print("steps that compiled: " + (", ".join(map(str, compiled)) or "none after the first"))
-    print(f"resident memory: {settled / 2**20:.0f} MiB after {SETTLED} steps, {memory[max(memory)] / 2**20:.0f} MiB at "
+    print(f"resident memory: {memory[begins] / 2**20:.0f} MiB after {begins} steps, {memory[max(memory)] / 2**20:.0f} MiB at "
           f"the end ({100 * growth:+.1f}%)")
     return int(bool(slow) or growth > 0.03)
 

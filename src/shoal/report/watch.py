@@ -36,7 +36,7 @@ RULES = (
                 "for {limit} steps no group has had completions of different reward, so nothing has been learned: take "
                 "easier or harder questions, a larger batch.group_size, a higher sampling.temperature, or a reward "
                 "with more levels", "batch.group_size"),
-    WarningRule("truncated", 3, lambda m: m["completions/truncated"] > 0.5,
+    WarningRule("truncated", 3, lambda m: m["completions/truncated"] > 0.5 and not m["update/skipped"],
                 "for {limit} steps more than half of the completions have been cut off at "
                 "sampling.max_completion_tokens: raise it, or ask for shorter answers",
                 "sampling.max_completion_tokens"),
@@ -103,7 +103,8 @@ class Watch:
     def _once(self, name: str, text: str, key: str, hopeless: bool = False) -> list[Finding]:
         if name in self.given:
             return []
-        self.given.add(name)
+        if not hopeless:  # a run that was resumed ends again
+            self.given.add(name)
         return [Finding("training", "wrong" if hopeless else "warning", text, key)]
 
     def state(self) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     python benchmarks/long_run.py [--steps 300] [key=value ...]
 
 A run of `shoal train` in a process of its own; this one reads its resident memory whenever metrics.jsonl grows. It
-prints memory once all is compiled and at the end, the steps after the first ten that took over three medians, and those that
-compiled a program. The exit status is 1 where such a step is, or where memory grew by more than 3%.
+prints memory once all is compiled and at the end, the steps after the first ten that took over three medians, and those
+that compiled a program. The exit status is 1 where such a step is, or where memory grew by more than 3%.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main() -> int:
           f"{max(took for step, took in seconds.items() if step > LATE) / median:.1f} medians")
     print("steps over 3 medians: " + (", ".join(f"{step} ({took:.2f} s)" for step, took in slow.items()) or "none"))
     print("steps that compiled: " + (", ".join(map(str, compiled)) or "none after the first"))
-    print(f"resident memory: {memory[begins] / 2**20:.0f} MiB after {begins} steps, {memory[max(memory)] / 2**20:.0f} MiB at "
-          f"the end ({100 * growth:+.1f}%)")
+    print(f"resident memory: {memory[begins] / 2**20:.0f} MiB after {begins} steps, "
+          f"{memory[max(memory)] / 2**20:.0f} MiB at the end ({100 * growth:+.1f}%)")
     return int(bool(slow) or growth > 0.03)
 
 

@@ -79,20 +79,19 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     weights = spec.load(roles.trainer, np.float32) if has_reference or not plan.run else None
     teacher = open_teacher(config, spec, roles.reference, console)
 
-    folder = open_folder(plan, console, stack)
-    stop = StopSignal()
+    folder, stop = open_folder(plan, console, stack), StopSignal()
     source = stack.enter_context(closing(make_source(
         config, model.on(roles.sampler), spec.tokenizer, task, pool, stop, console.answered)))
     updater = make_updater(config, make_learner(config, model), weights, teacher)
     facts = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
-    restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, config, console) \
-        if plan.run else None
-    write_head(folder, spec, config, restored.version if restored else 0)
+    shapes = source.published_shapes()
+    restored = restore_latest(folder, updater.learner, shapes, facts, config, console) if plan.run else None
+    first = restored.version if restored else 0
+    write_head(folder, spec, config, first)
     console.keep_log(folder.log_path)
     utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, model.architecture, model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
-    resumed_at = (restored.version if restored else 0) if plan.run else None
-    recorder = open_recorder(config, folder, resumed_at, source, console, stack, started=started,
+    recorder = open_recorder(config, folder, first if plan.run else None, source, console, stack, started=started,
                              compilations=compilations.read, utilisation=utilisation)
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))

@@ -142,6 +142,7 @@ class Example:
     row: int
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False)  # file and line, for errors; empty where it has none
 
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")

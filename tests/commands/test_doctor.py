@@ -59,6 +59,9 @@ def contrary(completions, answer, **kw): return [float(found(c)[-1:] != [a]) for
 def picky(completions, answer, **kw):
     if not all(map(text_of, completions)): raise ValueError("nothing to read")
     return last(completions, answer)
+def pickier(completions, **kw):
+    if not all(len(text_of(c)) > 200 for c in completions): raise ValueError("too short")
+    return [0.0] * len(completions)
 def sleeps(completions, **kw): time.sleep(60)
 def too_few(completions, **kw): return [1.0] * 4
 def wishes(completions, answr): return [1.0] * len(completions)
@@ -433,6 +436,19 @@ def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(
         in_brief(workshop, "raises")
     for policy in ("zero", "skip"):
         assert "no such thing" in in_brief(workshop, "raises", f"reward.on_error={policy}")[0]
+
+
+def test_a_reward_that_fails_at_all_right_answers_ends_the_run_before_it_begins(workshop):
+    with pytest.raises(ShoalError, match=r"raised ValueError: too short for .*; it failed at every right answer"):
+        in_brief(workshop, "pickier")
+
+
+def test_answers_without_a_score_are_not_said_to_score_the_same():
+    rows = {kind: {"total": 0.0 if kind == "repeated" else math.nan}
+            for kind in ("right", "wrong", "empty", "repeated", "tag-stuffed")}
+    [finding] = reward_findings(Probe("####", rows, {}))
+    assert finding.level == "wrong" and finding.text.startswith(
+        "right, wrong, empty and tag-stuffed answers get no score, repeated answers get 0: without differences")
 
 
 @pytest.mark.parametrize("on_error", ["error", "skip"])

@@ -7,6 +7,7 @@ import ctypes
 import datetime
 import faulthandler
 import functools
+import logging
 import math
 import os
 import re
@@ -138,7 +139,7 @@ def test_one_completion_fails_and_the_others_keep_their_rewards(
     assert time.monotonic() - started < 20  # two limits and some
     [failure] = scores.failures
     assert (failure.function, failure.row, failure.completion, failure.kind) == ("checker", 4, 0, kind)
-    assert re.fullmatch(f"reward function 'checker' after 3 steps {message.replace('BAD', BAD)}.*", failure.text)
+    assert re.fullmatch(f"reward function 'checker' at step 3 {message.replace('BAD', BAD)}.*", failure.text)
     skip = on_error == "skip"
     np.testing.assert_array_equal(scores.components["checker"], [[1, 1], [np.nan if skip else 0, 1]])
     np.testing.assert_array_equal(scores.rewards, [[11, 11], [np.nan if skip else 10, 11]])
@@ -148,19 +149,20 @@ def test_one_completion_fails_and_the_others_keep_their_rewards(
 @pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
 def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], kind: str, message: str) -> None:
     happened = message.replace("BAD", BAD)
-    with pytest.raises(ShoalError, match=f"'checker' after 3 steps {happened}.*reward.on_error=zero"):
+    with pytest.raises(ShoalError, match=f"'checker' at step 3 {happened}.*reward.on_error=zero"):
         scored(at_bad(act), timeout_seconds=0.6 if kind == "timed out" else 20.0, memory_gib=0.1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
 @pytest.mark.parametrize(("result", "message"), [
-    ([1.0] * 3, "returned 3 values for 4 completions.*row 17"), (1.0, "returned 1.0 .*expected a list of 4 numbers"),
-    (None, "returned None .*expected a list of 4"),
+    ([1.0] * 3, "returned 3 values for 4 completions.*row 17"),
+    (1.0, "returned 1.0: it must return a list .*; 4 were given"),
+    (None, r"returned None: it must return a list with one number \(or None where .*; 4 were given, the first"),
 ])
 def test_what_is_no_list_of_as_many_is_an_error_under_every_policy(result: Any, message: str, on_error: str,
                                                                    workers: int) -> None:
-    with pytest.raises(ShoalError, match=rf"'<lambda>' after 3 steps {message}"):
+    with pytest.raises(ShoalError, match=rf"'<lambda>' at step 3 {message}"):
         scored(lambda **kwargs: result, on_error=on_error, workers=workers)
 
 
@@ -168,7 +170,7 @@ def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
     def checker(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'checker' after 3 steps wants 'answr'.*did you mean 'answer'\?"):
+    with pytest.raises(ShoalError, match=r"'checker' at step 3 wants 'answr'.*did you mean 'answer'\?"):
         scored(checker, on_error="skip")
 
 
@@ -484,7 +486,7 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
-    with pytest.raises(ShoalError, match="'compute_score' after 3 steps wants a ground truth: a column `reward_model`"):
+    with pytest.raises(ShoalError, match="'compute_score' at step 3 wants a ground truth: a column `reward_model`"):
         scored(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)
 
     def without(solution_str: str, ground_truth: str) -> Any:
@@ -528,7 +530,7 @@ def lone(text: str) -> tuple[Any, ...]:
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(process, "SEND_SECONDS", 1.0)
-    monkeypatch.setattr(pool_module, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(pool_module, "FIRST_REPORT_SECONDS", 0.3)
     with RewardPool(name_functions([at_bad(hang)]), section(timeout_seconds=1.0)) as pool:
         pid = supervisor_of(pool)
         os.kill(pid, signal.SIGSTOP)
@@ -541,7 +543,8 @@ def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_message(stopped: R
     stopped.submit(0, *lone("5"))
     with pytest.raises(ShoalError, match=r"waited \d+ s for rewards \(completions with checker: 1\), but .* stuck"):
         stopped.collect(wait=True)
-    assert "waiting for rewards: 0 s, completions with checker: 1; reward.timeout_seconds=1 " in capsys.readouterr().err
+    line = "waiting for rewards for 0:00: completions with checker: 1; reward.timeout_seconds=1 "
+    assert line in capsys.readouterr().err
     with pytest.raises(ShoalError, match="the reward workers have ended, so nothing more can be scored"):
         stopped.submit(1, *lone("5"))
 
@@ -628,6 +631,38 @@ def test_a_pool_that_is_closed_judges_nothing_by_halves() -> None:
     with pytest.raises(ShoalError, match="the reward workers have ended"):
         pool.submit(0, *lone("5"))
     assert pool.collect() == []
+
+
+def test_a_supervisor_whose_trainer_gave_up_ends_without_a_word(monkeypatch: pytest.MonkeyPatch,
+                                                                capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest would hide what asyncio says
+    pool = RewardPool(name_functions([at_bad(hang)]), section(workers=2))
+    for ticket in range(40):
+        pool.submit(ticket, *lone("bad"))
+    assert pool._workers is not None
+    pool._workers.cancel(range(40))  # each of them is to be replied to
+    pool.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_ends_as_it_starts_is_a_call_that_died(monkeypatch: pytest.MonkeyPatch,
+                                                             capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(supervisor, "limit_memory", lambda _: os._exit(3))
+    with RewardPool(name_functions([at_bad(hang)]), section(on_error="zero")) as pool:
+        pool.submit(0, *lone("5"))
+        [(_, scores)] = pool.collect(wait=True)
+    assert "ended its process (as it started)" in scores.failures[0].text and capfd.readouterr().err == ""
+
+
+def test_calls_that_time_out_in_several_short_waits_are_reported(monkeypatch: pytest.MonkeyPatch,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(pool_module, "FIRST_REPORT_SECONDS", 0.9)
+    with RewardPool(name_functions([at_bad(hang)]), section(timeout_seconds=0.5, on_error="zero")) as pool:
+        for ticket in range(2):
+            pool.submit(ticket, *lone("bad"))
+            pool.collect(wait=True)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("waiting for rewards for 0:00: 1 call of 'checker' timed out, completions with checker: 1;")
 
 
 @pytest.mark.parametrize("singly", [False, True])
@@ -838,7 +873,7 @@ def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any
     started = time.monotonic()
     with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
         expected = (rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
-                    rf"64; the first: reward function 'checker' after 3 steps {happened} for example row 4, comple")
+                    rf"64; the first: reward function 'checker' at step 3 {happened} for example row 4, comple")
         with pytest.raises(ShoalError, match=expected):
             for ticket in range(500):
                 pool.submit(ticket, *lone("bad"))

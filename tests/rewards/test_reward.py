@@ -90,14 +90,29 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     def judge(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'judge' after 3 steps wants 'answr'.*did you mean 'answer'\?"):
+    with pytest.raises(ShoalError, match=r"'judge' at step 3 wants 'answr'.*did you mean 'answer'\?"):
         run(judge)
 
     def by_position(completions: Any, /) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match="'by_position' after 3 steps takes 'completions' by position only"):
+    def worked(completions: Any, solution: Any) -> list[float]:
+        return []
+
+    columns = r"no column of the data: it has answer, level; .*task.columns=\[solution=answer\]"
+    with pytest.raises(ShoalError, match=columns):
+        run(worked)
+    with pytest.raises(ShoalError, match="'by_position' at step 3 takes 'completions' by position only"):
         run(by_position)
+
+
+def test_a_reward_for_messages_is_told_that_its_prompts_are_text() -> None:
+    def chat(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    texts = [Example(1, "2 + 3 =", {"answer": "5"}, place="sums.jsonl line 37")]
+    with pytest.raises(ShoalError, match=r"completions are strings here.* for sums\.jsonl line 37, completion 0 \("):
+        run(chat, examples=texts, texts=[["5"]], ids=[[[1]]])
 
 
 def test_a_function_cannot_spoil_the_lists_of_another_or_the_data() -> None:
@@ -137,7 +152,7 @@ def test_a_logged_column_of_another_length_is_an_error() -> None:
         log_extra("seen", ["one"])
         return [0.0] * 6
 
-    with pytest.raises(ShoalError, match=r"'judge' after 3 steps raised .*log_extra\('seen'\): expected 6 values, got"):
+    with pytest.raises(ShoalError, match=r"'judge' at step 3 raised .*log_extra\('seen'\): expected 6 values, got"):
         run(judge)
 
 
@@ -184,20 +199,21 @@ def test_what_is_no_finite_number_names_function_step_and_example(bad: Any, told
     def judge(**kwargs: Any) -> list[Any]:
         return [0.0, 0.0, 0.0, 0.0, bad, 0.0]
 
-    with pytest.raises(ShoalError, match=rf"'judge' after 3 steps returned .*{told}.* for example row 4, completion 1 "
+    with pytest.raises(ShoalError, match=rf"'judge' at step 3 returned .*{told}.* for example row 4, completion 1 "
                                          r"\(prompt '2 \* 4\?', completion '7'\).*None"):
         run(judge)
 
 
 @pytest.mark.parametrize("result", [[0.0] * 5, [0.0] * 7, []])
 def test_a_wrong_count_is_an_error(result: list[float]) -> None:
-    with pytest.raises(ShoalError, match=rf"after 3 steps returned {len(result)} values for 6 completions.*row 17"):
+    with pytest.raises(ShoalError, match=rf"at step 3 returned {len(result)} values for 6 completions.*row 17"):
         run(lambda **kwargs: result)
 
 
 @pytest.mark.parametrize("result", [None, 1.0, "111111", {1: 2}, (x for x in range(6))])
 def test_what_is_no_list_is_an_error(result: Any) -> None:
-    with pytest.raises(ShoalError, match=r"after 3 steps returned .*row 17.*expected a list of 6 numbers"):
+    wanted = r"at step 3 returned .*: it must return a list .* for each completion; 6 were given, .*row 17"
+    with pytest.raises(ShoalError, match=wanted):
         run(lambda **kwargs: result)
 
 
@@ -205,7 +221,7 @@ def test_an_exception_names_the_completion_at_which_it_is_raised() -> None:
     def judge(completions: Any, **kwargs: Any) -> list[float]:
         return [float(int(c[0]["content"] or "0")) for c in completions]
 
-    with pytest.raises(ShoalError, match=r"'judge' after 3 steps raised ValueError: invalid literal.*row 17, "
+    with pytest.raises(ShoalError, match=r"'judge' at step 3 raised ValueError: invalid literal.*row 17, "
                                          r"completion 2 \(prompt '2 \+ 3\?', completion 'five'\)") as caught:
         run(judge)
     assert isinstance(caught.value.__cause__, ValueError)
@@ -319,6 +335,11 @@ def test_a_name_that_is_no_function_is_an_error(file: Path, name: str, told: str
     with pytest.raises(ShoalError, match=told):
         load_functions([f"{file}:{name}"])
     sys.modules.pop("shoal_test_beside", None)
+
+
+def test_two_colons_are_one_too_many() -> None:
+    with pytest.raises(ShoalError, match=r"one colon is enough: rewards\.py:const$"):
+        load_functions(["rewards.py::const"])
 
 
 @pytest.mark.parametrize("spec", ["rewards.py", "rewards.py:", ":f", ""])

@@ -16,15 +16,17 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal.text import shorten, suggest
+from shoal.text import count, shorten, suggest
 from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ground_truth
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 WRONG = "wrong"
 """The kind of a result whose function breaks the convention: an error under every policy."""
 
@@ -89,10 +91,13 @@ class Batch:
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
     state: TrainerState
+    places: list[str]  # of the rows: file and line, or empty
+    trial: bool = False  # of known answers, before the run
 
     @classmethod
     def of(cls, examples: Sequence[Example], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]],
-           completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]], state: TrainerState) -> Batch:
+           completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]], state: TrainerState,
+           trial: bool = False) -> Batch:
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
         sizes = {len(group) for group in (*texts, *completion_ids)}
@@ -106,7 +111,7 @@ class Batch:
                    texts=[texts[p][g] for p, g in at],
                    completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
                    columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names},
-                   state=state)
+                   state=state, places=[examples[p].place for p, _ in at], trial=trial)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -114,7 +119,7 @@ class Batch:
     def single(self, i: int) -> Batch:
         """The batch of its completion `i` alone."""
         return replace(self, shape=(1, 1), rows=[self.rows[i]], prompts=[self.prompts[i]], texts=[self.texts[i]],
-                       completion_ids=[self.completion_ids[i]],
+                       completion_ids=[self.completion_ids[i]], places=[self.places[i]],
                        columns={name: [values[i]] for name, values in self.columns.items()})
 
     def describe(self, i: int) -> str:
@@ -122,7 +127,8 @@ class Batch:
         prompt = self.prompts[i]
         asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
         answer = shorten(self.texts[i])
-        return f"example row {row}, completion {index} (prompt {shorten(asked)!r}, completion {answer!r})"
+        place = self.places[i] or f"example row {row}"
+        return f"{place}, completion {index} (prompt {shorten(asked)!r}, completion {answer!r})"
 
 
 # ---- calling
@@ -135,7 +141,7 @@ def call(one: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any
         result = one.function(**_arguments(one, batch, journal))
         return _read(one, wait(result) if inspect.isawaitable(result) else result, batch, journal)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return _failed(one, error)
+        return _failed(one, batch, error)
 
 
 async def call_async(one: RewardFunction, batch: Batch, limit_seconds: float | None = None) -> CallResult:
@@ -147,7 +153,7 @@ async def call_async(one: RewardFunction, batch: Batch, limit_seconds: float | N
             result = await one.function(**_arguments(one, batch, journal))
         return _read(one, result, batch, journal)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return CallResult(kind="timed out") if scope.expired() else _failed(one, error)
+        return CallResult(kind="timed out") if scope.expired() else _failed(one, batch, error)
 
 
 class _BrokenConvention(Exception):
@@ -171,7 +177,7 @@ class _Journal:
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
-def _failed(one: RewardFunction, error: BaseException) -> CallResult:
+def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
     if isinstance(error, _BrokenConvention):
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
     function = one.function.func if isinstance(one.function, functools.partial) else one.function
@@ -179,8 +185,11 @@ def _failed(one: RewardFunction, error: BaseException) -> CallResult:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
              if code is not None and frame.filename == code.co_filename]
     where = f"{Path(code.co_filename).name}, line {lines[-1]}" if code is not None and lines else ""
-    limit = " (reward.memory_gib is the limit)" if isinstance(error, MemoryError) else ""
-    return CallResult(kind="raised", text=shorten(describe_error(error), 300) + limit, where=where, cause=error)
+    hint = " (reward.memory_gib is the limit)" if isinstance(error, MemoryError) else ""
+    if isinstance(error, TypeError) and "string ind" in str(error) and isinstance(batch.prompts[0], str):
+        hint = (" (completions are strings here, because the prompts are text; give messages as prompts to get lists "
+                "of messages)")
+    return CallResult(kind="raised", text=shorten(describe_error(error), 300) + hint, where=where, cause=error)
 
 
 # ---- arguments
@@ -225,10 +234,21 @@ def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, 
             raise _BrokenConvention(f"takes {p.name!r} by position only, but is called with keywords; remove the `/`")
     for name, p in named.items():
         if p.default is p.empty and name not in given:
-            raise _BrokenConvention(f"wants {name!r}, which is no column of the data{suggest(name, list(given))}")
+            raise _BrokenConvention(_describe_missing(name, given))
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return given
     return {name: value for name, value in given.items() if name in named}
+
+
+def _describe_missing(name: str, given: Iterable[str]) -> str:
+    columns = [column for column in given if column not in _ARGUMENTS]
+    text = f"wants {name!r}, which is no column of the data"
+    if get_close_matches(name, columns, cutoff=0.75):
+        return text + suggest(name, columns)
+    if not columns:
+        return f"{text}, which has none besides the prompt"
+    return (f"{text}: it has {', '.join(columns)}; a column is renamed with "
+            f"task.columns=[{name}={'answer' if 'answer' in columns else columns[0]}]")
 
 
 # ---- results
@@ -243,13 +263,13 @@ def _read(one: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> 
 
 
 def _listed(result: Any, batch: Batch) -> list[Any]:
-    wanted = f"expected a list of {len(batch)} numbers (or None), one for each completion"
+    wanted = ("it must return a list with one number (or None where it cannot judge) for each completion; "
+              f"{count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}")
     if isinstance(result, str | bytes | Mapping) or not (hasattr(result, "__len__") and hasattr(result, "__iter__")):
-        raise _BrokenConvention(f"returned {shorten(repr(result))} for {batch.describe(0)} and others: {wanted}")
+        raise _BrokenConvention(f"returned {shorten(repr(result))}: {wanted}")
     values = list(result)
     if len(values) != len(batch):
-        raise _BrokenConvention(f"returned {len(values)} values for {len(batch)} completions, "
-                                f"the first {batch.describe(0)}: {wanted}")
+        raise _BrokenConvention(f"returned {len(values)} values for {len(batch)} completions: {wanted}")
     return values
 
 

@@ -57,6 +57,8 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
 
 def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
     file, separator, name = spec.rpartition(":")
+    if file.endswith(".py:"):
+        raise ShoalError(f"reward function {spec!r}: one colon is enough: {file}{name}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not spec.endswith(".py"):
         raise ShoalError(_a_model(spec))
     if not (separator and file and name):

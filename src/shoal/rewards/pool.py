@@ -10,9 +10,11 @@ completion, `reward.workers` at a time: limit * (1 + P*G / workers); `RewardWatc
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +24,7 @@ from shoal.rewards.event_loop import Loop
 from shoal.rewards.scores import FunctionCalls, Policy, Scores, call_here, sum_scores
 from shoal.rewards.watch import RewardWatch
 from shoal.rewards.worker_calls import CallHandler, pickled
+from shoal.text import count
 from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import WorkerPool
 from shoal.workers.process import Header
@@ -29,8 +32,10 @@ from shoal.workers.supervisor import Limits
 
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
-REPORT_SECONDS = 60.0
-"""After how long a wait is reported; then each time that it has doubled."""
+FIRST_REPORT_SECONDS = 10.0
+"""After how long a wait is reported."""
+REPORT_SECONDS = 30.0
+"""How often it is reported then."""
 GENEROUS = 2.0
 """By how much calls may pass the time that they take at most, before the supervisor counts as stuck."""
 _GIB = 2**30
@@ -43,7 +48,6 @@ class _Job:
     ticket: Hashable
     batch: Batch
     policy: Policy
-    trial: bool
     calls: dict[str, FunctionCalls] = field(default_factory=dict)  # by function
     open: dict[str, set[int]] = field(default_factory=dict)  # by function: calls without a result
     done: bool = False
@@ -77,6 +81,9 @@ class RewardPool:
         self._watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
         self._progress = time.monotonic()  # when a call was last replied to
+        self._timed_out: Counter[str] = Counter()  # by function: calls since one last returned
+        self._waited = 0.0  # seconds, while calls time out over several waits
+        self._reported = -math.inf  # when a wait was
         if self._remote:
             if not hasattr(os, "fork"):
                 raise ShoalError(f"reward.workers={section.workers}: this system cannot fork processes; "
@@ -102,8 +109,8 @@ class RewardPool:
                              "again")
         policy = on_error or self.section.on_error
         state = TrainerState.at(step, self.max_steps)
-        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state)
-        job = _Job(ticket, batch, policy, trial)
+        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial)
+        job = _Job(ticket, batch, policy)
         self._watch.begin_wait()
         call_here(self._here, batch, self._loop, job.calls,
                   lambda one, i, result: self._decides(job, one, i, result))
@@ -190,6 +197,10 @@ class RewardPool:
             self._call_singles(job, one)
             return
         result = CallResult(**reply)
+        if result.kind == "timed out":
+            self._timed_out[one.name] += 1
+        else:
+            self._timed_out.pop(one.name, None)
         if result.kind in ("timed out", "died"):
             self._note_hung(one, job.batch.state.global_step)
         calls = job.calls[one.name]
@@ -202,7 +213,7 @@ class RewardPool:
             calls.singles[i] = result
         if self._decides(job, one, i, result):
             return
-        if result.kind == "timed out" and job.trial:
+        if result.kind == "timed out" and job.batch.trial:
             self._cancel([*job.open[one.name]])
             job.open[one.name].clear()
         if not any(job.open.values()):
@@ -220,7 +231,7 @@ class RewardPool:
         self._watch.count_wait()
         if result.ends_run(job.policy):
             self._finish(job, [one])
-        elif job.policy != "error" and not job.trial:
+        elif job.policy != "error" and not job.batch.trial:
             try:
                 self._watch.add_result(one, job.batch, i, result)
             except ShoalError as error:
@@ -233,7 +244,7 @@ class RewardPool:
         self._drop(job)
         try:
             scores = sum_scores(functions, job.batch, job.calls, job.policy, self.section.timeout_seconds)
-            self._watch.add_scores(job.batch, scores, job.trial)
+            self._watch.add_scores(job.batch, scores)
         except ShoalError as error:
             scores = error
         self._done.append((job.ticket, scores))
@@ -262,19 +273,26 @@ class RewardPool:
     def _wait(self) -> None:
         """Until a job is scored, if one is queued. The supervisor is stuck where it is silent, or has taken much longer
         than limits allow."""
-        start = time.monotonic()
-        next_report = start + REPORT_SECONDS
+        now = start = time.monotonic()
+        begin = start - (self._waited if self._timed_out else 0.0)
         while self._jobs and not self._done and self._workers is not None:
             now = time.monotonic()
             deadline = min(max(self._workers.heard, start) + SILENT_SECONDS,
                            max(self._progress, start) + self._most_seconds())
             if now >= deadline:
                 raise self._stuck(now - start)
+            next_report = max(begin + FIRST_REPORT_SECONDS, self._reported + REPORT_SECONDS)
             if now >= next_report:
-                print(f"waiting for rewards: {now - start:.0f} s, {self._describe_queue()}; reward.timeout_seconds="
-                      f"{self.section.timeout_seconds:g} is the limit of a call", file=sys.stderr, flush=True)
-                next_report = now + (now - start)
+                self._report_wait(now - begin)
+                self._reported, next_report = now, now + REPORT_SECONDS
             self._receive(min(deadline, next_report) - now)
+        self._waited = time.monotonic() - begin
+
+    def _report_wait(self, seconds: float) -> None:
+        failed = "".join(f"{count(number, 'call')} of {name!r} timed out, " for name, number in self._timed_out.items())
+        print(f"waiting for rewards for {int(seconds) // 60}:{int(seconds) % 60:02}: {failed}{self._describe_queue()}; "
+              f"reward.timeout_seconds={self.section.timeout_seconds:g} is the limit of a call", file=sys.stderr,
+              flush=True)
 
     def _most_seconds(self) -> float:
         """What everything that is queued may take, however its functions behave."""

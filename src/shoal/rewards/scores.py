@@ -16,6 +16,8 @@ from shoal.text import count
 from shoal.types import Failure, RewardFunction, ShoalError
 
 Policy = Literal["error", "zero", "skip"]
+KNOWN_ANSWERS = "for the known answers"
+"""In place of the step, in errors of a trial."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,6 @@ def sum_scores(functions: Sequence[RewardFunction], batch: Batch, calls: Mapping
                   tuple(failure for column in columns for failure in column.failures))
 
 
-def describe_step(count: int) -> str:
-    """When a call was made: `after 3 steps`, which an evaluation of version 3 and the fourth step are."""
-    return f"after {count} step{'' if count == 1 else 's'}"
-
-
 class ScoreColumn:
     """One function's values for a batch."""
 
@@ -187,4 +184,5 @@ class ScoreColumn:
 
     @property
     def _head(self) -> str:
-        return f"reward function {self.one.name!r} {describe_step(self.batch.state.global_step)}"
+        when = KNOWN_ANSWERS if self.batch.trial else f"at step {self.batch.state.global_step}"
+        return f"reward function {self.one.name!r} {when}"

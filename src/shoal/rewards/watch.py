@@ -63,12 +63,12 @@ class RewardWatch:
                          f"more than reward.max_failed_share={allowed:g}{reason}; the first: {first}. Repair the "
                          "function, or raise reward.max_failed_share (1: no limit)")
 
-    def add_scores(self, batch: Batch, scores: Scores, trial: bool) -> None:
+    def add_scores(self, batch: Batch, scores: Scores) -> None:
         """Counts groups in a row for whose completions every function returned None. The known answers of a trial are
         as different as groups, but never enough alone."""
-        for judged in scores.valid.reshape(-1, 1) if trial else scores.valid:
+        for judged in scores.valid.reshape(-1, 1) if batch.trial else scores.valid:
             self._unscored = 0 if judged.any() else self._unscored + (not scores.failures)
-        if trial:
+        if batch.trial:
             self._unscored = min(self._unscored, NUM_UNSCORED - 1)
         elif self._unscored >= NUM_UNSCORED and self.section.max_failed_share < 1:
             names = ", ".join(scores.components)

@@ -12,6 +12,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from shoal.tasks.graders import math_worker
@@ -34,8 +35,9 @@ def find_builtin(spec: str) -> RewardFunction | None:
         return None
     name, arguments = match["name"], match["arguments"]
     if name not in (*FUNCTIONS, *FACTORIES):
+        near = get_close_matches(name, known := [*FUNCTIONS, *FACTORIES], cutoff=0.75)
         raise ShoalError(f"reward function {spec!r}: expected `file.py:function`, or the name of a ready one"
-                         f"{suggest(name, [*FUNCTIONS, *FACTORIES])}")
+                         + (suggest(name, known) if near else f"; for your own, write reward=FILE.py:{name}"))
     if name in FUNCTIONS:
         if arguments:
             raise ShoalError(f"reward function {spec!r}: {name} takes no arguments")

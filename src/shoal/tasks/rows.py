@@ -195,7 +195,7 @@ def example_of(number: int, place: str, row: Any) -> Example:
         raise ShoalError(f"{place} has no `prompt`: {_list_columns(row)}")
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
-    return Example(number, _prompt(prompt, place), columns)
+    return Example(number, _prompt(prompt, place), columns, place)
 
 
 def _without_answer(messages: Any, place: str) -> list[Any]:

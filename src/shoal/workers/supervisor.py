@@ -138,7 +138,7 @@ class Supervisor:
             if os.getppid() != self.trainer:  # another process may hold the trainer's end of the socket open
                 reader.feed_eof()
             if self.num_open:
-                self.writer.write(frame({"alive": True}))
+                self._send({"alive": True})
             for worker in self.workers:  # a process that it forked may hold its socket open
                 if worker.status is None and _reap(worker):
                     loop.call_later(0.1, worker.reader.feed_eof)
@@ -153,7 +153,11 @@ class Supervisor:
 
     def _reply(self, call: _Call, reply: Header) -> None:
         self.num_open -= 1
-        self.writer.write(frame({"call": call.id, "reply": reply}))
+        self._send({"call": call.id, "reply": reply})
+
+    def _send(self, header: Header) -> None:
+        if not self.writer.is_closing():  # a trainer that gave up reads no more
+            self.writer.write(frame(header))
 
     def _dispatch(self) -> None:
         while self.queue and self.busy < self.limits.num_workers and not self.ending:
@@ -182,9 +186,9 @@ class Supervisor:
             if worker:
                 await self._end_worker(worker)
         except (EOFError, ConnectionError, ValueError, KeyError):  # it is going, or wrote into its socket
-            assert worker is not None
-            await self._end_worker(worker, wait=True)
-            reply = {"kind": "died", "text": worker.describe_end()}
+            if worker:
+                await self._end_worker(worker, wait=True)
+            reply = {"kind": "died", "text": worker.describe_end() if worker else "as it started"}
         self._reply(call, reply if call.together is False else {**reply, "alone": True})
         self.busy -= 1
         self._dispatch()
@@ -195,7 +199,7 @@ class Supervisor:
         self.shared = self.shared or self._start(self._spawn(together=True))
         try:
             worker = await asyncio.shield(self.shared)
-        except TimeoutError:
+        except (TimeoutError, EOFError, ConnectionError):
             worker = None
         reply = None
         if worker in self.workers:
@@ -230,7 +234,7 @@ class Supervisor:
     # -- workers
 
     async def _spawn(self, together: bool) -> _Worker:
-        """A worker that has started; TimeoutError where it takes too long."""
+        """A worker that has started; TimeoutError where it takes too long, EOFError where it ends first."""
         here, there = socket.socketpair()
         supervisor = os.getpid()
         pid = fork()
@@ -247,7 +251,7 @@ class Supervisor:
         try:
             async with asyncio.timeout(START_SECONDS):
                 await _read_frame(reader)
-        except TimeoutError:
+        except (TimeoutError, EOFError, ConnectionError):
             await self._end_worker(worker)
             raise
         if together:

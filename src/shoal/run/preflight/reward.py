@@ -17,7 +17,7 @@ from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Finding, Level
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Policy, Scores, describe_step
+from shoal.rewards.scores import KNOWN_ANSWERS, Policy, Scores
 from shoal.tasks.graders.answer import extract_answer, parse_number
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError, ground_truth
@@ -48,7 +48,7 @@ class Probe:
     rows: Mapping[str, Mapping[str, float]]  # kind -> `total` (weighted) and each function's score; NaN: no score
     texts: Mapping[str, str]  # kind -> the text for the first example
     failures: tuple[str, ...] = ()  # errors of functions, where `reward.on_error` lets a run continue
-    useless: tuple[str, ...] = ()  # the first error of each function that failed for every answer
+    useless: tuple[str, ...] = ()  # the first error of each function that failed for every answer, or every right one
     stopped: bool = False  # a function took too long, so not all answers were tried
 
     def total(self, kind: str) -> float:
@@ -183,15 +183,19 @@ def probe(pool: RewardPool, examples: Sequence[Example], encode: Callable[[str],
 def _failures(scores: Scores, kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """`failures`, `useless` and `stopped` of a Probe; an answer is named by its kind, as it belongs to no group."""
     texts, useless = [], {}
+    rights = {index for index, kind in enumerate(kinds) if kind == "right"}
     stopped = {failure.function for failure in scores.failures if failure.kind == "timed out"}
     for failure in scores.failures:
         index = failure.completion or 0
-        text = failure.text.replace(f" {describe_step(0)} ", " ", 1)
+        text = failure.text.replace(f" {KNOWN_ANSWERS} ", " ", 1)
         texts.append(text.replace(f", completion {index} (", f", {kinds[index]} answer (", 1))
         values = scores.components[failure.function]
-        same = [one for one in scores.failures if one.function == failure.function and one.completion is not None]
+        same = [one.completion for one in scores.failures if one.function == failure.function
+                and one.completion is not None]
         if len(same) == values.size or (same and failure.function in stopped and np.isnan(values).all()):
-            useless.setdefault(failure.function, texts[-1])
+            useless.setdefault(failure.function, f"{texts[-1]}; it failed at every known answer")
+        elif rights and sum(index in rights for index in same) == len(rights) * len(values):
+            useless.setdefault(failure.function, f"{texts[-1]}; it failed at every right answer")
     return tuple(texts), tuple(useless.values()), bool(stopped)
 
 
@@ -228,7 +232,14 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
     totals = {kind: probe.total(kind) for kind in probe.rows}
     if all(np.isnan(total) for total in totals.values()):
         return
-    if len({round(total, 9) for total in totals.values() if not np.isnan(total)}) == 1:
+    scored = {kind: total for kind, total in totals.items() if not np.isnan(total)}
+    if probe.form and len(scored) < len(totals) and len({round(total, 9) for total in scored.values()}) == 1:
+        silent = [kind for kind in totals if kind not in scored]
+        yield ("wrong", f"{_listed(silent)} answers get no score, {_listed(list(scored))} answers get "
+               f"{next(iter(scored.values())):.3g}: without differences in a group nothing is learned; set "
+               "reward.functions to one that tells them apart")
+        return
+    if len(scored) == len(totals) and len({round(total, 9) for total in scored.values()}) == 1:
         yield ("wrong", f"right, wrong, empty, repeated and tag-stuffed answers all score {totals['right']:.3g}: "
                "without differences in a group nothing is learned; set reward.functions to one that tells them apart"
                ) if probe.form else (
@@ -249,17 +260,22 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
                               f"({right:.3g}): the model will find that out; count one answer only")
 
 
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
 def check_first_prompt(config: Config, tokenizer: Tokenizer, first: TokenizedExample,
                        pool: RewardPool) -> list[Finding]:
     """The short check before each run: the reward of known answers to the first prompt, as `ok`, and warnings.
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or
-    fails for all of them and `reward.on_error` is `error`. Nothing else may be under way in the pool."""
+    `reward.on_error` is `error` and it fails for all of them, or for all right ones. Nothing else may be under way in
+    the pool."""
     if not config.algorithm.uses_rewards:
         return []
     tried = probe(pool, [first.example], tokenizer.encode_prompt, on_error="skip")
     if tried.useless and config.reward.on_error == "error":
-        raise ShoalError(f"{tried.useless[0]}; it failed at every known answer that was tried before the run: fix it")
+        raise ShoalError(f"{tried.useless[0]} that was tried before the run: fix it")
     rest = "; no more answers were tried" if tried.stopped else ""
     found = [Finding("reward", "warning", f"tried on known answers: {text}{rest}", _KEY) for text in tried.failures[:1]]
     if tried.stopped:

@@ -82,6 +82,7 @@ class Arguments:
     config_name: str = ""  # a preset or a file; empty for none
     entries: tuple[Entry, ...] = field(default_factory=tuple)
     preset: str = ""  # the preset beneath a file
+    beneath: tuple[Entry, ...] = ()  # of a run whose model is used, beneath all that the user gave
 
 
 def aliases_of(config_type: type) -> dict[str, Alias]:

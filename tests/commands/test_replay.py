@@ -76,7 +76,7 @@ def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
     result = again(copy, 3)
     assert result["identical"] is True
     assert result["weights"]["steps_retrained"] == 2 and result["weights"]["updates_retrained"] == 4
-    assert "retraining on the stored groups of step 1-2, from first weights" in capsys.readouterr().out
+    assert "retraining on the stored groups of steps 1-2, from first weights" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):

@@ -59,7 +59,7 @@ ALIASES: Mapping[str, Alias] = {
 }
 """Short forms of our own keys."""
 
-FILE_OPTIONS = ("config_name", "config_file", "preset")
+FILE_OPTIONS = ("config_name", "config_file", "config", "preset")
 """Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {

@@ -178,10 +178,14 @@ def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
     for number, layer in enumerate(layers):
         found: dict[str, Setting] = {}
         weak: dict[str, Setting] = {}
+        given: dict[str, str] = {}
         for place, entry in enumerate(layer.entries):
             settings = translation.settings.get((number, place))
             if settings is None:
                 settings = _own_setting(config_type, layer, entry, chain.errors)
+            elif layer.file is None and given.setdefault(entry.name, text_of(entry.value)) != text_of(entry.value):
+                given[entry.name] = text_of(entry.value)
+                chain.notes.append(f"{entry.name} is given more than once: the last one stands, {given[entry.name]}")
             for setting in settings:
                 if setting.rank == "own":
                     _add(config_type, layer, found, setting, chain)

@@ -135,7 +135,9 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
     for c in completions:
         same.setdefault(" ".join(map(_token_text, c["tokens"])), []).append(c["index"])
     for text, places in same.items():
-        noun = f"completions {ranges(places)} (the same {len(places)} times)" if places[1:] else f"completion {places[0]}"
+        noun = f"completion {places[0]}"
+        if places[1:]:
+            noun = f"completions {ranges(places)} (the same {len(places)} times)"
         console.text(f"{noun}, each token with its log-prob (the sampler's, and the trainer's where it differs):")
         console.text(f"    {text}")
     console.text(describe_replay(result), "bold")

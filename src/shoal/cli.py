@@ -242,8 +242,8 @@ def _check_words(command: str, config: Any) -> None:
 
     for key in POSITIONALS.get(command, ()):
         if not getattr(config, key):
-            raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing, "
-                             f"{meaning_of(type(config), key)}")
+            raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing "
+                             f"({meaning_of(type(config), key)})")
 
 
 @contextlib.contextmanager

@@ -244,7 +244,7 @@ def test_a_file_that_is_no_text(tmp_path):
 
 
 def test_require_given():
-    with pytest.raises(ShoalError, match=r"^output is not given: write output=\.\.\., the jsonl file to write"):
+    with pytest.raises(ShoalError, match=r"^output is not given: write output=\.\.\. \(the jsonl file to write"):
         require_given(GenerateConfig(prompts="a"), "prompts", "output")
     with pytest.raises(ShoalError, match=r"^from is not given: write from="):
         require_given(ExportConfig(), "source", "to")

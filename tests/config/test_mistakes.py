@@ -182,8 +182,8 @@ groups .                               | holds no config.yaml
 convert from=NOWHERE to=x format=huggingface | from=NOWHERE: there is no such folder
 convert from=NOWHERE to=x              | from=NOWHERE: there is no model folder NOWHERE
 export from=./no to=x                  | from=./no: there is no model folder ./no.
-generate prompts=data.jsonl            | output is not given: write output=..., the jsonl file
-diff .                                 | OTHER is missing, another run folder
+generate prompts=data.jsonl            | output is not given: write output=... (the jsonl file
+diff .                                 | OTHER is missing (another run folder
 eval output=mine.yml                   | output=mine.yml exists
 """.strip().splitlines()
 

@@ -68,12 +68,14 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     With `responses=FILE`, the figures of answers made elsewhere, for rows of your own too.
 
     Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to `task.num_eval_questions`."""
+    from shoal.commands.own_task import with_own_task
     from shoal.config.loading import from_overrides
     from shoal.config.schema import EvalConfig
     from shoal.run.cache import cache_by_configuration
     from shoal.tasks.data import evaluating
 
     config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
+    config, resolved = with_own_task(config, resolved, bool(functions))
     if config.responses:
         from shoal.commands.responses import score_responses
 

@@ -216,14 +216,19 @@ def _run_command(command: str, words: list[str]) -> int:
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
-    """The configuration; with `resume`, on top of the run's own."""
+    """The configuration; with `resume`, and of `eval model=RUN`, on top of the run's own."""
     if "resume" in keys_of(COMMANDS[command]):
         from shoal.run.resume import compose_job
 
         return compose_job(COMMANDS[command], words)
     from shoal.config.loading import compose
 
-    return compose(command, words)
+    config, resolved = compose(command, words)
+    if command == "eval" and Path(config.model.path).is_dir():
+        from shoal.commands.own_task import with_own_task
+
+        return with_own_task(config, resolved)
+    return config, resolved
 
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
@@ -263,8 +268,8 @@ def _check_words(command: str, config: Any) -> None:
 
     for key in POSITIONALS.get(command, ()):
         if not getattr(config, key):
-            raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing, "
-                             f"{meaning_of(type(config), key)}")
+            raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing "
+                             f"({meaning_of(type(config), key)})")
 
 
 @contextlib.contextmanager

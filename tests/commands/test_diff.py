@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
-from shoal.commands.diff import diff, find_divergence, likely_keys
+from shoal.commands.diff import diff, exact_figure, find_divergence, likely_keys
 from shoal.commands.group_difference import GroupDifference, step_difference
 from shoal.config.schema import DiffConfig
 from shoal.report.groups import StoredGroup
@@ -36,6 +36,13 @@ def compared(a: Path, b: Path) -> dict:
 
 def trained(workshop: Workshop, name: str, *changes: str) -> Path:
     return workshop.train(name, "task.num_eval_questions=2", "train.pass_k=0", *changes)
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (float(np.float32(2e-4)), "0.0002"), (float(np.float32(1) / 3), "0.33333334"), (1 / 3, "0.333333333"),
+    (1e300, "1e+300"), (2.0, "2"), (float("nan"), "nan"), (None, "-"), (7, "7")])
+def test_a_figure_has_the_fewest_digits_that_tell_it_apart(value, text):
+    assert exact_figure(value) == text
 
 
 def test_the_same_run_twice_is_identical(workshop, first, capsys):

@@ -183,6 +183,8 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("task.path={no_gold}", "task.path", "none of the 12 training rows", "wrong"),
     ("task.path={half_gold}", "task.path", "no `#### <number>`", "warning"),
     ("task.path={templated}", "task.path", "a template stands within the template", "warning"),
+    ("task.name=custom&task.path={plain_text}&reward={folder}/probed.py:last", "task.template",
+     "bypass this model's chat template", "warning"),
     ("sampling.max_prompt_tokens=5", "sampling.max_prompt_tokens", "20 of 20 prompts", "wrong"),
     ("batch.prompts_per_step=21", "batch.prompts_per_step", "20 prompts, fewer than", "wrong"),
     ("reward={folder}/missing.py:f", "reward.functions", "no file", "wrong"),
@@ -233,6 +235,7 @@ def planted(workshop) -> dict[str, str]:
         "wrong_column": data("wrong_column", '{"question": "N?", "solution": "N"}'),
         "no_gold": data("no_gold", '{"question": "N?", "answer": "none"}'),
         "half_gold": data("half_gold", '{"question": "N?", "answer": "HALF"}'),
+        "plain_text": data("plain_text", '{"prompt": "N?", "answer": "N"}'),
         "templated": data("templated", '{"question": "<|im_start|>user\\nN?<|im_end|>", "answer": "#### N"}'),
     }
 

@@ -14,6 +14,7 @@ from tiny_runs import PLAIN, Workshop, read_lines
 
 import shoal
 from shoal import cli
+from shoal.config.loading import compose
 from shoal.report.console import Console
 from shoal.report.figures import evaluation_text, figure_text, summary_rows
 from shoal.report.metrics import majority_at_k, pass_at_k, standard_error
@@ -289,6 +290,35 @@ def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, 
     with pytest.raises(shoal.ShoalError, match="is called 'rows', the name of a field"):
         shoal.evaluate(task=own, model=str(workshop.model), output=str(tmp_path / "a.json"),
                        reward=lambda completions, **_: [0.0] * len(completions))
+
+
+@pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/3"])
+def test_a_run_is_asked_its_own_task(tmp_path, place):
+    own = ["task=custom", "task.path=one.jsonl", "reward=r.py:f", "sampling.max_completion_tokens=20", "seed=3"]
+    model = f"model={stored_run(tmp_path, own)}{place}"
+    config, resolved = cli._compose("eval", [model, "sampling.max_prompt_tokens=9"])
+    assert (config.task.name, config.task.path, config.reward.functions) == ("custom", "one.jsonl", ("r.py:f",))
+    assert (config.sampling.max_completion_tokens, config.sampling.max_prompt_tokens, config.seed) == (20, 9, 0)
+    assert resolved.notes == (f"{model[6:]}: evaluates its own task (custom, one.jsonl), reward and lengths; task=NAME "
+                              "for another",)
+    assert cli._compose("eval", [model, "task=gsm8k"])[0] == cli._compose("eval", ["task=gsm8k", model])[0]
+    assert cli._compose("eval", [model, "task=gsm8k"])[0].reward.functions == ()
+
+
+def test_a_run_whose_task_came_from_python_asks_for_it_again(tmp_path):
+    with pytest.raises(shoal.ShoalError, match="the task of this run came from Python: give it again there"):
+        cli._compose("eval", [f"model={stored_run(tmp_path / 'rows', ['task.name=rows'])}"])
+    run = stored_run(tmp_path / "f", ["reward=python:f"])
+    with pytest.raises(shoal.ShoalError, match="the reward of this run came from Python"):
+        cli._compose("eval", [f"model={run}"])
+    assert cli._compose("eval", [f"model={run}", "reward=r.py:f"])[0].reward.functions == ("r.py:f",)
+
+
+def stored_run(folder: Path, words: list[str]) -> Path:
+    """A run folder that holds its settings and the place of a checkpoint."""
+    (folder / "checkpoints" / "3").mkdir(parents=True)
+    (folder / "config.yaml").write_text(compose("train", words)[1].text)
+    return folder
 
 
 def test_a_run_without_a_right_answer_reports_its_reward(workshop):

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from tiny_runs import checkpoints
 
-from shoal.commands.replay import _token_text, check_prompt, describe_completion_difference, replay
+from shoal.commands.replay import (
+    _token_text,
+    check_prompt,
+    describe_completion_difference,
+    replay,
+    report_replay,
+)
 from shoal.config.schema import MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
@@ -76,7 +82,7 @@ def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
     result = again(copy, 3)
     assert result["identical"] is True
     assert result["weights"]["steps_retrained"] == 2 and result["weights"]["updates_retrained"] == 4
-    assert "retraining on the stored groups of step 1-2, from first weights" in capsys.readouterr().out
+    assert "retraining on the stored groups of steps 1-2, from first weights" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):
@@ -85,6 +91,18 @@ def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):
     result = again(copy, 3)
     assert result["identical"] is True and result["weights"]["steps_retrained"] == 2
     assert "the one before it is used" in capsys.readouterr().out
+
+
+def test_equal_completions_are_printed_once(capsys):
+    one = {"stop_reason": "eos", "components": {}, "reward": 1.0, "advantage": 0.0, "identical": True}
+    tokens = [{"id": 5, "text": text, "logprob": -0.5, "trainer_logprob": None} for text in "abaa"]
+    completions = [one | {"index": i, "tokens": [token]} for i, token in enumerate(tokens)]
+    report_replay({"step": 2, "group": 1, "row": 7, "version": 1, "identical": True, "difference": None,
+                   "weights": {"source": "checkpoint 1", "updates_retrained": 0}, "completions": completions},
+                  Console())
+    shown = capsys.readouterr().out
+    assert "completions 0, 2-3 (the same 3 times), each token" in shown and "completion 1, each token" in shown
+    assert shown.count("'a'(-0.500)") == 1
 
 
 def test_groups_of_an_evaluation(run):

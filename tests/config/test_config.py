@@ -190,6 +190,19 @@ def test_bad_input_is_named(command, word, parts):
     assert "\n" not in str(caught.value)
 
 
+def test_trls_file_option_and_trackers_and_a_flag_given_twice(tmp_path):
+    (tmp_path / "trl.yaml").write_text("learning_rate: 3e-6\nreport_to: [wandb, tensorboard]\n")
+    config, _ = compose("train", ["--config", str(tmp_path / "trl.yaml")])
+    assert (config.optimizer.lr, config.report.wandb.mode, config.report.tensorboard) == (3e-6, "online", True)
+    report = compose("train", [f"--config={tmp_path / 'trl.yaml'}", "--report_to", "none"])[0].report
+    assert (report.wandb.mode, report.tensorboard) == ("off", False)
+    assert compose("train", ["--report_to", "wandb"])[0].report.wandb.mode == "online"
+    assert "changes nothing here" in compose("train", ["--report_to", "mlflow"])[1].start_lines[0]
+    config, resolved = compose("train", ["--loss_type", "grpo", "--loss_type", "dapo"])
+    assert config.algorithm.aggregation == "token-mean"
+    assert resolved.notes[0] == "loss_type is given more than once: the last one stands, dapo"
+
+
 def test_two_presets_are_refused():
     with pytest.raises(ShoalError, match=r"two presets were named, a\.yml and b"):
         compose("train", ["a.yml", "--config-name", "b"])
@@ -231,7 +244,7 @@ def test_a_file_that_is_no_text(tmp_path):
 
 
 def test_require_given():
-    with pytest.raises(ShoalError, match=r"^output is not given: write output=\.\.\., the jsonl file to write"):
+    with pytest.raises(ShoalError, match=r"^output is not given: write output=\.\.\. \(the jsonl file to write"):
         require_given(GenerateConfig(prompts="a"), "prompts", "output")
     with pytest.raises(ShoalError, match=r"^from is not given: write from="):
         require_given(ExportConfig(), "source", "to")

@@ -66,6 +66,7 @@ train --preset gsm8k typo.yml         | typo.yml:2: optimizer.lrr | did you mean
 train recipe=trl algorithm=gspo       | gives 1 prompt a step, fewer than algorithm.num_minibatches=4
 train optimizer.lr=1e-5,1e-4          | expected a finite number; for a run with each: shoal train --multirun
 train wandb=true                      | section | report.wandb.mode
+train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python
 train num_gen=4                       | did you mean num_generations (batch.group_size)?
 train lora.yml                        | lora.yml:1: lora_rank: LoRA is not supported yet
 train train                           | one command
@@ -181,8 +182,8 @@ groups .                               | holds no config.yaml
 convert from=NOWHERE to=x format=huggingface | from=NOWHERE: there is no such folder
 convert from=NOWHERE to=x              | from=NOWHERE: there is no model folder NOWHERE
 export from=./no to=x                  | from=./no: there is no model folder ./no.
-generate prompts=data.jsonl            | output is not given: write output=..., the jsonl file
-diff .                                 | OTHER is missing, another run folder
+generate prompts=data.jsonl            | output is not given: write output=... (the jsonl file
+diff .                                 | OTHER is missing (another run folder
 eval output=mine.yml                   | output=mine.yml exists
 """.strip().splitlines()
 

@@ -161,7 +161,7 @@ def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path)
     refused(capsys, tmp_path, words, "holds no checkpoint", "the run ended before its first one")
     (run / "checkpoints" / "7").mkdir()
     refused(capsys, tmp_path, words, "checkpoints/7 cannot be read", "choose another")
-    refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder")
+    refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder", "has checkpoints 7")
 
 
 # ---- data
@@ -213,7 +213,7 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
     ("", ["holds no prompt"]),
     ("\n\n", ["holds no prompt"]),
     ('{"prompt": "a"}\n{"prompt": "a"', ["line 2 is no JSON object"]),
-    ('{"prompt": "a"}\n\n{"text": "a"}', ["line 3 has no `prompt`"]),
+    ('{"prompt": "a"}\n\n{"text": "a"}', ["line 3 has no `prompt`", "rename the column"]),
     ('["a"]', ["line 1 is a list", "expected a dict with `prompt`"]),
     ('{"prompt": 5}', ["line 1: `prompt` is a int", "text, or messages"]),
     ('{"prompt": []}', ["line 1: `prompt` is an empty list"]),

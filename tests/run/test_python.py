@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ from tiny_runs import PLAIN, Workshop, metrics, parameters_of
 
 import shoal
 from shoal import cli
-from shoal.config.loading import compose
-from shoal.config.schema import RewardSection, TaskSection
+from shoal.config.loading import compose, from_overrides
+from shoal.config.schema import Config, RewardSection, TaskSection
 from shoal.report import notebook
 from shoal.report.console import Console
 from shoal.report.metrics import is_clock
@@ -66,6 +67,11 @@ def test_rows_become_a_task():
 def test_how_many_are_held_out(count, num_questions, kept):
     task = rows_task(rows(count), num_questions=num_questions)
     assert (len(task.train), len(task.evaluations["held_out"])) == (count - kept, kept)
+
+
+def test_rows_from_python_have_the_settings_of_rows_from_files():
+    ours, theirs = (from_overrides(Config, task=name)[0] for name in ("rows", "custom"))
+    assert replace(ours, task=theirs.task) == theirs and ours.optimizer.lr == 1e-6 and ours.task.name == "rows"
 
 
 def test_rows_to_evaluate_on_keep_all_others_for_training():
@@ -247,9 +253,11 @@ def test_a_table_without_pandas(monkeypatch):
 def settings(workshop: Workshop, **changes: Any) -> dict[str, Any]:
     return {
         "model": {"path": str(workshop.model), "template": PLAIN}, "steps": 2,
-        "base_output_directory": str(workshop.runs), "train": {"pass_k": 0},
+        "base_output_directory": str(workshop.runs), "train": {"pass_k": 0, "evaluate_every": 0},
+        "algorithm": {"kl_coef": 0},
         "sampling": {"max_prompt_tokens": 64, "max_completion_tokens": 12},
-        "batch": {"prompts_per_step": 2, "group_size": 4}, "optimizer": {"lr": 1e-2, "warmup_steps": 0}, **changes}
+        "batch": {"prompts_per_step": 2, "group_size": 4, "micro_tokens": 2048},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 0}, **changes}
 
 
 def closure(factor: float) -> Any:

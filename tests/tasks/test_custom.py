@@ -109,8 +109,9 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
     ('{"prompt": "a"}\n', "has 1 row and no other split to evaluate on"),
     ("", "data.jsonl is empty; rows with columns are needed"),
     ('{"question": "a", "answer": 1}\n{"question": "b", "answer": 2}\n',
-     "line 1 has no column `prompt`; its columns: question, answer. Take one as it is, "
-     "task.columns=[prompt=question], or make a message, task.template='{question}'"),
+     "line 1 has no column `prompt`; its columns: question, answer. Make a message of one, "
+     "task.template='{question}', or take text as it is, past the model's chat template, "
+     "task.columns=[prompt=question]"),
 ])
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)

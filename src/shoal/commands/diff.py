@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from shoal.commands.group_difference import GroupDifference, group_difference
 from shoal.config.keys import is_under, keys_of
 from shoal.config.schema import Config, DiffConfig
@@ -33,6 +35,8 @@ from shoal.report.reading import (
     read_metrics,
 )
 from shoal.text import count
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> what the first run has and what the second has."""
@@ -186,7 +190,7 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
     names = Path(result["run"]).name, Path(result["other"]).name
 
     def table(head: str, values: Mapping[str, Sequence[Any]]) -> None:
-        console.table((head, *names), [(name, *(figure(value, 9) for value in both)) for name, both in values.items()])
+        console.table((head, *names), [(name, *map(exact_figure, both)) for name, both in values.items()])
 
     console.heading(f"{result['run']} and {result['other']}, steps {result['steps_compared'] or 'none'}")
     if result["num_steps"][0] != result["num_steps"][1]:
@@ -211,11 +215,18 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
     if first := result["first_group_difference"]:
         where = ", ".join(f"{name} {first[name]}" for name in ("group", "completion", "token")
                           if first[name] is not None)
-        one, other = (figure(value, 9) for value in first["values"])
+        one, other = map(exact_figure, first["values"])
         console.text(f"step {first['step']}, {where}: {first['what']} is {one} in {names[0]}, {other} in {names[1]}")
     if first := result["first_evaluation"]:
         table(f"version {first['version']}, {first['name']}", first["figures"])
     console.text(describe_difference(result), "bold")
+
+
+def exact_figure(value: Any) -> str:
+    """A figure with the fewest digits that tell it from every other, of a float32 9 at most; of a float64 9."""
+    if isinstance(value, float) and abs(value) < FLOAT32_MAX and float(np.float32(value)) == value:
+        value = float(str(np.float32(value)))
+    return figure(value, 9)
 
 
 def describe_difference(result: dict[str, Any]) -> str:

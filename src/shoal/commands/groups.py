@@ -25,13 +25,13 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
                              f"{count(len(stored), 'group')}, 0 to {len(stored) - 1}")
         places = [config.group] if config.group >= 0 else list(range(len(stored)))
         for place in () if config.json else places:
-            _show(place, stored[place], console)
+            _show(f"step {config.step}, group {place}", stored[place], console)
     return {"run": str(run), "step": config.step, "groups": [group_record(stored[place]) for place in places]}
 
 
-def _show(place: int, stored: StoredGroup, console: Console) -> None:
+def _show(place: str, stored: StoredGroup, console: Console) -> None:
     group = stored.group
-    console.heading(f"group {place}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by "
+    console.heading(f"{place}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by "
                     f"version {group.version}")
     console.passage("prompt", prompt_text(group.example.prompt))
     for i, completion in enumerate(group.completions):
@@ -39,7 +39,7 @@ def _show(place: int, stored: StoredGroup, console: Console) -> None:
         facts += [f"{name} {figure(float(values[i]))}" for name, values in group.reward_components.items()]
         if stored.advantages is not None:
             facts.append(f"advantage {figure(float(stored.advantages[i]))}")
-        if group.correct is not None:
+        if group.correct is not None and "correct" not in group.reward_components:
             facts.append("correct" if group.correct[i] else "not correct")
         if not group.valid[i]:
             facts.append("unscorable")

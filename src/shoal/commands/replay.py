@@ -23,7 +23,7 @@ from shoal.report.console import Console
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
-from shoal.report.reading import figure, read_stored
+from shoal.report.reading import figure, ranges, read_stored
 from shoal.run.task import load_task
 from shoal.text import count
 from shoal.trainer.checkpoint import MODEL_FOLDER
@@ -131,10 +131,15 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
     console.table(("completion", "tokens", "end", *names, "reward", "advantage", "identical"), [
         (str(c["index"]), str(len(c["tokens"])), c["stop_reason"], *(figure(c["components"][name]) for name in names),
          figure(c["reward"]), figure(c["advantage"]), "yes" if c["identical"] else "no") for c in completions])
+    same: dict[str, list[int]] = {}  # a group may hold one completion many times
     for c in completions:
-        console.text(f"completion {c['index']}, each token with its log-prob (the sampler's, and the trainer's where "
-                     "it differs):")
-        console.text("    " + " ".join(map(_token_text, c["tokens"])))
+        same.setdefault(" ".join(map(_token_text, c["tokens"])), []).append(c["index"])
+    for text, places in same.items():
+        noun = f"completion {places[0]}"
+        if places[1:]:
+            noun = f"completions {ranges(places)} (the same {len(places)} times)"
+        console.text(f"{noun}, each token with its log-prob (the sampler's, and the trainer's where it differs):")
+        console.text(f"    {text}")
     console.text(describe_replay(result), "bold")
     if not result["identical"]:
         for what, (then, now) in weights["machine"].items():

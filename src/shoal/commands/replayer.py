@@ -91,7 +91,8 @@ class Replayer:
         updater = self._updater(start, first, retrains)
         state = updater.learner.init(first) if state is None else state
         if retrains:
-            self.console.note(f"version {version} has no checkpoint: retraining on the stored groups of step "
+            steps = "steps" if version > start + 1 else "step"
+            self.console.note(f"version {version} has no checkpoint: retraining on the stored groups of {steps} "
                               f"{ranges(range(start + 1, version + 1))}, from {origin.source}")
             before = int(state.updates)
             for step in range(start, version):

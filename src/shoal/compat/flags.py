@@ -40,6 +40,9 @@ OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 
 LORA, QUANTISED = "LoRA is not supported yet; all weights are trained", "quantised weights are not supported yet"
 UNSUPPORTED: Mapping[str, str] = {
+    "^(train|eval)_(dataset|data)$":
+        "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "
+        "task.path=FILE",
     "lora|peft|dora": LORA,
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "samplers other than the model itself are not supported yet",

@@ -20,6 +20,7 @@ from shoal.compat.flags import (
     grouped,
     idle,
     if_true,
+    items_of,
     only,
     optional,
     read_bounds,
@@ -103,6 +104,15 @@ def read_reward(item: str) -> str:
                      "installed ones; give FILE.py:FUNCTION")
 
 
+def read_trackers(name: str, text: str) -> Values:
+    """Where metrics go; the run folder has them in any case."""
+    named = {item.lower() for item in items_of(text)}
+    if not named & {"wandb", "tensorboard", "all", "none"} and named:
+        return {}
+    return {"report.wandb.mode": "online" if named & {"wandb", "all"} else "off",
+            "report.tensorboard": "true" if named & {"tensorboard", "all"} else "false"}
+
+
 FLAGS: list[Flag] = [
     *renames(
         learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
@@ -172,6 +182,8 @@ FLAGS: list[Flag] = [
     *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),
     *only("each epoch has a new random order, from seed", "true", names="shuffle_dataset"),
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
+    reads("report_to", "report.wandb.mode report.tensorboard", read_trackers, "wandb, tensorboard, all or none; others "
+          "change nothing", keeps_nothing=True),
     *idle("a run's length is in steps: steps, or max_steps", "num_train_epochs"),
     *idle("models here have no dropout", "disable_dropout"),
     *idle("every group is written to the run's groups/", "log_completions", "num_completions_to_print"),
@@ -179,7 +191,6 @@ FLAGS: list[Flag] = [
     *idle("the sampler is the model itself, no vLLM draws", "vllm_mode", "vllm_gpu_memory_utilization",
           "vllm_tensor_parallel_size", "vllm_server_host", "vllm_server_port", "vllm_server_base_url",
           "vllm_server_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl"),
-    *idle("report.wandb.mode and report.tensorboard say where metrics go", "report_to"),
     *idle("steps between evaluations and checkpoints are eval_steps and save_steps", "eval_strategy", "save_strategy",
           "do_train", "do_eval", "per_device_eval_batch_size", "eval_on_start"),
     *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",

@@ -59,7 +59,7 @@ ALIASES: Mapping[str, Alias] = {
 }
 """Short forms of our own keys."""
 
-FILE_OPTIONS = ("config_name", "config_file", "preset")
+FILE_OPTIONS = ("config_name", "config_file", "config", "preset")
 """Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
@@ -82,6 +82,7 @@ class Arguments:
     config_name: str = ""  # a preset or a file; empty for none
     entries: tuple[Entry, ...] = field(default_factory=tuple)
     preset: str = ""  # the preset beneath a file
+    beneath: tuple[Entry, ...] = ()  # of a run whose model is used, beneath all that the user gave
 
 
 def aliases_of(config_type: type) -> dict[str, Alias]:

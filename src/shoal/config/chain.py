@@ -77,9 +77,9 @@ def build_chain(config_type: type, arguments: Arguments, stored: Path | None) ->
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
     task = chain.settings[line].get("task.name") or chain.lowest.get("task.name")
-    if file is None and task and (preset := packaged(command, text_of(task.value))):
+    if file is None and task and (preset := preset_of_task(command, text_of(task.value))):
         file = preset
-        beneath[line] = file_layers(config_type, preset, f"task {preset.stem}")
+        beneath[line] = file_layers(config_type, preset, f"task {text_of(task.value)}")
     for key in [key for key in PACKAGED if key in keys_of(config_type)]:
         places = [number for number, found in enumerate(chain.settings) if key in found]
         if places and (name := text_of(chain.settings[places[-1]][key].value)):
@@ -91,16 +91,22 @@ def build_chain(config_type: type, arguments: Arguments, stored: Path | None) ->
     return replace(make_chain(config_type, whole), file=file)
 
 
+def preset_of_task(command: str, name: str) -> Path | None:
+    """The file of a task's preset: data from Python has that of data from files."""
+    return packaged(command, "custom" if name == "rows" else name)
+
+
 def users_layers(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[
         list[Layer], Path | None]:
     """The layers of `--preset`, of the file and of the command line; and the file."""
-    command, name, layers = command_of(config_type), arguments.config_name, []
+    command, name = command_of(config_type), arguments.config_name
+    layers = [Layer(arguments.beneath, "run")] if arguments.beneath else []
     file = stored or (find_file(command, name) if name else None)
     if arguments.preset and not stored and (file is None or not is_packaged(file)):
         below = find_file(command, arguments.preset)
         layers += file_layers(config_type, below, f"preset {below.stem}")
         file = file or below
-    if file and (not layers or file != layers[-1].file):
+    if file and not (layers and file == layers[-1].file):
         layers += file_layers(config_type, file, f"preset {file.stem}" if is_packaged(file) else "")
     return [*layers, Layer(arguments.entries)], file
 
@@ -172,10 +178,14 @@ def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
     for number, layer in enumerate(layers):
         found: dict[str, Setting] = {}
         weak: dict[str, Setting] = {}
+        given: dict[str, str] = {}
         for place, entry in enumerate(layer.entries):
             settings = translation.settings.get((number, place))
             if settings is None:
                 settings = _own_setting(config_type, layer, entry, chain.errors)
+            elif layer.file is None and given.setdefault(entry.name, text_of(entry.value)) != text_of(entry.value):
+                given[entry.name] = text_of(entry.value)
+                chain.notes.append(f"{entry.name} is given more than once: the last one stands, {given[entry.name]}")
             for setting in settings:
                 if setting.rank == "own":
                     _add(config_type, layer, found, setting, chain)

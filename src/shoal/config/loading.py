@@ -23,11 +23,12 @@ from shoal.config.chain import (
     make_chain,
     named_layers,
     origins_of,
+    preset_of_task,
     users_layers,
     values_of,
     with_origins,
 )
-from shoal.config.files import is_packaged, packaged
+from shoal.config.files import is_packaged
 from shoal.config.keys import command_of, dataclass_of, keys_of
 from shoal.config.text import texts_of
 from shoal.config.translator import PYTHON, Late, Setting, make_entry
@@ -206,11 +207,11 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
         yield (f"{file} holds {_count(skipped)} that only training reads, passed over: {', '.join(skipped[:3])}"
                + (", ..." if len(skipped) > 3 else ""))
     if file and not is_packaged(file) and not has_preset and "task.name" in settings:
-        preset = packaged(command_of(config_type), config.task.name)
+        preset = preset_of_task(command_of(config_type), config.task.name)
         beneath = make_chain(config_type, file_layers(config_type, preset, "")).merged() if preset else {}
-        if left := [key for key in beneath if key not in settings]:
+        if preset and (left := [key for key in beneath if key not in settings]):
             yield (f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
-                   f"more keep their defaults): `defaults: [{config.task.name}, _self_]` in the file loads it")
+                   f"more keep their defaults): `defaults: [{preset.stem}, _self_]` in the file loads it")
     keys = keys_of(config_type)
     changed: dict[str, list[str]] = {}
     for layer, found in zip(chain.layers, chain.settings, strict=True):

@@ -48,7 +48,7 @@ def require_given(config: Any, *keys: str) -> None:
     for key in keys:
         if not get_value(config, key):
             name = short.get(key, key)
-            raise ShoalError(f"{name} is not given: write {name}=..., {meaning_of(type(config), key)}")
+            raise ShoalError(f"{name} is not given: write {name}=... ({meaning_of(type(config), key)})")
 
 
 def meaning_of(config_type: type, key: str) -> str:

@@ -50,8 +50,8 @@ def load(task: TaskSection) -> Task:
 def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
     likely = next((name for name in (*_LIKELY, *row) if isinstance(row.get(name), str)), "OTHER")
     return ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
-                      f"Take one as it is, task.columns=[prompt={likely}], or make a message, "
-                      f"task.template='{{{likely}}}'")
+                      f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's "
+                      f"chat template, task.columns=[prompt={likely}]")
 
 
 # ---- template

@@ -192,7 +192,8 @@ def example_of(number: int, place: str, row: Any) -> Example:
     if not isinstance(row, Mapping):
         raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
     if "prompt" not in row and "messages" not in row:
-        raise ShoalError(f"{place} has no `prompt`: {_list_columns(row)}")
+        raise ShoalError(f"{place} has no `prompt`: {_list_columns(row)}; rename the column that holds the text to "
+                         "`prompt`, or the one that holds messages to `messages`")
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
     return Example(number, _prompt(prompt, place), columns, place)

@@ -113,7 +113,11 @@ def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: 
         check.wrong("different questions become the same prompt: give another template with model.template")
     inside = tokenizer.encode_prompt(question).tolist()
     inside = inside[1:] if inside[:1] == [tokenizer.bos_id] else inside
-    if not isinstance(prompt, str) and tokenizer.decode(inside) != tokenizer.decode(inside, skip_special_tokens=False):
+    has_special = tokenizer.decode(inside) != tokenizer.decode(inside, skip_special_tokens=False)
+    if isinstance(prompt, str) and tokenizer.has_template and not has_special:  # with them the data is rendered already
+        check.warning("the prompts are plain text and bypass this model's chat template: give messages, or make them "
+                      "with task.template='{COLUMN}'", "task.template")
+    if not isinstance(prompt, str) and has_special:
         check.warning("the question holds special tokens itself, so a template stands within the template: give "
                       "plain text in the data (task.path), or a bare model.template")
     if first[-1:] and first[-1] in tokenizer.eos_ids:

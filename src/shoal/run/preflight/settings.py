@@ -6,6 +6,7 @@ They are shared by the run, `--dry-run` and `shoal doctor`, and neither import J
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_BOUNDS
@@ -75,6 +76,13 @@ def check_trainable(config: Config) -> None:
                          "by their rewards, which are ignored; change one of the two")
 
 
+def checkpoints_beside(path: Path) -> str:
+    """The numbers of the checkpoints beside one that is missing; empty for another path."""
+    if not (path.name.isdigit() and path.parent.is_dir()):
+        return ""
+    return ", ".join(map(str, sorted(int(one.name) for one in path.parent.iterdir() if one.name.isdigit())))
+
+
 def check_model(section: ModelSection, exists: bool = False, key: str = "model.path") -> None:
     """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing (unless it is
     known that the model `exists`), or in a local folder of an unknown family."""
@@ -83,8 +91,10 @@ def check_model(section: ModelSection, exists: bool = False, key: str = "model.p
     local = check_local(section.path, key)
     shown = local if section.path.startswith("~") else section.path
     if not (exists or section.path == ModelSection.path or local.exists() or HUB_ID.fullmatch(section.path)):
-        raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. Give a folder, a hub id (org/name), "
-                         "or `tiny`.")
+        there = checkpoints_beside(local)
+        raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. "
+                         + (f"This run has checkpoints {there}." if there else
+                            "Give a folder, a hub id (org/name), or `tiny`."))
     tokenizer = check_local(section.tokenizer, "model.tokenizer")
     if not (exists or tokenizer.exists() or section.tokenizer == ModelSection.path
             or HUB_ID.fullmatch(section.tokenizer)):

@@ -1,0 +1,50 @@
+"""The task of a run for `shoal eval model=RUN`: what the run was trained on is what its model is evaluated on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.config.loading import Resolved, load
+from shoal.config.schema import EvalConfig
+from shoal.config.text import difference_from_defaults
+from shoal.config.translator import Entry
+from shoal.report.folder import is_run
+from shoal.report.reading import read_config
+from shoal.tasks.task import FROM_PYTHON, ROWS
+from shoal.trainer.checkpoint import FOLDER
+from shoal.types import ShoalError
+
+SECTIONS = ("task.", "reward.", "sampling.")
+"""Sections of a run's settings that decide what its model is asked and how that is scored."""
+
+
+def with_own_task(config: EvalConfig, resolved: Resolved, has_functions: bool = False) -> tuple[EvalConfig, Resolved]:
+    """The configuration with the task, rewards and lengths of the run in `model.path` beneath the user's keys, unless a
+    task is named; unchanged for a model that is no run. `has_functions`: reward functions were given from Python."""
+    run = run_of(config.model.path)
+    if run is None or config.responses or "task.name" in resolved.origins:
+        return config, resolved
+    path, stored = config.model.path, read_config(run)
+    given = has_functions or "reward.functions" in resolved.origins
+    own = stored.reward.functions
+    if stored.task.name == ROWS or (not given and any(spec.startswith(FROM_PYTHON) for spec in own)):
+        what, rows = ("task", "task=rows, ") if stored.task.name == ROWS else ("reward", "")
+        raise ShoalError(f"model={path}: the {what} of this run came from Python: give it again there, shoal.evaluate("
+                         f"model=RUN, {rows}reward=f), or name another task, task=NAME")
+    entries = tuple(Entry(key, list(value) if isinstance(value, tuple) else value, f"{run}")
+                    for key, value in difference_from_defaults(stored).items()
+                    if key.startswith(SECTIONS) and not (given and key in ("reward.functions", "reward.weights")))
+    config, resolved = load(EvalConfig, replace(resolved.arguments, beneath=entries))
+    data = f"{config.task.name}, {config.task.path}" if config.task.path else config.task.name
+    line = f"{path}: evaluates its own task ({data}), reward and lengths; task=NAME for another"
+    return config, replace(resolved, notes=(line, *resolved.notes))
+
+
+def run_of(path: str) -> Path | None:
+    """The run folder that a path names, itself or by its checkpoints or one of them; None for another model."""
+    folder = Path(path).resolve()
+    if folder.parent.name == FOLDER:
+        folder = folder.parent
+    folder = folder.parent if folder.name == FOLDER else folder
+    return folder if is_run(folder) else None

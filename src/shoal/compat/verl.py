@@ -189,7 +189,7 @@ FLAGS: list[Flag] = [
     *refused("there is no critic", "critic.enable"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
-    *only("a run is always evaluated before and after", "true", names=_T + "val_before_train"),
+    *only("train.evaluate_every=-1 turns all evaluations off", "true", names=_T + "val_before_train"),
     *refused("give resume=FOLDER", _T + "resume_from_path"),
     *only("the same run_name or resume=FOLDER resumes a run; a new one needs another run_name", "auto",
           names=_T + "resume_mode"),

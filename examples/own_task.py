@@ -34,7 +34,6 @@ if __name__ == "__main__":
         task=[row(i) for i in range(2000)], held_out=[row(10_000 + i) for i in range(100)], reward=nearness,
         correct=lambda text, example: distance(text, example.columns["total"]) <= NEAR_ENOUGH,
         steps=int(sys.argv[1]) if len(sys.argv) > 1 else 20,
-        # Rows load settings for real models; the packaged one is tiny.
         optimizer={"lr": 2e-4}, algorithm={"kl_coef": 0}, batch={"prompts_per_step": 32, "micro_tokens": 2048},
         sampling={"max_prompt_tokens": 256, "max_completion_tokens": 64}, train={"pass_k": 0, "evaluate_every": 0})
     print(f"near enough: {result['accuracy_before']:.0%} before, {result['accuracy_after']:.0%} after")

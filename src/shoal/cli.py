@@ -134,10 +134,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE
-    except MemoryError as error:
-        print(f"error: this needs more memory than this machine has ({error}): lower batch.prompts_per_step, "
-              "batch.group_size or sampling.max_completion_tokens", file=sys.stderr)
-        return USAGE_EXIT_CODE
     except KeyboardInterrupt as interrupt:
         print(f"{interrupt}" or "interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
@@ -195,7 +191,11 @@ def _run_command(command: str, words: list[str]) -> int:
     if only_shown:
         from shoal.run.preflight.dry_run import check_dry_run
 
-        warnings = [f"warning: {found}" for found in check_dry_run(config)]
+        try:
+            warnings = [f"warning: {found}" for found in check_dry_run(config)]
+        except MemoryError as error:
+            raise ShoalError(f"a step needs more memory than this machine has ({error}): lower batch.prompts_per_step, "
+                             "batch.group_size or sampling.max_completion_tokens") from error
         print(dry_run(config, resolved, warnings), end="")
         return 0
     _check_words(command, config)

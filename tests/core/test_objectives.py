@@ -241,7 +241,7 @@ def test_staleness_and_publication(words, lag, every):
     assert (schedule_of(config.train).lag, schedule_of(config.train).weight_sync_interval) == (lag, every)
 
 
-# ---- a part of one's own
+# ---- a loss and an advantage of a user
 
 
 def bounded(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *,

@@ -34,5 +34,5 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
         try:
             return run.train()
         except (ShoalError, KeyboardInterrupt) as error:
-            console.keep_error(one_line(error))
+            console.keep(one_line(error))  # the command prints it
             raise

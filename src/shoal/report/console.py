@@ -48,7 +48,7 @@ class Console:
         """Writes the lines printed so far, and all further ones, to the end of a file too."""
         self._log = path
         while self._unkept:
-            self._keep(self._unkept.popleft())
+            self.keep(self._unkept.popleft())
 
     def heading(self, text: str) -> None:
         """Begins a part: evaluation, training."""
@@ -130,13 +130,13 @@ class Console:
         self.close()
         lines = text_table(head, rows)
         if self._notebook:
-            self._keep("\n".join(lines))
+            self.keep("\n".join(lines))
             show_table(head, rows, "\n".join(lines))
             return
         if self._rich is None:
             self._write("\n".join(lines))
             return
-        self._keep("\n".join(lines))
+        self.keep("\n".join(lines))
         from rich import box
         from rich.table import Table
 
@@ -158,24 +158,21 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def keep_error(self, text: str) -> None:
-        """Writes what ended the run to the kept log alone: the command prints it."""
-        self._keep(text)
-
     def _write_once(self, text: str, style: str) -> None:
         self._repeats[text] += 1
         if self._repeats[text] == 1:
             self._write(text, style)
 
     def _write(self, text: str, style: str = "", on_terminal: str = "") -> None:
-        self._keep(text)
+        self.keep(text)
         if self._rich is not None:
             self._rich.print(self._rich_text(on_terminal or text, style))
             return
         self._stream.write(self._printable(text) + "\n")
         self._stream.flush()
 
-    def _keep(self, text: str) -> None:
+    def keep(self, text: str) -> None:
+        """Writes a text to the kept log alone."""
         if self._log is None:
             self._unkept.append(text)
             return

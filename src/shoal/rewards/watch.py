@@ -31,7 +31,7 @@ class RewardWatch:
         self._waited = self._since = 0.0  # seconds waited, and when the wait under way began
         self._returned = dict.fromkeys(self._recent, 0.0)  # seconds waited when a call last returned
         self._unscored = 0
-        self._changing: set[str] = set()  # functions of which it is said
+        self._changing: set[str] = set()  # functions that were warned of
 
     def begin_wait(self) -> None:
         self._since = time.monotonic()

@@ -60,9 +60,14 @@ def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
         raise ShoalError(f"reward.functions={list(reward.functions)}: this reward came from Python; give it again "
                          f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, reward=file.py:function")
     given = [*find_functions(files), *functions]
+    rewards = name_functions(given, reward.weights) if given else _weigh(loaded.rewards, reward.weights)
+    return replace(with_fewer_questions(loaded, task), rewards=rewards)
+
+
+def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
+    """The task with each evaluation set cut to its first `task.num_eval_questions` (0: all)."""
     count = task.num_eval_questions or None
-    return replace(loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()},
-                   rewards=name_functions(given, reward.weights) if given else _weigh(loaded.rewards, reward.weights))
+    return replace(loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()})
 
 
 def _weigh(rewards: tuple[RewardFunction, ...], weights: Sequence[float]) -> tuple[RewardFunction, ...]:

@@ -95,7 +95,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         saved, scores = self.versions(), self._scores
-        # Of equal scores the newer is kept: with few questions ties are common, and it has learnt more.
+        # Of equal scores the newer is kept: with few questions ties are common, and it has trained longer.
         scored = sorted((v for v in saved if v in scores), key=lambda v: (scores[v], v))
         keep = {*saved[-self.keep_last:], *(scored[-self.keep_best:] if self.keep_best else [])}
         for version in saved:

@@ -38,7 +38,7 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> Non
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # A number of several digits as one token hides its parts: sums of such tokens must be learnt by heart.
+    # A number of several digits as one token hides its parts: sums of such tokens must be memorised.
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # type: ignore[assignment]

@@ -73,6 +73,7 @@ def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findin
     from shoal.run.loading import open_model
     from shoal.run.parts import open_data
     from shoal.run.preflight.inputs import check_prompts, check_tokenizer
+    from shoal.run.task import with_fewer_questions
 
     if not model_is_here:
         return
@@ -83,8 +84,7 @@ def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findin
         task = load_by_name(config.task, config.reward)
     if task is None:
         return
-    count = config.task.num_eval_questions or None
-    task = replace(task, evaluations={name: rows[:count] for name, rows in task.evaluations.items()})
+    task = with_fewer_questions(task, config.task)
     if each := config.batch.prompts_per_device:  # on one device at least
         config = replace(config, batch=replace(config.batch, prompts_per_step=each))
     open_data(config, task, tokenizer, Check(findings, "data", "task.path").warning)

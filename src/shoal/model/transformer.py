@@ -170,7 +170,7 @@ def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
             leaves.append(jax.random.normal(key, d.shape) * d.stddev if d.init == "normal" else constant(d.shape))
         return jax.tree.unflatten(structure, leaves)
 
-    return jax.jit(make, out_shardings=shardings(a, role))()
+    return role.jit(make, out_shardings=shardings(a, role))()
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from functools import lru_cache
 
 import jax
 
+from shoal.mesh import Program
 from shoal.model.transformer import Model, checksum, is_param_spec, param_specs, shardings
 from shoal.types import Params
+
+PROGRAMS_KEPT = 4
+"""Programs (models) kept by this process."""
 
 
 def publish_to(model: Model, params: Params) -> Params:
@@ -22,7 +25,7 @@ def publish_to(model: Model, params: Params) -> Params:
     if mesh.size == 1 and all(leaf.dtype == model.dtype for leaf in jax.tree.leaves(params)):
         return params
     # Cast before the copy: half of the bytes move where the sampler computes in bfloat16.
-    cast = _cast(params, model.dtype)
+    cast = _cast_to(model)(params)
     if mesh.size == 1:
         return cast
     copy = jax.device_put(cast, shardings(model.architecture, model.role))
@@ -40,6 +43,6 @@ def published_shapes(model: Model) -> Params:
         param_specs(model.architecture), shardings(model.architecture, model.role), is_leaf=is_param_spec)
 
 
-@partial(jax.jit, static_argnames="dtype")
-def _cast(params: Params, dtype: Any) -> Params:
-    return jax.tree.map(lambda x: x.astype(dtype), params)
+@lru_cache(PROGRAMS_KEPT)
+def _cast_to(model: Model) -> Program:
+    return model.role.jit(lambda params: jax.tree.map(lambda x: x.astype(model.dtype), params))

@@ -76,8 +76,9 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
     options: dict[str, Any] = {"donate_argnames": "state", "out_shardings": (layout, model.role.replicated)}
-    return Programs(layout, jax.jit(make, out_shardings=layout), jax.jit(partial(_prefill, **static), **options),
-                    jax.jit(partial(_decode, **static), **options))
+    jit = model.role.jit
+    return Programs(layout, jit(make, out_shardings=layout), jit(partial(_prefill, **static), **options),
+                    jit(partial(_decode, **static), **options))
 
 
 def _idle_state(model: Model, groups: int, siblings: int, prefix: int, own: int) -> DecodeState:

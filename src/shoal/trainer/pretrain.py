@@ -106,9 +106,9 @@ def run_pretraining(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0),
                             optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=weight_decay))
     # The parameters are not donated: `after` may sample from them.
-    update = jax.jit(partial(_update, model, optimizer), donate_argnums=1)
+    update = model.role.jit(partial(_update, model, optimizer), donate_argnums=1)
     parameters = initialise(architecture, seed, role)
-    moments = jax.jit(optimizer.init)(parameters)
+    moments = model.role.jit(optimizer.init)(parameters)
     for step in range(steps):
         parameters, moments, loss = update(parameters, moments, put_batch(model, batch_of(step)))
         if after(step + 1, loss, parameters):

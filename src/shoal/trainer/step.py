@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -18,7 +17,7 @@ import optax
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import OptimizerSection
-from shoal.mesh import MAX_IN_FLIGHT, Role
+from shoal.mesh import Role
 from shoal.model.transformer import Architecture, Model, ParamSpec, is_param_spec, param_specs, shardings
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss, metric_shapes
@@ -79,7 +78,6 @@ class Learner:
         zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
             "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
-        self._in_flight: deque[Any] = deque()
 
     def init(self, parameters: Params) -> TrainState:
         # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
@@ -101,31 +99,17 @@ class Learner:
         """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, S, C])."""
         # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s).
         before = self.programs["zero"]() if total is None else total
-        self._make_room()
-        after, lp = self.programs["accumulate"](before, state.trainable, put_batch(self.model, batch))
-        self._in_flight.append(lp)
-        return after, lp
+        return self.programs["accumulate"](before, state.trainable, put_batch(self.model, batch))
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
         """One update of the optimizer. The buffers of `total` and of the moments are donated."""
-        self._make_room()
         state, applied = self.programs["apply"](total.loss, state.trainable, state.updates, gradient=total.gradient,
                                                 moments=state.optimizer)
-        self._in_flight.append(applied)
         return state, UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
-        self._make_room()
-        lp = self.programs["score"](parameters, put_batch(self.model, batch))
-        self._in_flight.append(lp)
-        return lp
-
-    def _make_room(self) -> None:
-        """Waits until fewer than MAX_IN_FLIGHT steps are undrained, before another is dispatched."""
-        # On simulated devices a longer queue of collectives aborts the process after a rendezvous of 40 s.
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            jax.block_until_ready(self._in_flight.popleft())
+        return self.programs["score"](parameters, put_batch(self.model, batch))
 
 
 @dataclass(frozen=True)
@@ -144,13 +128,10 @@ class ModelScorer:
 
     def __init__(self, model: Model, parameters: Params):
         self.model, self.parameters = model, parameters
-        self._score = jax.jit(partial(_score, model, CHUNK_ELEMENTS))
-        self._last: Any = None
+        self._score = model.role.jit(partial(_score, model, CHUNK_ELEMENTS))
 
     def score(self, batch: LearnerBatch) -> jax.Array:
-        jax.block_until_ready(self._last)  # one step in flight
-        self._last = self._score(self.parameters, put_batch(self.model, batch))
-        return self._last
+        return self._score(self.parameters, put_batch(self.model, batch))
 
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
@@ -168,20 +149,20 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
     split, everywhere = shardings(a, role), role.replicated
     moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere)
     layout = TrainState(split, moments, everywhere)
-    apply = jax.jit(partial(_apply, optimizer, rate), donate_argnames=("gradient", "moments"),
-                    out_shardings=(layout, everywhere))
-    return optimizer, layout, jax.jit(optimizer.init, out_shardings=moments), apply
+    apply = role.jit(partial(_apply, optimizer, rate), donate_argnames=("gradient", "moments"),
+                     out_shardings=(layout, everywhere))
+    return optimizer, layout, role.jit(optimizer.init, out_shardings=moments), apply
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
     """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone."""
     # Log-probs (None) keep the layout of rows: only their own process reads them.
-    everywhere = model.role.replicated
-    sums = GradientSum(shardings(model.architecture, model.role), everywhere, everywhere, everywhere)
-    zero = jax.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
-    accumulate = jax.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
-    return zero, accumulate, jax.jit(partial(_score, model, objective.chunk_elements))
+    role, everywhere = model.role, model.role.replicated
+    sums = GradientSum(shardings(model.architecture, role), everywhere, everywhere, everywhere)
+    zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
+    accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
+    return zero, accumulate, role.jit(partial(_score, model, objective.chunk_elements))
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:

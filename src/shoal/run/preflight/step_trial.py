@@ -37,7 +37,7 @@ NUM_MICRO_BATCHES = 3
 """Micro-batches that are computed: the first warms up, the others are timed."""
 
 
-class Program:
+class TimedProgram:
     """A jitted function that is compiled once a shape and reports the seconds and the memory this took."""
 
     def __init__(self, function: Any) -> None:
@@ -70,7 +70,7 @@ class StepTrial:
     cancelled: int  # completions
     sample_seconds: float
     reward_seconds: float
-    programs: dict[str, Program]
+    programs: dict[str, TimedProgram]
     shape: Shape
     num_batches: int = 0  # micro-batches of one pass over all groups
     accumulate_seconds: float = 0.0  # of one micro-batch
@@ -114,8 +114,8 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
     them. The weights that it gives are discarded."""
     for owner in (engine, learner):
-        owner.programs = {name: Program(function) for name, function in owner.programs.items()}
-    programs: dict[str, Program] = {**engine.programs, **learner.programs}  # type: ignore[dict-item]
+        owner.programs = {name: TimedProgram(function) for name, function in owner.programs.items()}
+    programs: dict[str, TimedProgram] = {**engine.programs, **learner.programs}  # type: ignore[dict-item]
     size, params = config.batch.group_size, config.sampling.params
     requests = [GroupRequest(Purpose.TRAIN, 0, 0, prompt.example, prompt.prompt_ids, size, params)
                 for prompt in prompts[: engine.num_groups]]
@@ -140,7 +140,7 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     return trial
 
 
-def _sample(engine: Engine, programs: dict[str, Program]) -> tuple[dict[int, list[Completion]], float]:
+def _sample(engine: Engine, programs: dict[str, TimedProgram]) -> tuple[dict[int, list[Completion]], float]:
     """Completions by request, and the seconds without compilation."""
 
     def clock() -> float:

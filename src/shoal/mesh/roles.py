@@ -8,9 +8,9 @@ splits over `tensor` only, so that sampling a token moves no weights.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,13 +18,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
+from shoal.mesh.programs import Program, platform_options
 from shoal.types import ShoalError
 
 AXES = ("data", "fsdp", "tensor")
-
-MAX_IN_FLIGHT = 2
-"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
-after a rendezvous of 40 s."""
 
 ROWS = ("data", "fsdp")
 """Mesh axes over which rows of a batch and slots of a sampler are split."""
@@ -53,6 +50,17 @@ class Role:
     name: str
     mesh: Mesh
     rules: tuple[tuple[str, Any], ...]
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    in_flight: deque[Any] = field(default_factory=deque, compare=False, repr=False)  # one for all roles on the devices
+
+    def jit(self, function: Callable, **options: Any) -> Program:
+        """A function compiled for the role's devices, with its compiler options; `options` are those of `jax.jit`."""
+        return Program(function, dict(self.compiler_options), self.in_flight, options)
+
+    @property
+    def platform(self) -> str:
+        """cpu, gpu or tpu"""
+        return self.mesh.devices.flat[0].platform
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Mesh axes for logical ones; a dimension that does not divide evenly is whole on every device.
@@ -140,12 +148,12 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Ro
     """All three roles on one mesh over the same devices: those that mesh.trainer names, or all."""
     devices = devices if devices is not None else available_devices()
     mesh = make_mesh(section, [devices[number] for number in shared_devices(section, len(devices))])
-    trainer, sampler = tuple(TRAINER_RULES.items()), tuple(SAMPLER_RULES.items())
-    return Roles(
-        trainer=Role("trainer", mesh, trainer),
-        sampler=Role("sampler", mesh, sampler),
-        reference=Role("reference", mesh, trainer),
-    )
+    options, in_flight = tuple(platform_options(mesh.devices.flat[0].platform).items()), deque()
+
+    def role(name: str, rules: Mapping[str, Any]) -> Role:
+        return Role(name, mesh, tuple(rules.items()), options, in_flight)
+
+    return Roles(role("trainer", TRAINER_RULES), role("sampler", SAMPLER_RULES), role("reference", TRAINER_RULES))
 
 
 def available_devices() -> list[Any]:
@@ -225,31 +233,3 @@ def _differs_from_trainer(key: str, size: int | list[int], trainer: Sequence[int
     if key == "mesh.reference":
         return size != len(trainer) or len(trainer) < available
     return set(range(available - size, available)) != set(trainer)
-
-
-_PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    (r"TPU v4", {"bfloat16": 275e12}),
-    (r"TPU (v5 lite|v5e)", {"bfloat16": 197e12}),
-    (r"TPU (v5|v5p)", {"bfloat16": 459e12}),
-    (r"TPU (v6 lite|v6e)", {"bfloat16": 918e12}),
-    (r"NVIDIA A100\b.*", {"bfloat16": 312e12, "float32": 19.5e12}),
-    (r"NVIDIA H100 PCIe", {"bfloat16": 756e12, "float32": 51e12}),
-    (r"NVIDIA H[12]00 NVL", {"bfloat16": 835e12, "float32": 60e12}),
-    (r"NVIDIA H[12]00\b.*", {"bfloat16": 989e12, "float32": 67e12}),
-    (r"NVIDIA B200\b.*", {"bfloat16": 2250e12, "float32": 75e12}),
-    (r"NVIDIA L4", {"bfloat16": 121e12, "float32": 30.3e12}),
-)
-"""Device kind -> operations a second, as the makers state them for dense products; float32 without TensorFloat-32,
-which JAX does not use here. TPUs have no stated rate for float32."""
-
-
-def peak_flops(device_kind: str, dtype: Any) -> float | None:
-    """Floating point operations a second of one device in products of this type; None if it is not known.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
-    989000000000000.0
-    """
-    if "MIG" in device_kind:  # a slice of a device: its share of the peak is not in the name
-        return None
-    name = np.dtype(dtype).name
-    return next((rates.get(name) for kind, rates in _PEAKS if re.fullmatch(kind, device_kind)), None)

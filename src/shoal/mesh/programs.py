@@ -1,0 +1,101 @@
+"""The one door of compiled programs: a `Role` makes them, with the compiler options of its platform.
+
+What the door makes is what `shoal plan` lowers for devices that are not here, so a plan is of the run's own programs.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+MAX_IN_FLIGHT = 2
+"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
+after a rendezvous of 40 s."""
+
+COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "tpu": {
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True,
+        "xla_tpu_prefer_async_allgather_to_allreduce": True,
+    },
+}
+"""Platform -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather of weights into
+an all-reduce; with these they are gathers, and run under the products."""
+
+_unknown: set[str] = set()
+"""Options that the installed compiler has refused."""
+
+
+def platform_options(platform: str) -> Mapping[str, Any]:
+    return COMPILER_OPTIONS.get(platform, {})
+
+
+class Program:
+    """A function compiled once a shape, as `jax.jit` does it.
+
+    A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished. What it waits for is the last
+    output (of a tuple) or the only one, which must not be donated to a later program unless that is of these devices
+    too. Compiler options that the installed compiler does not know are dropped with a warning.
+    """
+
+    def __init__(self, function: Callable, compiler_options: Mapping[str, Any], in_flight: deque[Any],
+                 options: Mapping[str, Any]) -> None:
+        self.function, self.compiler_options, self.options = function, dict(compiler_options), dict(options)
+        self._in_flight = in_flight
+        self._jitted = self._jit()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            _wait(self._in_flight.popleft())
+        result = self._known_options(lambda: self._jitted(*args, **kwargs))
+        last = result[-1] if isinstance(result, tuple) else result
+        # The smallest array stands for all: a program's outputs are ready at once, and a queue must hold no memory.
+        leaves = sorted(jax.tree.leaves(last), key=lambda leaf: leaf.nbytes)
+        if leaves and not isinstance(leaves[0], jax.core.Tracer):  # traced: only the program's shapes are asked for
+            self._in_flight.append(leaves[0])
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """JAX's lowered program for arrays or shapes with shardings, also of devices that are not here."""
+        return self._jitted.lower(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """JAX's compiled program for arrays or shapes; nothing runs."""
+        return self._known_options(lambda: self.lower(*args, **kwargs).compile())
+
+    @property
+    def num_compiled(self) -> int:
+        """Shapes that calls have compiled this program for."""
+        return self._jitted._cache_size()
+
+    def _jit(self) -> Any:
+        options = {name: value for name, value in self.compiler_options.items() if name not in _unknown}
+        return jax.jit(self.function, compiler_options=options or None, **self.options)
+
+    def _known_options(self, call: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return call()
+            except jax.errors.JaxRuntimeError as error:
+                # Raised while compiling, before any buffer is donated: the call can be made again.
+                unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+                if unknown is None or unknown[1] in _unknown:
+                    raise
+                _unknown.add(unknown[1])
+                warnings.warn(f"this compiler has no option {unknown[1]}: the programs are compiled without it",
+                              stacklevel=3)
+                self._jitted = self._jit()
+
+
+def _wait(output: Any) -> None:
+    # Donated since: the program that it was given to stands behind it in the queue.
+    if not output.is_deleted() and not output.is_ready():
+        jax.block_until_ready(output)

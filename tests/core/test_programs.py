@@ -1,0 +1,63 @@
+"""The door of compiled programs: the bound of steps in flight, and compiler options."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small import roles
+
+from shoal.mesh import MAX_IN_FLIGHT, programs
+
+
+class Output:
+    """Stands for an array of a running program."""
+
+    nbytes = 4
+
+    def __init__(self, log: list[str], name: str, deleted: bool = False) -> None:
+        self.log, self.name, self.deleted = log, name, deleted
+
+    def is_ready(self) -> bool:
+        return False
+
+    def is_deleted(self) -> bool:
+        return self.deleted
+
+    def block_until_ready(self) -> Output:
+        self.log.append(self.name)
+        return self
+
+
+def test_a_call_waits_for_the_oldest_of_two_programs_in_flight():
+    log: list[str] = []
+    program = roles().trainer.jit(lambda x: (x, x + 1))
+    program._in_flight.extend([Output(log, "first"), Output(log, "second")])
+    program(jnp.zeros(2))
+    assert log == ["first"] and len(program._in_flight) == MAX_IN_FLIGHT
+
+
+def test_what_was_donated_is_not_waited_for():
+    log: list[str] = []
+    program = roles().trainer.jit(lambda x: x + 1)
+    program._in_flight.extend([Output(log, "gone", deleted=True), Output(log, "kept")])
+    program(jnp.zeros(2))
+    assert log == []
+
+
+def test_an_unknown_compiler_option_is_dropped_with_a_warning(monkeypatch):
+    monkeypatch.setattr(programs, "_unknown", set())
+    role = replace(roles().trainer, compiler_options=(("xla_no_such_option", True),), in_flight=deque())
+    program = role.jit(lambda x: x * 2)
+    with pytest.warns(UserWarning, match="no option xla_no_such_option"):
+        assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert role.jit(lambda x: x * 3)(jnp.ones(3)).tolist() == [3, 3, 3]  # now known: no second warning
+
+
+def test_a_program_compiles_for_shapes_without_running():
+    program = roles().trainer.jit(lambda x: x.sum())
+    compiled = program.compile(jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert compiled.memory_analysis() is not None and program.num_compiled == 0

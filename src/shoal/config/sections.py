@@ -392,13 +392,26 @@ class MeshSection:
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers ([0,1]); empty for
     all. A fraction or count takes the first devices."""
     sampler: str = ""
-    """Devices of the sampler, in the same forms; today they must be the trainer's. Empty for these."""
+    """Devices of the sampler, in the same forms: the trainer's, or others. A fraction or count takes the last devices.
+    Empty for the trainer's."""
     reference: str = ""
-    """Devices of the reference, in the same forms; today they must be the trainer's. Empty for these."""
+    """Devices of the reference and of a teacher, in the same forms. Empty for the sampler's."""
     sampler_tensor: int = 0
-    """Tensor parallelism of the sampler; today that of the trainer. 0 for mesh.tensor."""
+    """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more where a replica does
+    not fit the memory of so few."""
+    dcn_data: int = 1
+    """Slices (or hosts) that each have a copy of the model, times mesh.data copies within each."""
+    dcn_fsdp: int = 1
+    """Slices (or hosts) that share parameters, times mesh.fsdp devices within each."""
+    compiler_options: tuple[str, ...] = ()
+    """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the platform."""
 
     def __post_init__(self) -> None:
+        for option in self.compiler_options:
+            require("=" in option, "mesh.compiler_options", option, "NAME=VALUE")
+        at_least(self, "mesh.", 0, "sampler_tensor", note="auto")
+        at_least(self, "mesh.", 1, "dcn_data")
+        at_least(self, "mesh.", 1, "dcn_fsdp")
         for name in ("data", "fsdp", "tensor"):
             value = getattr(self, name)
             require(value >= 1 or (name == "fsdp" and value == -1), f"mesh.{name}", value, "1 or more")

@@ -41,7 +41,7 @@ from shoal.run.derived import with_prompts
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
-from shoal.run.parts import make_learner, make_updater, open_data, schedule_of, training_engine_maker
+from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of, training_engine_maker
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
 from shoal.run.profile import Profiler
@@ -75,15 +75,15 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     data = open_data(config, task, spec.tokenizer, Check(findings, "data").warning)
     print_head(config, roles, task, None if plan.run else pool, spec, model, data, console, findings)
     # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
-    has_reference = config.algorithm.kl_coef > 0
-    weights = spec.load(roles.trainer, np.float32) if has_reference or not plan.run else None
+    weights = None if plan.run else spec.load(roles.trainer, np.float32)
+    reference = open_reference(config, spec, model, roles.reference, weights)
     teacher = open_teacher(config, spec, roles.reference, console)
 
     folder, stop = open_folder(plan, console, stack), StopSignal()
     source = stack.enter_context(closing(make_source(
         config, model.on(roles.sampler), spec.tokenizer, task, pool, stop, console.answered)))
-    updater = make_updater(config, make_learner(config, model), weights, teacher)
-    facts = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
+    updater = make_updater(config, make_learner(config, model), reference, teacher)
+    facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     shapes = source.published_shapes()
     restored = restore_latest(folder, updater.learner, shapes, facts, config, console) if plan.run else None
     first = restored.version if restored else 0

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.commands.answers import given_names
 from shoal.config.schema import GenerateConfig, SamplingSection
 from shoal.config.text import require_given
-from shoal.files import check_local, check_new_file, write_text
+from shoal.files import check_input, check_new_file, write_text
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
@@ -36,7 +36,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     output = check_new_file(config.output, "output")
     check_model(config.model)
     with console or Console() as console:
-        placed = read_prompts(check_local(config.prompts, "prompts"))
+        placed = read_prompts(check_input(config.prompts, "prompts"))
         role = make_roles(config.mesh).sampler
         loaded = open_model(config.model, console)
         model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
@@ -57,8 +57,6 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 def read_prompts(path: Path) -> list[tuple[str, Example]]:
     """The example of every row, with its place; its `prompt` is text or messages, or its `messages` are. ShoalError
     with the first row that has none."""
-    if not path.is_file():
-        raise ShoalError(f"prompts={path}: there is no such file; give a jsonl or csv file with a `prompt` a row")
     found = [(place, example_of(number, place, row))
              for number, (place, row) in enumerate(read_file(path))]
     if not found:

@@ -426,6 +426,16 @@ def test_every_topic_is_described():
     (["export", "fr"], ["from="]),
     (["trian", "ste"], []),
     (["export-rollouts", "a", "format="], ["format=trl", "format=verl"]),
+    (["train", "task=g"], ["task=gsm8k"]),
+    (["eval", "task.name=c"], ["task.name=countdown", "task.name=custom"]),
+    (["train", "recipe=t"], ["recipe=torchrl", "recipe=trl", "recipe=tunix"]),
+    (["train", "algorithm=da"], ["algorithm=dapo"]),
+    (["train", "--learning_r"], ["--learning_rate="]),
+    (["train", "num_gen"], ["num_generations="]),
+    (["train", "actor_rollout_ref.actor.optim.l"], [
+        f"actor_rollout_ref.actor.optim.{name}=" for name in (
+            "lr", "lr_warmup_steps_ratio", "lr_warmup_steps", "lr_scheduler_type")]),
+    (["train", "--enable_tensorboard=t"], ["--enable_tensorboard=true"]),
 ])
 def test_completion(capsys, words, found):
     assert completion.candidates(words) == found

@@ -106,7 +106,7 @@ TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
 
 
 INPUTS = {"prompts": "a jsonl, csv or parquet file with a `prompt` a row",
-          "responses": "a jsonl file with a question and a `response` on each line"}
+          "responses": "a jsonl file with `question` (of ifeval `prompt`) and `response` on each line"}
 """Key of a file that a command reads -> what the file holds."""
 
 

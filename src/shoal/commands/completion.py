@@ -68,8 +68,8 @@ def _offers(before: list[str], word: str) -> list[str]:
 
 
 def _key_offers(config_type: type, word: str) -> list[str]:
-    """Keys with `=`, sections with `.`, and the values of a key that is named; where no key of ours begins so, the flags
-    of other systems that set one."""
+    """Keys with `=`, sections with `.`, and the values of a key that is named; where no key of ours begins so, the
+    flags of other systems that set one."""
     bare = word.lstrip("-+")
     lead = word[:len(word) - len(bare)]
     name, equals, _ = bare.partition("=")

@@ -263,7 +263,7 @@ def prepared_hint(row: Mapping[str, Any]) -> str:
     if "gsm8k" in str(source).lower():
         return f"; verl made these rows of {source}: task=gsm8k reward.preset=verl, without this file, asks the same " \
             "questions with verl's reward"
-    return f"; verl made these rows of {source}: task=custom reward=FILE:compute_score judges them, a function as verl's"
+    return f"; verl made these rows of {source}: task=custom reward=FILE:compute_score judges them, by verl's function"
 
 
 def _number_as_text(value: Any) -> Any:

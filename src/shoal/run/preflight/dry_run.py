@@ -13,7 +13,7 @@ from shoal.config.values import get_value
 from shoal.files import INPUTS, check_input, check_new_file, check_new_folder
 from shoal.report.findings import Check, Finding, Findings
 from shoal.run.derived import with_prompts
-from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings
+from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
 from shoal.run.task import given_rewards
 from shoal.tasks.data import evaluating
 from shoal.tasks.data_folder import is_hub_id
@@ -68,13 +68,13 @@ def check_dry_run(config: Any) -> list[Finding]:
 def check_files(config: Any, findings: Findings) -> None:
     """ShoalError for a file to read that is missing, and for one to write that is there. A warning for what looks like
     a folder and would be looked for on the hub."""
-    known = keys_of(type(config))
-    for key in (key for key in INPUTS if key in known and getattr(config, key)):
-        check_input(getattr(config, key), key)
-    if "to" in known and config.to:
-        check_new_folder(config.to, "to")
-    if command_of(type(config)) in ("eval", "generate") and config.output:
-        check_new_file(config.output, "output")
+    known, command = keys_of(type(config)), command_of(type(config))
+    for key in (*INPUTS, "to", "output"):
+        if value := getattr(config, key, ""):
+            is_folder = key == "to" or command == "pretrain"
+            (check_input if key in INPUTS else check_new_folder if is_folder else check_new_file)(value, key)
+    if command == "export" and config.source:
+        check_model(ModelSection(path=config.source), key="from")
     for key in ("model.path", "teacher.path", "task.path"):
         path = Path(get_value(config, key)).expanduser() if key in known else Path()
         if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():

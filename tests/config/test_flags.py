@@ -236,6 +236,8 @@ def test_epochs_of_a_local_file_are_steps(tmp_path):
             in resolved.start_lines)
     assert compose("train", [*words, "trainer.total_training_steps=5"])[0].steps == 5
     assert compose("train", ["steps=7", *words])[0].steps == 7
+    trl = ["reward=f.py:g", "task=custom", f"task.path={data}", "batch.prompts_per_step=8", "num_train_epochs=0.5"]
+    assert compose("train", trl)[0].steps == 6 and compose("train", [*trl, "max_steps=9"])[0].steps == 9
 
 
 @pytest.mark.parametrize("words", [["task=gsm8k"], ["task=gsm8k", "per_device_batch_size=2"]])

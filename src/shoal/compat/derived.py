@@ -167,16 +167,17 @@ def derive_trl_updates(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def derive_epochs(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: a run is so many passes over the training rows, prompts that fill no batch left out."""
+    """verl, TRL: a run is so many passes over the training rows, prompts that fill no batch left out."""
     *_, (name, text) = given.items()
-    epochs, path, prompts = to_int(name, text), Path(get("task.path")).expanduser(), get("batch.prompts_per_step")
-    if not path.is_file() or get("batch.prompts_per_device"):
-        what = "the devices are counted" if path.is_file() else "the data is read"
-        return {}, f"a run's length is in steps, and an epoch's are known only when {what}; set steps to {epochs} x " \
-            f"rows // {'prompts of a step' if path.is_file() else prompts}"
+    epochs, path, prompts = to_float(name, text), Path(get("task.path")).expanduser(), get("batch.prompts_per_step")
+    by_device, is_here = get("batch.prompts_per_device"), path.is_file()
+    if by_device or not is_here:
+        return {}, "a run's length is in steps, and those of an epoch are known only when " \
+            f"{'the devices are counted' if is_here else 'the data is read'}; set steps to {epochs:g} x rows // " \
+            f"{'prompts of a step' if by_device else prompts}"
     rows = sum(1 for _ in read_file(path))
-    return {"steps": str(max(1, rows // prompts * epochs))}, \
-        f"{count(epochs, 'epoch')} of {rows:,} rows in {path.name}, {count(prompts, 'prompt')} a step"
+    return {"steps": str(max(1, int(rows // prompts * epochs)))}, \
+        f"{epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} rows in {path.name}, {count(prompts, 'prompt')} a step"
 
 
 def derive_warmup(given: Given, get: Get) -> tuple[Values, str]:

@@ -245,8 +245,10 @@ def test_unusual_lines_are_read(workshop, capsys):
     words = ["generate", f"model={workshop.model}", f"prompts={file}", f"output={output}", "batch=4",
              "num_generations=2", "max_new_tokens=12", "max_prompt_tokens=64"]
     assert cli.main(words) == 0
-    told = "1 of 3 prompts are skipped; the first, " + f"{file}, line 3: it has more than sampling.max_prompt_tokens=64"
-    assert told in " ".join(capsys.readouterr().out.split())
+    told, out = f"{file}, line 3: it has 65 tokens, more than", " ".join(capsys.readouterr().out.split())
+    assert f"1 of 3 prompts are skipped; the first, {told} sampling.max_prompt_tokens=64: raise that key" in out
+    assert f"model: {workshop.model} (" in out and "names another" not in out
+    assert "prompts: 1 of messages, " in out and "; 1 of text, as it is" in out
     rows = read_lines(output)
     assert [(row["index"], row["prompt"]) for row in rows] == [(0, "a\u2028b")] * 2 + [(2, talk[:1])] * 2
     assert [row["given_completion"] for row in rows[:2]] == [1, 1] and rows[2]["messages"] == talk

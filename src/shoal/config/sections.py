@@ -21,8 +21,8 @@ from shoal.types import SamplingParams, ShoalError
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Ends of the names of data files."""
 
-GSM8K_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
-"""By the names of `reward.preset`, `module:object` of a `Preset`; `shoal/__init__.py` adds other systems'."""
+REWARD_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
+"""By the names of `reward.preset`, `module:object` of a `RewardPreset`; `shoal/__init__.py` adds other systems'."""
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
@@ -106,7 +106,7 @@ class RewardSection:
     own."""
     weights: tuple[float, ...] = ()
     """Weight of each function; empty for 1.0 each, or the task's own."""
-    preset: Annotated[str, GSM8K_PRESETS] = "shoal"
+    preset: Annotated[str, REWARD_PRESETS] = "shoal"
     """gsm8k: the system whose prompt and rewards are used."""
     overlong_buffer_tokens: int = 0
     """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over this many last

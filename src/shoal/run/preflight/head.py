@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.config.schema import Config
+from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Roles
 from shoal.model.hf_config import read_config
 from shoal.model.transformer import Model
@@ -43,7 +43,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
         "devices": devices_text(roles),
-        "model": model_text(config, loaded, model),
+        "model": model_text(config.model, loaded, model),
         **data_lines(task),
         "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
         or "none",
@@ -59,11 +59,11 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     Findings(console).extend(findings.at("wrong", "warning"))
 
 
-def model_text(config: Config, loaded: ModelSpec, model: Model) -> str:
+def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
     """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
-    place = "" if str(loaded.folder) == config.model.path else f", from {loaded.folder}"
-    return f"{config.model.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
+    place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
+    return f"{section.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
            f"{model.dtype.name}{place}"
 
 

@@ -46,7 +46,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         check_trainable(config)
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
-            raise no_reward(config.task.name)
+            raise no_reward(config.task)
         named = config.run_name and named_folder(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))
     if "model.path" in known:

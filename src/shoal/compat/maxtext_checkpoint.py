@@ -232,7 +232,7 @@ class MaxTextCheckpoint:
         shape, axes = parameter.stored(count, self.scan_layers)
         names = [self.root + name for name in parameter.names(count, self.scan_layers)]
         names = names if layer is None else names[layer : layer + 1]
-        axes = tuple(None if axis == "heads" and size % role.tensor else axis
+        axes = tuple(None if axis in ("heads", "vocab") and size % role.tensor else axis
                      for axis, size in zip(axes, shape, strict=True))
         sharding = role.sharding(axes, shape)
         stored = read_leaves(self.folder, {

@@ -78,6 +78,11 @@ def test_what_the_doctor_warns_of_a_run_warns_of(workshop, tmp_path, change, tex
     assert any(line.startswith(shown) for line in head_of(workshop, *extra, *words))
 
 
+def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
+    with pytest.raises(ShoalError, match=r"before the first step by train.on_warning=stop: .*optimizer.lr=0: nothing"):
+        head_of(workshop, "train.on_warning=stop", "optimizer.lr=0")
+
+
 def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"))
     with pytest.raises(ShoalError, match=r"too little: .* of 0.1 MiB free \(a small machine\)"):

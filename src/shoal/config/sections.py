@@ -368,8 +368,8 @@ class TrainSection:
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
     on_warning: Literal["continue", "stop"] = "continue"
-    """What a warning about rewards, completions, updates or accuracy does during training: stop saves a checkpoint and
-    ends the run with the warning as its error."""
+    """What a warning at the start, or about rewards, completions, updates or accuracy during training, does: stop saves
+    a checkpoint and ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")

@@ -121,6 +121,14 @@ class Learner:
         self._in_flight.append(lp)
         return lp
 
+    def compile(self, batch: LearnerBatch, with_score: bool) -> None:
+        """Compiles `accumulate`, and `score` if asked, for batches of this shape; nothing runs."""
+        programs: dict[str, Any] = self.programs
+        parameters, batch = self.shapes().trainable, put_batch(self.model, batch)
+        programs["accumulate"].lower(jax.eval_shape(programs["zero"]), parameters, batch).compile()
+        if with_score:
+            programs["score"].lower(parameters, batch).compile()
+
     def _make_room(self) -> None:
         """Waits until fewer than MAX_IN_FLIGHT steps are undrained, before another is dispatched."""
         # On simulated devices a longer queue of collectives aborts the process after a rendezvous of 40 s.

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config, MeshSection, ModelSection
-from shoal.report.findings import Check, Finding, Findings
+from shoal.report.findings import Finding, Findings
 from shoal.run.derived import with_prompts
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings
 from shoal.tasks.task import Task, load_by_name
@@ -87,5 +87,5 @@ def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findin
     task = with_fewer_questions(task, config.task)
     if each := config.batch.prompts_per_device:  # on one device at least
         config = replace(config, batch=replace(config.batch, prompts_per_step=each))
-    open_data(config, task, tokenizer, Check(findings, "data", "task.path").warning)
+    open_data(config, task, tokenizer, findings.of("data", "task.path").warning)
     check_prompts(config, task, tokenizer, findings)

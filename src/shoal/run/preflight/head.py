@@ -20,6 +20,7 @@ from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_settings, check_size
 from shoal.tasks.task import Task
 from shoal.text import shorten
+from shoal.types import ShoalError
 
 FIRST_PROMPT = 240
 """Characters of the first prompt that are shown."""
@@ -30,7 +31,8 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     """Checks what can be checked before weights are read, prints the head, then the warnings.
 
     `findings`: those that there are already. `pool`: None for a resumed run, whose reward was tried when it began.
-    Raises ShoalError for a reward that cannot work, and for a job that needs more memory than there is."""
+    Raises ShoalError for a reward that cannot work, for a job that needs more memory than there is, and with
+    train.on_warning=stop for what would be warned of."""
     tokenizer = loaded.tokenizer
     check_settings(config, findings)
     check_size(config, parameter_count(model.architecture), findings)
@@ -56,7 +58,11 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
-    Findings(console).extend(findings.at("wrong", "warning"))
+    faults = findings.at("wrong", "warning")
+    if faults and config.train.on_warning == "stop":
+        raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
+                         "set train.on_warning=continue to train nevertheless")
+    Findings(console).extend(faults)
 
 
 def model_text(config: Config, loaded: ModelSpec, model: Model) -> str:

@@ -14,7 +14,7 @@ from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSection
 from shoal.files import check_local, check_place
-from shoal.report.findings import Check, Findings
+from shoal.report.findings import Findings
 from shoal.report.folder import is_run, named_folder
 from shoal.run.derived import max_support, num_updates, step_text
 from shoal.run.task import no_reward
@@ -205,7 +205,7 @@ def unread_parts(config: Config) -> Iterator[str]:
 
 def check_settings(config: Config, findings: Findings) -> None:
     """Reports settings that the run would refuse, and those that are probably mistakes."""
-    check, before = Check(findings, "configuration"), len(findings.found)
+    check, before = findings.of("configuration"), len(findings.found)
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
     with check.errors():
         check_trainable(config)
@@ -250,6 +250,6 @@ def check_run_folder(config: Config) -> str:
 def check_size(config: Config, parameters: int, findings: Findings) -> None:
     """Reports settings that do not suit the model's size."""
     if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
-        Check(findings, "configuration").warning(
+        findings.of("configuration").warning(
             f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
             "usual")

@@ -346,6 +346,7 @@ def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
                   JAX_PLATFORMS=platform)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices") == 7
+    assert ("install 'shoal[cuda]'" in done.stderr) == (platform == "cuda") and "(cpu, cuda, tpu)" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

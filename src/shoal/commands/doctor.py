@@ -289,8 +289,9 @@ def report_agreement(config: Config, trial: StepTrial, dtype: str, report: Repor
         values = {round(float(r), 9) for group in trial.groups for r in group.rewards[group.valid]}
         same = f"every completion scored {next(iter(values)):.3g}" if len(values) == 1 else \
             "within each group all completions scored the same"
-        samples.warning(f"{same}, so this step would teach nothing: make the task easier or harder, or raise "
-                        f"batch.group_size={config.batch.group_size}")
+        first = "raise sampling.max_completion_tokens first, then " if trial.truncated > 0.5 else ""
+        samples.warning(f"{same}, so this step would teach nothing: {first}make the task easier or harder, or raise "
+                        f"batch.group_size={config.batch.group_size}", "batch.group_size")
 
 
 def report_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, roles: Roles,

@@ -401,7 +401,8 @@ class MeshSection:
     def __post_init__(self) -> None:
         for name in ("data", "fsdp", "tensor"):
             value = getattr(self, name)
-            require(value >= 1 or (name == "fsdp" and value == -1), f"mesh.{name}", value, "1 or more")
+            rest = ", or -1 for all devices that mesh.data and mesh.tensor leave" if name == "fsdp" else ""
+            require(value >= 1 or (rest != "" and value == -1), f"mesh.{name}", value, f"1 or more{rest}")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from shoal.config.schema import Config
 from shoal.mesh import Roles
+from shoal.model.flops import model_flops
 from shoal.model.hf_config import read_config
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.findings import Findings
+from shoal.report.findings import Findings, seconds_text
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import step_text
 from shoal.run.loading import ModelSpec
@@ -20,6 +21,8 @@ from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_settings, check_size
 from shoal.tasks.task import Task
 from shoal.text import shorten
+from shoal.trainer.update import num_scorings
+from shoal.trainer.utilisation import Utilisation
 from shoal.types import ShoalError
 
 FIRST_PROMPT = 240
@@ -52,6 +55,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
+        "time": least_time_text(config, roles, model),
         "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings
     }
     for name, line in lines.items():
@@ -63,6 +67,22 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
                          "set train.on_warning=continue to train nevertheless")
     Findings(console).extend(faults)
+
+
+def least_time_text(config: Config, roles: Roles, model: Model) -> str:
+    """`at least 1.3 s a step where every completion reaches its limit ...`; empty where the devices' peak rate is not
+    known, as a CPU's."""
+    devices, b = list(roles.trainer.mesh.devices.flat), config.batch
+    scorings = num_scorings(config.algorithm, bool(config.teacher.path))
+    peak = Utilisation.on(devices, model.architecture, model.dtype)
+    if peak is None:
+        return ""
+    # without the prompts, whose lengths differ: what follows is a bound and no estimate, which takes a trial
+    groups = [(0, [config.sampling.max_completion_tokens] * b.group_size)] * b.prompts_per_step
+    flops = model_flops(model.architecture, groups, groups, config.algorithm.num_epochs, scorings)
+    return (f"at least {seconds_text(flops / peak.peak)} a step where every completion reaches its limit and is "
+            f"trained on ({flops:.2g} operations at the peak rate of {len(devices)} x {devices[0].device_kind}); shoal doctor "
+            "measures a step")
 
 
 def model_text(config: Config, loaded: ModelSpec, model: Model) -> str:

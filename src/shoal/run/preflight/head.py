@@ -81,8 +81,8 @@ def least_time_text(config: Config, roles: Roles, model: Model) -> str:
     groups = [(0, [config.sampling.max_completion_tokens] * b.group_size)] * b.prompts_per_step
     flops = model_flops(model.architecture, groups, groups, config.algorithm.num_epochs, scorings)
     return (f"at least {seconds_text(flops / peak.peak)} a step where every completion reaches its limit and is "
-            f"trained on ({flops:.2g} operations at the peak rate of {len(devices)} x {devices[0].device_kind}); shoal doctor "
-            "measures a step")
+            f"trained on ({flops:.2g} operations at the peak rate of {len(devices)} x {devices[0].device_kind}); "
+            "shoal doctor measures a step")
 
 
 def model_text(config: Config, loaded: ModelSpec, model: Model) -> str:

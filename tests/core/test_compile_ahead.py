@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import pytest
 from small import QWEN3, batches, learner, random_groups, random_parameters
 
+from shoal.config.schema import Config
+from shoal.run.assembly import open_ahead
 from shoal.run.compilation import CompilationCounter
 from shoal.trainer.batch import Shape, bucket, pack
 from shoal.trainer.compile_ahead import AheadCompiler
@@ -67,3 +73,17 @@ def test_a_program_compiled_ahead_is_the_one_that_the_step_uses():
     one.accumulate(total, state, batch)
     one.score(state.trainable, batch)
     assert counter.read() == 0
+
+
+def test_nothing_is_compiled_ahead_in_short_runs_and_on_gpus(monkeypatch):
+    compiled: list[tuple[int, int]] = []
+    updater: Any = SimpleNamespace(compile=lambda *sizes: compiled.append(sizes))
+    with ExitStack() as stack:
+        assert open_ahead(Config(steps=19), updater, 0, stack) is None
+        assert open_ahead(Config(steps=80), updater, 70, stack) is None
+        ahead = open_ahead(Config(steps=20), updater, 0, stack)
+        assert ahead is not None
+        ahead.end_step(shape(48, 48))
+    assert compiled in ([], [(48, 64)])  # the end of a run drops what has not begun
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert open_ahead(Config(steps=80), updater, 0, ExitStack()) is None

@@ -317,7 +317,7 @@ def test_a_dry_run_touches_nothing(tmp_path):
     (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
     (["mesh.tensor=2", "mesh.fsdp=3"],
      "mesh.fsdp=3 does not divide the 4 of 8 devices that the other axes leave; use 1, 2 or 4"),
-    (["mesh.trainer=4", "mesh.sampler=4"], "mesh.trainer=4, mesh.sampler=4"),
+    (["mesh.trainer=6", "mesh.sampler=4"], "6 (trainer) + 4 (sampler) devices are requested"),
     (["run_name=../out"], "without '..'"),
     (["ici_fsdp_parallelism=3"], "use 1, 2, 4 or 8 (mesh.fsdp: --ici_fsdp_parallelism)"),
     (["trainer.n_gpus_per_node=16"], "JAX finds 8 devices"),
@@ -387,6 +387,7 @@ def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
                   JAX_PLATFORMS=platform)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices") == 7
+    assert ("install 'shoal[cuda]'" in done.stderr) == (platform == "cuda") and "(cpu, cuda, tpu)" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -368,8 +368,8 @@ class TrainSection:
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
     on_warning: Literal["continue", "stop"] = "continue"
-    """What a warning about rewards, completions, updates or accuracy does during training: stop saves a checkpoint and
-    ends the run with the warning as its error."""
+    """What a warning at the start, or about rewards, completions, updates or accuracy during training, does: stop saves
+    a checkpoint and ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
@@ -414,7 +414,8 @@ class MeshSection:
         at_least(self, "mesh.", 1, "dcn_fsdp")
         for name in ("data", "fsdp", "tensor"):
             value = getattr(self, name)
-            require(value >= 1 or (name == "fsdp" and value == -1), f"mesh.{name}", value, "1 or more")
+            rest = ", or -1 for all devices that mesh.data and mesh.tensor leave" if name == "fsdp" else ""
+            require(value >= 1 or (rest != "" and value == -1), f"mesh.{name}", value, f"1 or more{rest}")
 
 
 @dataclass(frozen=True)

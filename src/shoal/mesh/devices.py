@@ -19,9 +19,10 @@ def available_devices() -> list[Any]:
     except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
         asked = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0]
-        raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, name "
-                         "a platform of this machine (cpu, cuda, tpu), or install 'shoal[cuda]' or 'shoal[tpu]'"
-                         ) from error
+        extras = [f"'shoal[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
+        install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
+        raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
+                         f"set JAX_PLATFORMS=cpu{install}") from error
 
 
 @dataclass(frozen=True)

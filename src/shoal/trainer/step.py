@@ -111,6 +111,14 @@ class Learner:
         """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
 
+    def compile(self, batch: LearnerBatch, with_score: bool) -> None:
+        """Compiles `accumulate`, and `score` if asked, for batches of this shape; nothing runs."""
+        programs: dict[str, Any] = self.programs
+        parameters, batch = self.shapes().trainable, put_batch(self.model, batch)
+        programs["accumulate"].compile(jax.eval_shape(programs["zero"]), parameters, batch)
+        if with_score:
+            programs["score"].compile(parameters, batch)
+
 
 @dataclass(frozen=True)
 class ParameterScorer:

@@ -11,7 +11,7 @@ from shoal.config.keys import command_of, keys_of
 from shoal.config.schema import Config, MeshSection, ModelSection, TaskSection
 from shoal.config.values import get_value
 from shoal.files import INPUTS, check_input, check_new_file, check_new_folder
-from shoal.report.findings import Check, Finding, Findings
+from shoal.report.findings import Finding, Findings
 from shoal.run.derived import with_prompts
 from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
 from shoal.run.task import given_rewards
@@ -78,7 +78,7 @@ def check_files(config: Any, findings: Findings) -> None:
     for key in ("model.path", "teacher.path", "task.path"):
         path = Path(get_value(config, key)).expanduser() if key in known else Path()
         if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():
-            Check(findings, "configuration").warning(
+            findings.of("configuration").warning(
                 f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for it on the hub", key)
 
 
@@ -122,5 +122,5 @@ def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findin
     task = with_fewer_questions(task, config.task)
     if each := config.batch.prompts_per_device:  # on one device at least
         config = replace(config, batch=replace(config.batch, prompts_per_step=each))
-    open_data(config, task, tokenizer, Check(findings, "data", "task.path").warning)
+    open_data(config, task, tokenizer, findings.of("data", "task.path").warning)
     check_prompts(config, task, tokenizer, findings)

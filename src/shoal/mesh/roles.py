@@ -116,6 +116,10 @@ class Roles:
     reference: Role
 
     @property
+    def all(self) -> tuple[Role, Role, Role]:
+        return self.trainer, self.sampler, self.reference
+
+    @property
     def apart(self) -> bool:
         """True if the sampler has devices of its own."""
         return set(self.trainer.mesh.devices.flat).isdisjoint(self.sampler.mesh.devices.flat)

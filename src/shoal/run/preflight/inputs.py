@@ -30,7 +30,7 @@ NUM_RENDERED = 8
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
     check, count = findings.of("devices"), jax.device_count()
-    used = len({device for role in (roles.trainer, roles.sampler, roles.reference) for device in role.mesh.devices.flat})
+    used = len({device for role in roles.all for device in role.mesh.devices.flat})
     check.ok(devices_text(roles))
     if used < count:
         check.warning(f"{used} of {count} devices are used: mesh.fsdp=-1 takes them all")

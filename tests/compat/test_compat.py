@@ -101,7 +101,8 @@ def own_environment(monkeypatch):
 def test_each_line_becomes_what_is_written(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = shown(script)
-    assert text == golden_of(script).read_text(encoding="utf-8"), "XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/compat/test_compat.py"
+    again = "XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/compat/test_compat.py"
+    assert text == golden_of(script).read_text(encoding="utf-8"), again
     assert TOKEN not in text and list(tmp_path.iterdir()) == []
 
 

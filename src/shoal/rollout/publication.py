@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program
+from shoal.mesh.layout import as_mesh
+from shoal.mesh.reshard import reshard
 from shoal.mesh.roles import view_of
 from shoal.model.transformer import Model, array_checksum, is_param_spec, param_specs, shardings
 from shoal.types import Params
@@ -56,23 +58,21 @@ def published_shapes(model: Model) -> Params:
         param_specs(model.architecture), shardings(model.architecture, model.role), is_leaf=is_param_spec)
 
 
-def publication_program(model: Model, devices: Sequence[Any], place: NamedSharding) -> Program:
-    """The program that lays an array out for the sampler on the trainer's `devices`, and gives its checksum.
+@lru_cache(PROGRAMS_KEPT)
+def publication_program(model: Model, source: NamedSharding, place: NamedSharding) -> Program:
+    """The program that lays an array of the trainer's out for the sampler on the trainer's devices, and gives its
+    checksum.
 
     On other devices than the sampler's, each holds the part that a replica of as many devices would have there.
     """
-    return _program(model, tuple(devices), place.spec)
-
-
-@lru_cache(PROGRAMS_KEPT)
-def _program(model: Model, devices: tuple[Any, ...], spec: Any) -> Program:
-    role = view_of(model.role, devices)
+    role = view_of(model.role, list(np.asarray(source.mesh.devices).flat))
+    target = NamedSharding(role.mesh, place.spec)
 
     def convert(array: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         cast = array.astype(model.dtype)
-        return cast, array_checksum(cast, number)
+        return reshard(cast, source, target), array_checksum(cast, number)
 
-    return role.jit(convert, out_shardings=(NamedSharding(role.mesh, spec), role.replicated))
+    return role.jit(convert, out_shardings=(target, role.replicated))
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -82,9 +82,10 @@ def _checksum(model: Model) -> Program:
 
 def _publish(model: Model, leaf: jax.Array, place: NamedSharding, number: np.uint32) -> tuple[jax.Array, jax.Array]:
     """(the sampler's array, the checksum of the trainer's in the sampler's type)."""
-    mesh = getattr(leaf.sharding, "mesh", None)
-    here = leaf.devices() if mesh is None else mesh.devices.flat
-    laid_out, expected = publication_program(model, list(here), place)(leaf, number)
+    source = leaf.sharding
+    if not isinstance(source, NamedSharding):  # of one device, made without a mesh
+        source = NamedSharding(as_mesh(np.asarray(list(leaf.devices())), ("data",)), PartitionSpec())
+    laid_out, expected = publication_program(model, source, place)(leaf, number)
     if set(place.device_set) == set(laid_out.sharding.device_set):
         return laid_out, expected
     return _copied(laid_out, place), expected

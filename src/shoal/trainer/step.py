@@ -73,7 +73,9 @@ class Learner:
 
     def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int):
         self.objective = objective
-        self.model = model = replace(model, reduce_dtype=jnp.dtype(section.reduce_dtype).type)
+        # In a float32 computation the partitioner sums layers in float32, whatever is asked.
+        reduce_dtype = jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
+        self.model = model = replace(model, reduce_dtype=reduce_dtype)
         self.optimizer, self.layout, init, apply = _optimizer_programs(
             model.architecture, model.role, section, num_updates)
         zero, accumulate, score = _gradient_programs(model, objective)
@@ -186,15 +188,15 @@ def _accumulate(model: Model, objective: Objective, total: GradientSum, trainabl
         return batch_loss(model, objective, trainable, batch)
 
     # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8 of the gradient.
+    backward: Any
     value, backward, (sums, maxima, lp) = jax.vjp(loss, trainable, has_aux=True)
     # The backward pass adds each layer's gradient to the sum's own buffer: stacked, they would be a second gradient.
     layers = jax.tree.map(jax.new_ref, total.gradient.blocks)
     (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(jnp.ones_like(value))
     gradient = jax.tree.map(jnp.add, replace(total.gradient, blocks=None), replace(rest, blocks=None))
-    return GradientSum(
-        replace(gradient, blocks=jax.tree.map(jax.freeze, layers)),
-        *jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums)),
-        jax.tree.map(jnp.maximum, total.maxima, maxima)), lp
+    value, sums = jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums))
+    maxima = jax.tree.map(jnp.maximum, total.maxima, maxima)
+    return GradientSum(replace(gradient, blocks=jax.tree.map(jax.freeze, layers)), value, sums, maxima), lp
 
 
 def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, trainable: Params,

@@ -1,0 +1,292 @@
+"""Parameters between files and a role's devices, a window at a time.
+
+    spread     rows of a stored parameter -> the devices -> transposed, cast and written into its array
+    collect    the same way back
+
+A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, columns, rows] where the kernel is
+transposed. Each device is given an equal run of a window's rows, so every byte is read once, by one process, and reaches
+the devices that hold it through the devices; no host holds more than some windows (decision 0015).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shoal.mesh import Role
+from shoal.model.transformer import ParamSpec
+
+WINDOW_BYTES = 32 << 20
+"""Bytes of the files in one window of a process. A window is cast and moved: about ten copies of it exist at once."""
+SMALL_BYTES = 32 << 20
+"""Largest parameter that one process lays out on the host: no program is compiled for norms and tiny models."""
+
+
+class StoredParameter(Protocol):
+    """A parameter where it is stored."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers (1 if it has none), rows, columns (1 for a vector)."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def read(self, layers: slice, rows: slice) -> np.ndarray:
+        """Some rows of some layers, [layers, rows, columns]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One parameter on the devices, and its dimension that is the rows of its file. A key of the compiled programs."""
+
+    mesh: Mesh
+    spec: PartitionSpec
+    declared: ParamSpec
+    transposed: bool
+
+    @classmethod
+    def of(cls, declared: ParamSpec, role: Role, transposed: bool) -> Layout:
+        return cls(role.mesh, role.spec(declared.axes, declared.shape), declared, transposed)
+
+    @classmethod
+    def on(cls, array: jax.Array, declared: ParamSpec, transposed: bool) -> Layout:
+        """The layout that an array has."""
+        found, dims = array.sharding, len(declared.shape)
+        if not isinstance(found, NamedSharding):  # one device
+            found = NamedSharding(Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec())
+        return cls(found.mesh, PartitionSpec(*found.spec, *[None] * (dims - len(found.spec))), declared, transposed)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec)
+
+    @property
+    def stacked(self) -> bool:
+        return self.declared.axes[0] == "layers"
+
+    @property
+    def is_vector(self) -> bool:
+        return len(self.declared.shape) - self.stacked == 1
+
+    @property
+    def row_dim(self) -> int:
+        return len(self.spec) - 1 if self.transposed else int(self.stacked)
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """[layers, rows, columns] in the files."""
+        layers, *rest = self.declared.shape if self.stacked else (1, *self.declared.shape)
+        rows, columns = (*rest, 1) if self.is_vector else rest[::-1] if self.transposed else rest
+        return layers, rows, columns
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        return self._mesh_axes(self.row_dim)
+
+    @property
+    def column_axes(self) -> tuple[str, ...]:
+        return tuple(axis for dim in range(self.stacked, len(self.spec)) if dim != self.row_dim
+                     for axis in self._mesh_axes(dim))
+
+    @property
+    def copy_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which every device holds the same."""
+        return tuple(axis for axis, size in self.mesh.shape.items()
+                     if size > 1 and axis not in self.row_axes + self.column_axes)
+
+    def _mesh_axes(self, dim: int) -> tuple[str, ...]:
+        entry = self.spec[dim]
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return tuple(name for name in names if self.mesh.shape[name] > 1)
+
+    def parts(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def to_parameter(self, values: Any) -> Any:
+        """[layers, rows, columns] -> the parameter's own dimensions."""
+        values = values.swapaxes(1, 2) if self.transposed else values
+        values = values[..., 0] if self.is_vector else values
+        return values if self.stacked else values[0]
+
+    def from_parameter(self, values: Any) -> Any:
+        """The way back."""
+        values = values if self.stacked else values[None]
+        values = values[..., None] if self.is_vector else values
+        return values.swapaxes(1, 2) if self.transposed else values
+
+    def starts(self, layer: Any, row: Any) -> list[Any]:
+        """Where a window begins in a device's part of the array."""
+        return [layer if dim == 0 and self.stacked else row if dim == self.row_dim else 0
+                for dim in range(len(self.spec))]
+
+    def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
+        """Layers and rows of each window; rows are counted within each of the parts that the rows are split into, of
+        which a window has the same: so a device writes into its own part alone."""
+        layers, rows, columns = self.stored_shape
+        part, tensor = rows // self.parts(self.row_axes), rows * columns * itemsize
+        window = WINDOW_BYTES * len({device.process_index for device in self.mesh.devices.flat})
+        at_once = _even_step(layers, window // tensor) if tensor <= window else 1
+        height = _even_step(part, math.ceil(part / math.ceil(tensor / window)))
+        for layer in range(0, layers, at_once):
+            for row in range(0, part, height):
+                yield slice(layer, min(layer + at_once, layers)), slice(row, min(row + height, part))
+
+
+def _even_step(size: int, most: int) -> int:
+    """A step of at most `most` that divides `size` if there is a large one: each size of window is compiled."""
+    divisor = next(step for step in range(most, 0, -1) if size % step == 0)
+    return divisor if 2 * divisor > most else most
+
+
+def bits_of(dtype: np.dtype) -> np.dtype:
+    """The unsigned integers of a type's size: on CPU, XLA widens bfloat16 to move it, at five times the cost."""
+    return np.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def is_small(layout: Layout, itemsize: int) -> bool:
+    return math.prod(layout.declared.shape) * itemsize <= SMALL_BYTES and not layout.mesh.is_multi_process
+
+
+# Files to devices
+
+
+def spread(stored: StoredParameter, layout: Layout, dtype: Any) -> jax.Array:
+    """The parameter as `dtype`, in its layout."""
+    shape = layout.declared.shape
+    if is_small(layout, stored.dtype.itemsize):
+        values = layout.to_parameter(stored.read(slice(0, stored.shape[0]), slice(0, stored.shape[1]))).astype(dtype)
+        return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
+    array = _zeros(shape, np.dtype(dtype), layout.sharding)
+    windows = list(layout.windows(stored.dtype.itemsize))
+    # One window is read while the one before it is on its way; a thread, because reading holds no lock.
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(_put_rows, stored, layout, *windows[0])
+        for number, (layers, rows) in enumerate(windows):
+            block = ahead.result()
+            if number + 1 < len(windows):
+                ahead = reader.submit(_put_rows, stored, layout, *windows[number + 1])
+            moved = _move(block, layout, rows.stop - rows.start, stored.dtype, np.dtype(dtype))
+            array = _write(array, moved, layers.start, rows.start, layout)
+            del block, moved
+            array.block_until_ready()  # else windows, and steps with collectives, queue up
+    # The same arrays: compiled programs leave out mesh axes of size 1, and programs that take the array would be
+    # compiled again for the other spelling.
+    return jax.make_array_from_single_device_arrays(shape, layout.sharding, [x.data for x in array.addressable_shards])
+
+
+def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slice) -> jax.Array:
+    """A window on the devices, in the file's form, an equal run of rows each: the parts of `row_axes` in order, in each
+    of them runs for `column_axes`, then for `copy_axes`; the last run is filled up."""
+    split = (*layout.row_axes, *layout.column_axes, *layout.copy_axes)
+    _, all_rows, columns = stored.shape
+    parts = layout.parts(layout.row_axes)
+    height, sharers = rows.stop - rows.start, layout.parts(split) // parts
+    padded = -(-height // sharers) * sharers
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[1].indices(parts * padded)
+        part, first = divmod(start, padded)
+        origin = part * (all_rows // parts) + rows.start
+        wanted = slice(origin + min(first, height), origin + min(first + stop - start, height))
+        values = stored.read(layers, wanted)
+        values = values.view(bits_of(values.dtype))
+        missing = stop - start - values.shape[1]
+        return np.pad(values, ((0, 0), (0, missing), (0, 0))) if missing else values
+
+    shape = (layers.stop - layers.start, parts * padded, columns)
+    sharding = NamedSharding(layout.mesh, PartitionSpec(None, split or None, None))
+    return jax.make_array_from_callback(shape, sharding, read, bits_of(stored.dtype))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _move(block: jax.Array, layout: Layout, height: int, stored: np.dtype, dtype: np.dtype) -> jax.Array:
+    """A window of bits from runs of rows to the array's layout, transposed and cast."""
+
+    def local(x: jax.Array) -> jax.Array:
+        if layout.copy_axes:
+            x = lax.all_gather(x, layout.copy_axes, axis=1, tiled=True)
+        if layout.column_axes:
+            # A dimension of its own for the parts: split within one, on CPU it takes three times as long.
+            apart = x.reshape(*x.shape[:2], layout.parts(layout.column_axes), -1)
+            x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
+            x = x.reshape(x.shape[0], -1, x.shape[-1])
+        return lax.bitcast_convert_type(layout.to_parameter(x[:, :height]), stored).astype(dtype)
+
+    split = (*layout.row_axes, *layout.column_axes, *layout.copy_axes)
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=PartitionSpec(None, split or None, None),
+                         out_specs=layout.spec, check_vma=False)(block)
+
+
+# A program of its own: in one with the transposition XLA writes element by element on CPU (81 ms for 16 MiB; apart 12).
+@partial(jax.jit, static_argnums=4, donate_argnums=0)
+def _write(array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: Layout) -> jax.Array:
+    def local(array: jax.Array, moved: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(array, moved, layout.starts(layer, row))
+
+    everywhere = PartitionSpec()
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, layout.spec, everywhere, everywhere),
+                         out_specs=layout.spec, check_vma=False)(array, moved, layer, row)
+
+
+# Devices to files
+
+
+def collect(array: Any, layout: Layout, layer: int, dtype: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """One layer in the file's form: runs of rows, each with the number of its first row."""
+    if is_small(layout, array.dtype.itemsize):
+        yield 0, layout.from_parameter(np.asarray(array))[layer]
+        return
+    _, all_rows, _ = layout.stored_shape
+    parts, sharers = layout.parts(layout.row_axes), layout.parts(layout.column_axes)
+    for layers, rows in layout.windows(max(array.dtype.itemsize, np.dtype(dtype).itemsize)):
+        if not layers.start <= layer < layers.stop:
+            continue
+        height = rows.stop - rows.start
+        block = _take(array, layer, rows.start, layout, height, np.dtype(dtype))
+        padded = block.shape[1] // parts
+        for shard in block.addressable_shards:
+            if shard.replica_id:
+                continue
+            part, first = divmod(shard.index[1].start or 0, padded)
+            last = min(first + padded // sharers, height)
+            if first < last:
+                yield part * (all_rows // parts) + rows.start + first, np.asarray(shard.data)[0, : last - first]
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _take(array: jax.Array, layer: Any, row: Any, layout: Layout, height: int, dtype: np.dtype) -> jax.Array:
+    """A window of one layer as runs of rows, over `row_axes` and in them over `column_axes`."""
+
+    def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+        sizes = [1 if dim == 0 and layout.stacked else height if dim == layout.row_dim else size
+                 for dim, size in enumerate(array.shape)]
+        x = layout.from_parameter(lax.dynamic_slice(array, layout.starts(layer, row), sizes)).astype(dtype)
+        if layout.column_axes:
+            parts = layout.parts(layout.column_axes)
+            x = jnp.pad(lax.bitcast_convert_type(x, bits_of(dtype)), ((0, 0), (0, -height % parts), (0, 0)))
+            x = x.reshape(1, parts, -1, x.shape[-1])
+            x = lax.all_to_all(x, layout.column_axes, split_axis=1, concat_axis=3, tiled=True)
+            x = lax.bitcast_convert_type(x.reshape(1, -1, x.shape[-1]), dtype)
+        return x
+
+    everywhere, split = PartitionSpec(), (*layout.row_axes, *layout.column_axes)
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, everywhere, everywhere),
+                         out_specs=PartitionSpec(None, split or None, None), check_vma=False)(array, layer, row)

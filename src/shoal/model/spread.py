@@ -1,17 +1,18 @@
 """Parameters between files and a role's devices, a window at a time.
 
-    spread     rows of a stored parameter -> the devices -> transposed, cast and written into its array
-    collect    the same way back
+    spread      rows of a stored parameter -> the devices -> transposed, cast and written into its array
+    collect     the same way back
+    assemble    parts of an array on the host -> the array
 
 A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, columns, rows] where the kernel is
-transposed. Each device is given an equal run of a window's rows, so every byte is read once, by one process, and reaches
+transposed. Each device is given an equal run of a window's rows: every byte is read once, by one process, and reaches
 the devices that hold it through the devices; no host holds more than some windows (decision 0015).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shoal.mesh import Role
 from shoal.model.transformer import ParamSpec
@@ -132,6 +133,11 @@ class Layout:
         return [layer if dim == 0 and self.stacked else row if dim == self.row_dim else 0
                 for dim in range(len(self.spec))]
 
+    def sizes(self, height: int, shape: tuple[int, ...]) -> list[int]:
+        """The sizes of a window of one layer of an array of this shape."""
+        return [1 if dim == 0 and self.stacked else height if dim == self.row_dim else size
+                for dim, size in enumerate(shape)]
+
     def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
         """Layers and rows of each window; rows are counted within each of the parts that the rows are split into, of
         which a window has the same: so a device writes into its own part alone."""
@@ -212,7 +218,7 @@ def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slic
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
     return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
@@ -271,14 +277,19 @@ def collect(array: Any, layout: Layout, layer: int, dtype: Any) -> Iterator[tupl
                 yield part * (all_rows // parts) + rows.start + first, np.asarray(shard.data)[0, : last - first]
 
 
+def take_rows(array: Any, layout: Layout, layer: int, rows: slice) -> np.ndarray:
+    """Some rows of one layer in the file's form, [rows, columns], of an array on one device."""
+    part = lax.dynamic_slice(array, layout.starts(layer, rows.start), layout.sizes(rows.stop - rows.start, array.shape))
+    return layout.from_parameter(np.asarray(part))[0]
+
+
 @partial(jax.jit, static_argnums=(3, 4, 5))
 def _take(array: jax.Array, layer: Any, row: Any, layout: Layout, height: int, dtype: np.dtype) -> jax.Array:
     """A window of one layer as runs of rows, over `row_axes` and in them over `column_axes`."""
 
     def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
-        sizes = [1 if dim == 0 and layout.stacked else height if dim == layout.row_dim else size
-                 for dim, size in enumerate(array.shape)]
-        x = layout.from_parameter(lax.dynamic_slice(array, layout.starts(layer, row), sizes)).astype(dtype)
+        part = lax.dynamic_slice(array, layout.starts(layer, row), layout.sizes(height, array.shape))
+        x = layout.from_parameter(part).astype(dtype)
         if layout.column_axes:
             parts = layout.parts(layout.column_axes)
             x = jnp.pad(lax.bitcast_convert_type(x, bits_of(dtype)), ((0, 0), (0, -height % parts), (0, 0)))
@@ -290,3 +301,42 @@ def _take(array: jax.Array, layer: Any, row: Any, layout: Layout, height: int, d
     everywhere, split = PartitionSpec(), (*layout.row_axes, *layout.column_axes)
     return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, everywhere, everywhere),
                          out_specs=PartitionSpec(None, split or None, None), check_vma=False)(array, layer, row)
+
+
+# Parts of an array to devices
+
+Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
+"""A part's place in an array, and a function that reads it."""
+
+
+def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The array of parts that are laid out as it is. A process reads those that its devices hold, each once."""
+    dtype = np.dtype(dtype)
+    if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
+        whole = np.empty(shape, dtype)
+        for place, read in parts:
+            whole[place] = read()
+        return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
+    held = {device: [slice(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
+            for device, index in sharding.addressable_devices_indices_map(shape).items()}
+    arrays = {device: _zeros(sharding.shard_shape(shape), dtype, SingleDeviceSharding(device)) for device in held}
+    for place, read in parts:
+        common = {device: [_overlap(*both) for both in zip(own, place, strict=True)] for device, own in held.items()}
+        shared = {device: cuts for device, cuts in common.items() if all(cut.start < cut.stop for cut in cuts)}
+        values = read() if shared else np.empty(0)
+        for device, cuts in shared.items():
+            within = tuple(slice(cut.start - whole.start, cut.stop - whole.start)
+                           for cut, whole in zip(cuts, place, strict=True))
+            starts = [cut.start - own.start for cut, own in zip(cuts, held[device], strict=True)]
+            arrays[device] = _paste(arrays[device], jax.device_put(values[within].astype(dtype), device), starts)
+        jax.block_until_ready([arrays[device] for device in shared])
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()))
+
+
+def _overlap(one: slice, other: slice) -> slice:
+    return slice(max(one.start, other.start), min(one.stop, other.stop))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
+    return lax.dynamic_update_slice(array, part, starts)

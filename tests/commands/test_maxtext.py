@@ -328,6 +328,39 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
 
 
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
+    """To two devices, and back to files: no part is larger than a window, or a piece of the file with whole heads."""
+    from shoal.model import spread
+    from shoal.trainer import array_tree
+
+    sizes: list[int] = []
+    plain_read = array_tree.StoredArray.read
+
+    def counted(array: Any, part: tuple[slice, ...]) -> np.ndarray:
+        values = plain_read(array, part)
+        sizes.append(values.nbytes)
+        return values
+
+    folder = folder_of(tmp_path / "hf", tie_word_embeddings=False, head_dim=16)
+    section = ModelSection(path=str(tmp_path / "items"), tokenizer=str(folder), scan_layers=scan_layers)
+    monkeypatch.setattr(array_tree, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(array_tree.StoredArray, "read", counted)
+    monkeypatch.setattr(spread, "SMALL_BYTES", 0)
+    monkeypatch.setattr(maxtext, "WINDOW_BYTES", 3000)
+    run_convert(source=folder, to=section.path, scan_layers=scan_layers)
+    a, role = hf.architecture_of(folder), make_roles(MeshSection(fsdp=2), jax.devices()[:2]).trainer
+    read = load(section, role)
+    assert max(sizes) <= 4096 and sum(sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    assert [leaf.sharding for leaf in jax.tree.leaves(read)] == jax.tree.leaves(shardings(a, role))
+    run_convert(source=section.path, to=tmp_path / "back", format="huggingface", tokenizer=folder,
+                scan_layers=scan_layers)
+    monkeypatch.undo()
+    expected = by_path(load(ModelSection(path=str(folder))))
+    assert same_bits(by_path(read), expected)
+    assert same_bits(by_path(load(ModelSection(path=str(tmp_path / "back")))), expected)
+
+
 def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
     """Makes the model in a folder the one that a name of MaxText's stands for."""
     monkeypatch.setattr(names, "MODELS", {**MODELS, name: NamedModel("org/model", hf.architecture_of(folder))})

@@ -216,7 +216,7 @@ class LazyParameter:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written: its parameter, or one layer of a stacked one."""
+    """A tensor to be written, a parameter or one layer of a stacked one: its rows in runs, in a type."""
 
     name: str
     shape: tuple[int, ...]

@@ -12,7 +12,7 @@ the devices that hold it through the devices; no host holds more than some windo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +68,7 @@ class Layout:
         found, dims = array.sharding, len(declared.shape)
         if not isinstance(found, NamedSharding):  # one device
             found = NamedSharding(Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec())
+        assert isinstance(found.mesh, Mesh)
         return cls(found.mesh, PartitionSpec(*found.spec, *[None] * (dims - len(found.spec))), declared, transposed)
 
     @property
@@ -158,7 +159,8 @@ def _even_step(size: int, most: int) -> int:
 
 
 def bits_of(dtype: np.dtype) -> np.dtype:
-    """The unsigned integers of a type's size: on CPU, XLA widens bfloat16 to move it, at five times the cost."""
+    """The unsigned integers of a type's size. XLA widens bfloat16 to float32 on CPU, even to move it: a whole array to
+    write a part of it (525 MB: 220 ms instead of 3), all that is exchanged (five times the cost)."""
     return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
@@ -175,7 +177,7 @@ def spread(stored: StoredParameter, layout: Layout, dtype: Any) -> jax.Array:
     if is_small(layout, stored.dtype.itemsize):
         values = layout.to_parameter(stored.read(slice(0, stored.shape[0]), slice(0, stored.shape[1]))).astype(dtype)
         return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
-    array = _zeros(shape, np.dtype(dtype), layout.sharding)
+    array = _zeros(shape, bits_of(np.dtype(dtype)), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
     # One window is read while the one before it is on its way; a thread, because reading holds no lock.
     with ThreadPoolExecutor(1) as reader:
@@ -188,9 +190,19 @@ def spread(stored: StoredParameter, layout: Layout, dtype: Any) -> jax.Array:
             array = _write(array, moved, layers.start, rows.start, layout)
             del block, moved
             array.block_until_ready()  # else windows, and steps with collectives, queue up
-    # The same arrays: compiled programs leave out mesh axes of size 1, and programs that take the array would be
-    # compiled again for the other spelling.
-    return jax.make_array_from_single_device_arrays(shape, layout.sharding, [x.data for x in array.addressable_shards])
+    return _finished(array, layout.sharding, np.dtype(dtype))
+
+
+def _finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
+    """An array of bits as what they mean, in the same memory."""
+    parts = [shard.data for shard in _retype(array, dtype).addressable_shards]
+    # Compiled programs leave mesh axes of size 1 out of a sharding: another spelling, for which others compile again.
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _retype(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    return lax.bitcast_convert_type(array, dtype)
 
 
 def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slice) -> jax.Array:
@@ -202,7 +214,7 @@ def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slic
     height, sharers = rows.stop - rows.start, layout.parts(split) // parts
     padded = -(-height // sharers) * sharers
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: Any) -> np.ndarray:
         start, stop, _ = index[1].indices(parts * padded)
         part, first = divmod(start, padded)
         origin = part * (all_rows // parts) + rows.start
@@ -234,7 +246,8 @@ def _move(block: jax.Array, layout: Layout, height: int, stored: np.dtype, dtype
             apart = x.reshape(*x.shape[:2], layout.parts(layout.column_axes), -1)
             x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
             x = x.reshape(x.shape[0], -1, x.shape[-1])
-        return lax.bitcast_convert_type(layout.to_parameter(x[:, :height]), stored).astype(dtype)
+        x = lax.bitcast_convert_type(layout.to_parameter(x[:, :height]), stored).astype(dtype)
+        return lax.bitcast_convert_type(x, bits_of(dtype))
 
     split = (*layout.row_axes, *layout.column_axes, *layout.copy_axes)
     return jax.shard_map(local, mesh=layout.mesh, in_specs=PartitionSpec(None, split or None, None),
@@ -317,9 +330,11 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
         for place, read in parts:
             whole[place] = read()
         return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
+    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
     held = {device: [slice(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
-            for device, index in sharding.addressable_devices_indices_map(shape).items()}
-    arrays = {device: _zeros(sharding.shard_shape(shape), dtype, SingleDeviceSharding(device)) for device in held}
+            for device, index in indices.items()}
+    arrays = {device: _zeros(sharding.shard_shape(shape), bits_of(dtype), SingleDeviceSharding(device))
+              for device in held}
     for place, read in parts:
         common = {device: [_overlap(*both) for both in zip(own, place, strict=True)] for device, own in held.items()}
         shared = {device: cuts for device, cuts in common.items() if all(cut.start < cut.stop for cut in cuts)}
@@ -328,9 +343,11 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
             within = tuple(slice(cut.start - whole.start, cut.stop - whole.start)
                            for cut, whole in zip(cuts, place, strict=True))
             starts = [cut.start - own.start for cut, own in zip(cuts, held[device], strict=True)]
-            arrays[device] = _paste(arrays[device], jax.device_put(values[within].astype(dtype), device), starts)
+            part = np.ascontiguousarray(values[within], dtype).view(bits_of(dtype))
+            arrays[device] = _paste(arrays[device], jax.device_put(part, device), starts)
         jax.block_until_ready([arrays[device] for device in shared])
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()))
+    whole = jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=bits_of(dtype))
+    return _finished(whole, sharding, dtype)
 
 
 def _overlap(one: slice, other: slice) -> slice:

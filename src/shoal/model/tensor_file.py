@@ -39,7 +39,7 @@ class StoredTensor:
     def read(self, start: int, values: np.ndarray) -> None:
         """Fills `values` with rows from `start` on. ShoalError with the byte where the file cannot be read further."""
         position = self.offset + start * values[0].nbytes
-        end, left = position + values.nbytes, memoryview(values.reshape(-1).view(np.uint8))
+        end, left = position + values.nbytes, values.reshape(-1).view(np.uint8).data
         try:
             with open(self.file, "rb", buffering=0) as stream:
                 stream.seek(position)
@@ -52,7 +52,6 @@ class StoredTensor:
         except OSError as error:
             raise ShoalError(f"{self.file} cannot be read at byte {position}, in the tensor {self.name} "
                              f"({error.strerror}): check the disk, then repeat the command.") from error
-        return values
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -82,7 +81,7 @@ class Writable(Protocol):
     def name(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def runs(self, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+    def runs(self, dtype: np.dtype, /) -> Iterator[tuple[int, np.ndarray]]:
         """All its rows in runs, each with the number of its first row."""
         ...
 

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shoal.model.tensor_file import DTYPES, read_header
+
 GIB = 2**30
 
 
@@ -118,8 +120,6 @@ def read_plainly(folder: Path) -> tuple[float, int]:
 
 
 def times_read(folder: Path, results: list[dict[str, Any]]) -> str:
-    from shoal.model.tensor_file import DTYPES, read_header
-
     read = sorted(tuple(one) for result in results for one in result["read"])
     wanted = sorted((file.name, t.offset, t.offset + math.prod(t.shape) * DTYPES[t.dtype].itemsize)
                     for file in folder.glob("*.safetensors") for t in read_header(file).values())
@@ -134,6 +134,12 @@ def times_read(folder: Path, results: list[dict[str, Any]]) -> str:
         return out
 
     return "once" if joined(read) == joined(wanted) else "NOT ONCE"
+
+
+def values_of(tensor: Any) -> bytes:
+    with open(tensor.file, "rb") as stream:
+        stream.seek(tensor.offset)
+        return stream.read(2 * math.prod(tensor.shape))
 
 
 def main() -> None:
@@ -175,8 +181,10 @@ def main() -> None:
     for what, source, target, to in (("convert to MaxText's layout", folder, items, "maxtext"),
                                      ("convert back", items, back, "huggingface")):
         line(what, in_processes([[*common, "convert", str(source), str(target), to]], 1))
-    same = all((folder / file.name).read_bytes() == file.read_bytes() for file in back.glob("*.safetensors"))
-    print(f"\nthe files {'are' if same else 'ARE NOT'} the same after both conversions")
+    both = [{name: tensor for file in place.glob("*.safetensors") for name, tensor in read_header(file).items()}
+            for place in (folder, back)]
+    same = both[0].keys() == both[1].keys() and all(values_of(t) == values_of(both[1][n]) for n, t in both[0].items())
+    print(f"\nthe tensors {'are' if same else 'ARE NOT'} the same after both conversions")
 
 
 if __name__ == "__main__":

@@ -158,10 +158,11 @@ def _even_step(size: int, most: int) -> int:
     return divisor if 2 * divisor > most else most
 
 
-def bits_of(dtype: np.dtype) -> np.dtype:
-    """The unsigned integers of a type's size. XLA widens bfloat16 to float32 on CPU, even to move it: a whole array to
-    write a part of it (525 MB: 220 ms instead of 3), all that is exchanged (five times the cost)."""
-    return np.dtype(f"uint{8 * dtype.itemsize}")
+def carrier(dtype: Any, mesh: Any) -> np.dtype:
+    """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even to move it: a whole array to write
+    a part of it (525 MB: 220 ms, as integers 3), all that is exchanged (five times the cost)."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.uint16) if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu" else dtype
 
 
 def is_small(layout: Layout, itemsize: int) -> bool:
@@ -177,7 +178,7 @@ def spread(stored: StoredParameter, layout: Layout, dtype: Any) -> jax.Array:
     if is_small(layout, stored.dtype.itemsize):
         values = layout.to_parameter(stored.read(slice(0, stored.shape[0]), slice(0, stored.shape[1]))).astype(dtype)
         return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
-    array = _zeros(shape, bits_of(np.dtype(dtype)), layout.sharding)
+    array = _zeros(shape, carrier(dtype, layout.mesh), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
     # One window is read while the one before it is on its way; a thread, because reading holds no lock.
     with ThreadPoolExecutor(1) as reader:
@@ -194,15 +195,12 @@ def spread(stored: StoredParameter, layout: Layout, dtype: Any) -> jax.Array:
 
 
 def _finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
-    """An array of bits as what they mean, in the same memory."""
-    parts = [shard.data for shard in _retype(array, dtype).addressable_shards]
+    """An array of a carrier type as what it means, in the same memory."""
+    parts = [shard.data for shard in array.addressable_shards]
+    if array.dtype != dtype:  # through NumPy's views: a compiled cast would need the memory twice
+        parts = [jax.device_put(np.asarray(part).view(dtype), part.sharding) for part in parts]
     # Compiled programs leave mesh axes of size 1 out of a sharding: another spelling, for which others compile again.
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
-
-
-@partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _retype(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(array, dtype)
 
 
 def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slice) -> jax.Array:
@@ -212,6 +210,7 @@ def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slic
     _, all_rows, columns = stored.shape
     parts = layout.parts(layout.row_axes)
     height, sharers = rows.stop - rows.start, layout.parts(split) // parts
+    moved = carrier(stored.dtype, layout.mesh)
     padded = -(-height // sharers) * sharers
 
     def read(index: Any) -> np.ndarray:
@@ -220,13 +219,13 @@ def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slic
         origin = part * (all_rows // parts) + rows.start
         wanted = slice(origin + min(first, height), origin + min(first + stop - start, height))
         values = stored.read(layers, wanted)
-        values = values.view(bits_of(values.dtype))
+        values = values.view(moved)
         missing = stop - start - values.shape[1]
         return np.pad(values, ((0, 0), (0, missing), (0, 0))) if missing else values
 
     shape = (layers.stop - layers.start, parts * padded, columns)
     sharding = NamedSharding(layout.mesh, PartitionSpec(None, split or None, None))
-    return jax.make_array_from_callback(shape, sharding, read, bits_of(stored.dtype))
+    return jax.make_array_from_callback(shape, sharding, read, moved)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -236,7 +235,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.A
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _move(block: jax.Array, layout: Layout, height: int, stored: np.dtype, dtype: np.dtype) -> jax.Array:
-    """A window of bits from runs of rows to the array's layout, transposed and cast."""
+    """A window from runs of rows to the array's layout, transposed and cast."""
 
     def local(x: jax.Array) -> jax.Array:
         if layout.copy_axes:
@@ -247,7 +246,7 @@ def _move(block: jax.Array, layout: Layout, height: int, stored: np.dtype, dtype
             x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
             x = x.reshape(x.shape[0], -1, x.shape[-1])
         x = lax.bitcast_convert_type(layout.to_parameter(x[:, :height]), stored).astype(dtype)
-        return lax.bitcast_convert_type(x, bits_of(dtype))
+        return lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
 
     split = (*layout.row_axes, *layout.column_axes, *layout.copy_axes)
     return jax.shard_map(local, mesh=layout.mesh, in_specs=PartitionSpec(None, split or None, None),
@@ -305,7 +304,8 @@ def _take(array: jax.Array, layer: Any, row: Any, layout: Layout, height: int, d
         x = layout.from_parameter(part).astype(dtype)
         if layout.column_axes:
             parts = layout.parts(layout.column_axes)
-            x = jnp.pad(lax.bitcast_convert_type(x, bits_of(dtype)), ((0, 0), (0, -height % parts), (0, 0)))
+            x = lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
+            x = jnp.pad(x, ((0, 0), (0, -height % parts), (0, 0)))
             x = x.reshape(1, parts, -1, x.shape[-1])
             x = lax.all_to_all(x, layout.column_axes, split_axis=1, concat_axis=3, tiled=True)
             x = lax.bitcast_convert_type(x.reshape(1, -1, x.shape[-1]), dtype)
@@ -333,8 +333,8 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
     indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
     held = {device: [slice(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
             for device, index in indices.items()}
-    arrays = {device: _zeros(sharding.shard_shape(shape), bits_of(dtype), SingleDeviceSharding(device))
-              for device in held}
+    moved = carrier(dtype, sharding.mesh)
+    arrays = {device: _zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device)) for device in held}
     for place, read in parts:
         common = {device: [_overlap(*both) for both in zip(own, place, strict=True)] for device, own in held.items()}
         shared = {device: cuts for device, cuts in common.items() if all(cut.start < cut.stop for cut in cuts)}
@@ -343,10 +343,10 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
             within = tuple(slice(cut.start - whole.start, cut.stop - whole.start)
                            for cut, whole in zip(cuts, place, strict=True))
             starts = [cut.start - own.start for cut, own in zip(cuts, held[device], strict=True)]
-            part = np.ascontiguousarray(values[within], dtype).view(bits_of(dtype))
+            part = np.ascontiguousarray(values[within], dtype).view(moved)
             arrays[device] = _paste(arrays[device], jax.device_put(part, device), starts)
         jax.block_until_ready([arrays[device] for device in shared])
-    whole = jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=bits_of(dtype))
+    whole = jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=moved)
     return _finished(whole, sharding, dtype)
 
 

@@ -73,10 +73,10 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
 
     from shoal.config.schema import MeshSection
     from shoal.mesh import make_roles
-    from shoal.model import hf, spread
+    from shoal.model import hf, param_layout
     from shoal.model.tensor_file import StoredTensor
 
-    spread.WINDOW_BYTES, read = window << 20, []
+    param_layout.WINDOW_BYTES, read = window << 20, []
     plain_read = StoredTensor.read
 
     def counted(self: StoredTensor, start: int, values: Any) -> None:

@@ -16,8 +16,8 @@ from tiny_models import write_model
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model import hf, spread
-from shoal.model.spread import Layout
+from shoal.model import hf, param_layout, spread
+from shoal.model.param_layout import ParamLayout
 from shoal.model.transformer import ParamSpec
 from shoal.types import ShoalError
 
@@ -48,7 +48,7 @@ class Stored:
 def check(name: str, mesh: MeshSection, source: Any, target: Any) -> np.ndarray:
     """Spreads a parameter and returns how often each of its rows was read; compares this process's shards."""
     declared, transposed = PARAMETERS[name]
-    layout = Layout.of(declared, make_roles(mesh).trainer, transposed)
+    layout = ParamLayout.of(declared, make_roles(mesh).trainer, transposed)
     stored = Stored(layout.stored_shape, source)
     array = spread.spread(stored, layout, target)
     wanted = layout.to_parameter(stored.values).astype(target)
@@ -65,7 +65,7 @@ def check(name: str, mesh: MeshSection, source: Any, target: Any) -> np.ndarray:
 
 
 def small_windows() -> None:
-    spread.SMALL_BYTES, spread.WINDOW_BYTES = 0, 200
+    spread.SMALL_BYTES, param_layout.WINDOW_BYTES = 0, 200
 
 
 MESHES = {"8x1": MeshSection(fsdp=8), "2x2x2": MeshSection(data=2, fsdp=2, tensor=2)}
@@ -74,7 +74,7 @@ MESHES = {"8x1": MeshSection(fsdp=8), "2x2x2": MeshSection(data=2, fsdp=2, tenso
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_every_row_is_read_once_and_comes_back(monkeypatch, name):
     monkeypatch.setattr(spread, "SMALL_BYTES", 0)
-    monkeypatch.setattr(spread, "WINDOW_BYTES", 200)
+    monkeypatch.setattr(param_layout, "WINDOW_BYTES", 200)
     reads = check(name, MESHES["2x2x2"], np.float16, np.dtype(np.float32))
     assert (reads == 1).all()
 
@@ -83,15 +83,16 @@ def test_every_row_is_read_once_and_comes_back(monkeypatch, name):
                                               (MeshSection(tensor=8, fsdp=1), 200)], ids=["fsdp", "whole", "tensor"])
 def test_other_meshes_and_windows(monkeypatch, mesh, window):
     monkeypatch.setattr(spread, "SMALL_BYTES", 0)
-    monkeypatch.setattr(spread, "WINDOW_BYTES", window)
+    monkeypatch.setattr(param_layout, "WINDOW_BYTES", window)
     assert (check("a kernel", mesh, np.float32, np.dtype(jnp.bfloat16)) == 1).all()
 
 
 def test_windows_are_of_few_sizes():
-    layout = Layout.of(ParamSpec((28, 64, 96), ("layers", "embed", "mlp")), make_roles(MeshSection()).trainer, True)
-    spread_windows = list(layout.windows(1024))
-    assert len({(layers.stop - layers.start, rows.stop - rows.start) for layers, rows in spread_windows}) == 1
-    assert all((layers.stop - layers.start) * 64 * 96 * 1024 <= spread.WINDOW_BYTES for layers, _ in spread_windows)
+    role = make_roles(MeshSection()).trainer
+    layout = ParamLayout.of(ParamSpec((28, 64, 96), ("layers", "embed", "mlp")), role, True)
+    windows = list(layout.windows(1024))
+    assert len({(layers.stop - layers.start, rows.stop - rows.start) for layers, rows in windows}) == 1
+    assert all((layers.stop - layers.start) * 64 * 96 * 1024 <= param_layout.WINDOW_BYTES for layers, _ in windows)
 
 
 TWO = """

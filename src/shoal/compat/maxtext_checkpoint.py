@@ -35,9 +35,10 @@ import numpy as np
 from shoal.config.schema import ModelSection
 from shoal.mesh import Role
 from shoal.model import hf, hf_config, hub
+from shoal.model.assemble import Part, assemble
 from shoal.model.hf import NAMES, dotted
 from shoal.model.names import model_named
-from shoal.model.spread import WINDOW_BYTES, Part, assemble
+from shoal.model.param_layout import WINDOW_BYTES
 from shoal.model.transformer import Architecture, ParamSpec, is_param_spec, param_specs
 from shoal.run.checkpoint_formats import ForeignArrays, ReadRows
 from shoal.run.loading import ModelSpec

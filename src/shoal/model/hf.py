@@ -26,7 +26,8 @@ from shoal.files import read_json
 from shoal.mesh import Role
 from shoal.model.hf_config import architecture_of as architecture_of  # callers read and load through this module
 from shoal.model.hf_config import config_to_save
-from shoal.model.spread import Layout, collect, spread
+from shoal.model.param_layout import ParamLayout
+from shoal.model.spread import collect, spread
 from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
 from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError
@@ -89,9 +90,9 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
         param_specs(architecture), is_leaf=is_param_spec)
 
 
-def layout_of(path: str, declared: ParamSpec, role: Role) -> Layout:
+def layout_of(path: str, declared: ParamSpec, role: Role) -> ParamLayout:
     """How a parameter lies on a role's devices and in files."""
-    return Layout.of(declared, role, NAMES[path].transposed)
+    return ParamLayout.of(declared, role, NAMES[path].transposed)
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def _reader(leaf: Any, declared: ParamSpec, name: TensorName) -> Callable[[int, 
     # Of another system's checkpoint, which may be larger than this host's memory.
     if isinstance(leaf, LazyParameter):
         return lambda layer, _: leaf.read(layer if name.stacked else None)
-    return partial(collect, leaf, Layout.on(leaf, declared, name.transposed))
+    return partial(collect, leaf, ParamLayout.on(leaf, declared, name.transposed))
 
 
 def _write_shards(folder: Path, tensors: Iterator[OutputTensor], dtype: np.dtype, shard_bytes: int) -> None:

@@ -1,20 +1,17 @@
 """Parameters between files and a role's devices, a window at a time.
 
-    spread      rows of a stored parameter -> the devices -> transposed, cast and written into its array
-    collect     the same way back
-    assemble    parts of an array on the host -> the array
+    spread     rows of a stored parameter -> the devices -> transposed, cast and written into its array
+    collect    the same way back
 
-A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, columns, rows] where the kernel is
-transposed. Each device is given an equal run of a window's rows: every byte is read once, by one process, and reaches
+Each device is given an equal run of a window's rows: every byte is read once, by one process, and reaches
 the devices that hold it through the devices; no host holds more than some windows (decision 0015).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,13 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shoal.mesh import Role
-from shoal.model.transformer import ParamSpec
+from shoal.model.param_layout import ParamLayout
 
-WINDOW_BYTES = 32 << 20
-"""Bytes of the files in one window of a process. A window is cast and moved: about ten copies of it exist at once."""
 SMALL_BYTES = 32 << 20
 """Largest parameter that one process lays out on the host: no program is compiled for norms and tiny models."""
 
@@ -49,136 +43,27 @@ class StoredParameter(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One parameter on the devices, and its dimension that is the rows of its file. A key of the compiled programs."""
-
-    mesh: Mesh
-    spec: PartitionSpec
-    declared: ParamSpec
-    transposed: bool
-
-    @classmethod
-    def of(cls, declared: ParamSpec, role: Role, transposed: bool) -> Layout:
-        return cls(role.mesh, role.spec(declared.axes, declared.shape), declared, transposed)
-
-    @classmethod
-    def on(cls, array: jax.Array, declared: ParamSpec, transposed: bool) -> Layout:
-        """The layout that an array has."""
-        found, dims = array.sharding, len(declared.shape)
-        if not isinstance(found, NamedSharding):  # one device
-            found = NamedSharding(Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec())
-        assert isinstance(found.mesh, Mesh)
-        return cls(found.mesh, PartitionSpec(*found.spec, *[None] * (dims - len(found.spec))), declared, transposed)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec)
-
-    @property
-    def stacked(self) -> bool:
-        return self.declared.axes[0] == "layers"
-
-    @property
-    def is_vector(self) -> bool:
-        return len(self.declared.shape) - self.stacked == 1
-
-    @property
-    def row_dim(self) -> int:
-        return len(self.spec) - 1 if self.transposed else int(self.stacked)
-
-    @property
-    def stored_shape(self) -> tuple[int, int, int]:
-        """[layers, rows, columns] in the files."""
-        layers, *rest = self.declared.shape if self.stacked else (1, *self.declared.shape)
-        rows, columns = (*rest, 1) if self.is_vector else rest[::-1] if self.transposed else rest
-        return layers, rows, columns
-
-    @property
-    def row_axes(self) -> tuple[str, ...]:
-        return self._mesh_axes(self.row_dim)
-
-    @property
-    def column_axes(self) -> tuple[str, ...]:
-        return tuple(axis for dim in range(self.stacked, len(self.spec)) if dim != self.row_dim
-                     for axis in self._mesh_axes(dim))
-
-    @property
-    def copy_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which every device holds the same."""
-        return tuple(axis for axis, size in self.mesh.shape.items()
-                     if size > 1 and axis not in self.row_axes + self.column_axes)
-
-    def _mesh_axes(self, dim: int) -> tuple[str, ...]:
-        entry = self.spec[dim]
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        return tuple(name for name in names if self.mesh.shape[name] > 1)
-
-    def parts(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
-
-    def to_parameter(self, values: Any) -> Any:
-        """[layers, rows, columns] -> the parameter's own dimensions."""
-        values = values.swapaxes(1, 2) if self.transposed else values
-        values = values[..., 0] if self.is_vector else values
-        return values if self.stacked else values[0]
-
-    def from_parameter(self, values: Any) -> Any:
-        """The way back."""
-        values = values if self.stacked else values[None]
-        values = values[..., None] if self.is_vector else values
-        return values.swapaxes(1, 2) if self.transposed else values
-
-    def starts(self, layer: Any, row: Any) -> list[Any]:
-        """Where a window begins in a device's part of the array."""
-        return [layer if dim == 0 and self.stacked else row if dim == self.row_dim else 0
-                for dim in range(len(self.spec))]
-
-    def sizes(self, height: int, shape: tuple[int, ...]) -> list[int]:
-        """The sizes of a window of one layer of an array of this shape."""
-        return [1 if dim == 0 and self.stacked else height if dim == self.row_dim else size
-                for dim, size in enumerate(shape)]
-
-    def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
-        """Layers and rows of each window; rows are counted within each of the parts that the rows are split into, of
-        which a window has the same: so a device writes into its own part alone."""
-        layers, rows, columns = self.stored_shape
-        part, tensor = rows // self.parts(self.row_axes), rows * columns * itemsize
-        window = WINDOW_BYTES * len({device.process_index for device in self.mesh.devices.flat})
-        at_once = _even_step(layers, window // tensor) if tensor <= window else 1
-        height = _even_step(part, math.ceil(part / math.ceil(tensor / window)))
-        for layer in range(0, layers, at_once):
-            for row in range(0, part, height):
-                yield slice(layer, min(layer + at_once, layers)), slice(row, min(row + height, part))
-
-
-def _even_step(size: int, most: int) -> int:
-    """A step of at most `most` that divides `size` if there is a large one: each size of window is compiled."""
-    divisor = next(step for step in range(most, 0, -1) if size % step == 0)
-    return divisor if 2 * divisor > most else most
-
-
 def carrier(dtype: Any, mesh: Any) -> np.dtype:
-    """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even to move it: a whole array to write
-    a part of it (525 MB: 220 ms, as integers 3), all that is exchanged (five times the cost)."""
+    """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even for that: a whole array to write
+    a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange (five times the cost)."""
     dtype = np.dtype(dtype)
     return np.dtype(np.uint16) if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu" else dtype
 
 
-def is_small(layout: Layout, itemsize: int) -> bool:
+def is_small(layout: ParamLayout, itemsize: int) -> bool:
     return math.prod(layout.declared.shape) * itemsize <= SMALL_BYTES and not layout.mesh.is_multi_process
 
 
 # Files to devices
 
 
-def spread(stored: StoredParameter, layout: Layout, dtype: Any) -> jax.Array:
+def spread(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
     """The parameter as `dtype`, in its layout."""
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
         values = layout.to_parameter(stored.read(slice(0, stored.shape[0]), slice(0, stored.shape[1]))).astype(dtype)
         return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
-    array = _zeros(shape, carrier(dtype, layout.mesh), layout.sharding)
+    array = zeros(shape, carrier(dtype, layout.mesh), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
     # One window is read while the one before it is on its way; a thread, because reading holds no lock.
     with ThreadPoolExecutor(1) as reader:
@@ -191,10 +76,10 @@ def spread(stored: StoredParameter, layout: Layout, dtype: Any) -> jax.Array:
             array = _write(array, moved, layers.start, rows.start, layout)
             del block, moved
             array.block_until_ready()  # else windows, and steps with collectives, queue up
-    return _finished(array, layout.sharding, np.dtype(dtype))
+    return finished(array, layout.sharding, np.dtype(dtype))
 
 
-def _finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
+def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
     """An array of a carrier type as what it means, in the same memory."""
     parts = [shard.data for shard in array.addressable_shards]
     if array.dtype != dtype:  # through NumPy's views: a compiled cast would need the memory twice
@@ -203,13 +88,11 @@ def _finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
 
 
-def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slice) -> jax.Array:
-    """A window on the devices, in the file's form, an equal run of rows each: the parts of `row_axes` in order, in each
-    of them runs for `column_axes`, then for `copy_axes`; the last run is filled up."""
-    split = (*layout.row_axes, *layout.column_axes, *layout.copy_axes)
+def _put_rows(stored: StoredParameter, layout: ParamLayout, layers: slice, rows: slice) -> jax.Array:
+    """A window on the devices in the file's form, a run of rows each; the last runs are filled up."""
     _, all_rows, columns = stored.shape
     parts = layout.parts(layout.row_axes)
-    height, sharers = rows.stop - rows.start, layout.parts(split) // parts
+    height, sharers = rows.stop - rows.start, layout.mesh.size // parts
     moved = carrier(stored.dtype, layout.mesh)
     padded = -(-height // sharers) * sharers
 
@@ -218,23 +101,21 @@ def _put_rows(stored: StoredParameter, layout: Layout, layers: slice, rows: slic
         part, first = divmod(start, padded)
         origin = part * (all_rows // parts) + rows.start
         wanted = slice(origin + min(first, height), origin + min(first + stop - start, height))
-        values = stored.read(layers, wanted)
-        values = values.view(moved)
+        values = stored.read(layers, wanted).view(moved)  # never used again: JAX on CPU may keep it as the array
         missing = stop - start - values.shape[1]
         return np.pad(values, ((0, 0), (0, missing), (0, 0))) if missing else values
 
     shape = (layers.stop - layers.start, parts * padded, columns)
-    sharding = NamedSharding(layout.mesh, PartitionSpec(None, split or None, None))
-    return jax.make_array_from_callback(shape, sharding, read, moved)
+    return jax.make_array_from_callback(shape, NamedSharding(layout.mesh, layout.runs), read, moved)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
+def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
     return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _move(block: jax.Array, layout: Layout, height: int, stored: np.dtype, dtype: np.dtype) -> jax.Array:
+def _move(block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, dtype: np.dtype) -> jax.Array:
     """A window from runs of rows to the array's layout, transposed and cast."""
 
     def local(x: jax.Array) -> jax.Array:
@@ -248,14 +129,12 @@ def _move(block: jax.Array, layout: Layout, height: int, stored: np.dtype, dtype
         x = lax.bitcast_convert_type(layout.to_parameter(x[:, :height]), stored).astype(dtype)
         return lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
 
-    split = (*layout.row_axes, *layout.column_axes, *layout.copy_axes)
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=PartitionSpec(None, split or None, None),
-                         out_specs=layout.spec, check_vma=False)(block)
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=layout.runs, out_specs=layout.spec, check_vma=False)(block)
 
 
 # A program of its own: in one with the transposition XLA writes element by element on CPU (81 ms for 16 MiB; apart 12).
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
-def _write(array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: Layout) -> jax.Array:
+def _write(array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: ParamLayout) -> jax.Array:
     def local(array: jax.Array, moved: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(array, moved, layout.starts(layer, row))
 
@@ -267,7 +146,7 @@ def _write(array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: Lay
 # Devices to files
 
 
-def collect(array: Any, layout: Layout, layer: int, dtype: Any) -> Iterator[tuple[int, np.ndarray]]:
+def collect(array: Any, layout: ParamLayout, layer: int, dtype: Any) -> Iterator[tuple[int, np.ndarray]]:
     """One layer in the file's form: runs of rows, each with the number of its first row."""
     if is_small(layout, array.dtype.itemsize):
         yield 0, layout.from_parameter(np.asarray(array))[layer]
@@ -289,14 +168,14 @@ def collect(array: Any, layout: Layout, layer: int, dtype: Any) -> Iterator[tupl
                 yield part * (all_rows // parts) + rows.start + first, np.asarray(shard.data)[0, : last - first]
 
 
-def take_rows(array: Any, layout: Layout, layer: int, rows: slice) -> np.ndarray:
+def take_rows(array: Any, layout: ParamLayout, layer: int, rows: slice) -> np.ndarray:
     """Some rows of one layer in the file's form, [rows, columns], of an array on one device."""
     part = lax.dynamic_slice(array, layout.starts(layer, rows.start), layout.sizes(rows.stop - rows.start, array.shape))
     return layout.from_parameter(np.asarray(part))[0]
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))
-def _take(array: jax.Array, layer: Any, row: Any, layout: Layout, height: int, dtype: np.dtype) -> jax.Array:
+def _take(array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: int, dtype: np.dtype) -> jax.Array:
     """A window of one layer as runs of rows, over `row_axes` and in them over `column_axes`."""
 
     def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
@@ -314,46 +193,3 @@ def _take(array: jax.Array, layer: Any, row: Any, layout: Layout, height: int, d
     everywhere, split = PartitionSpec(), (*layout.row_axes, *layout.column_axes)
     return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, everywhere, everywhere),
                          out_specs=PartitionSpec(None, split or None, None), check_vma=False)(array, layer, row)
-
-
-# Parts of an array to devices
-
-Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
-"""A part's place in an array, and a function that reads it."""
-
-
-def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The array of parts that are laid out as it is. A process reads those that its devices hold, each once."""
-    dtype = np.dtype(dtype)
-    if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
-        whole = np.empty(shape, dtype)
-        for place, read in parts:
-            whole[place] = read()
-        return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
-    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
-    held = {device: [slice(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
-            for device, index in indices.items()}
-    moved = carrier(dtype, sharding.mesh)
-    arrays = {device: _zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device)) for device in held}
-    for place, read in parts:
-        common = {device: [_overlap(*both) for both in zip(own, place, strict=True)] for device, own in held.items()}
-        shared = {device: cuts for device, cuts in common.items() if all(cut.start < cut.stop for cut in cuts)}
-        values = read() if shared else np.empty(0)
-        for device, cuts in shared.items():
-            within = tuple(slice(cut.start - whole.start, cut.stop - whole.start)
-                           for cut, whole in zip(cuts, place, strict=True))
-            starts = [cut.start - own.start for cut, own in zip(cuts, held[device], strict=True)]
-            part = np.ascontiguousarray(values[within], dtype).view(moved)
-            arrays[device] = _paste(arrays[device], jax.device_put(part, device), starts)
-        jax.block_until_ready([arrays[device] for device in shared])
-    whole = jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=moved)
-    return _finished(whole, sharding, dtype)
-
-
-def _overlap(one: slice, other: slice) -> slice:
-    return slice(max(one.start, other.start), min(one.stop, other.stop))
-
-
-@partial(jax.jit, donate_argnums=0)
-def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
-    return lax.dynamic_update_slice(array, part, starts)

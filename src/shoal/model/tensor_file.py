@@ -46,8 +46,8 @@ class StoredTensor:
                 while left:
                     count = stream.readinto(left)
                     if not count:  # checked at the start, but a copy may still run, or a network disk lose a part
-                        raise ShoalError(f"{self.file} ends at byte {position}, within the tensor {self.name}: bytes up "
-                                         f"to {end} were expected. Download it again.")
+                        raise ShoalError(f"{self.file} ends at byte {position}, within the tensor {self.name}: bytes "
+                                         f"up to {end} were expected. Download it again.")
                     position, left = position + count, left[count:]
         except OSError as error:
             raise ShoalError(f"{self.file} cannot be read at byte {position}, in the tensor {self.name} "

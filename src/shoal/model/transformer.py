@@ -75,7 +75,7 @@ class Block:
 @dataclass(frozen=True)
 class Parameters:
     embed_tokens: Any  # [V, D]
-    blocks: Block  # stacked: each leaf has L in front
+    blocks: Any  # a Block whose leaves have L in front; or, where a sampler reads layers apart, L Blocks
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]; None where tied to the embedding
 
@@ -137,6 +137,18 @@ def is_param_spec(x: object) -> bool:
 def shardings(a: Architecture, role: Role) -> Parameters:
     """A NamedSharding for every parameter."""
     return jax.tree.map(lambda d: role.sharding(d.axes, d.shape), param_specs(a), is_leaf=is_param_spec)
+
+
+def layers_apart(parameters: Parameters) -> Parameters:
+    """Parameters with a tuple of L blocks in place of the stacked one; of ParamSpecs too."""
+
+    def layer(leaf: Any, number: int) -> Any:
+        return replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:]) if is_param_spec(leaf) else leaf[number]
+
+    num_layers = parameters.blocks.attention_norm.shape[0]
+    blocks = (jax.tree.map(lambda leaf: layer(leaf, number), parameters.blocks, is_leaf=is_param_spec)
+              for number in range(num_layers))
+    return replace(parameters, blocks=tuple(blocks))
 
 
 def check_mesh(a: Architecture, role: Role) -> None:
@@ -209,12 +221,12 @@ def forward(
     positions: jax.Array,
     attention: AttentionFn,
     caches: tuple[Any, ...] | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
 
-    With `caches`, one a layer, the layers are unrolled and aux is the tuple of new caches (decoding). Without, the
-    layers are scanned and aux is what `attention` returned next to its output, stacked over layers: nothing in
-    training, keys and values in prefill.
+    aux is what `attention` returned next to its output, an entry a layer: nothing in training, keys and values in
+    prefill, new caches in decoding. The layers are scanned, but unrolled with `caches`, one a layer, and where the
+    parameters hold layers apart.
     """
     a = model.architecture
     # Gathered, then cast: the other way round would copy the whole table.
@@ -227,16 +239,23 @@ def forward(
 
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
     # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
-    if caches is None:
+    stacked = isinstance(parameters.blocks, Block)
+    if caches is None and stacked:
         step = REMAT[model.remat](layer)
         x, aux = jax.lax.scan(lambda x, weights: step(x, weights, None), x, parameters.blocks)
+        aux = unstacked(aux, a.num_layers)
     else:
-        new = []
-        for number, cache in enumerate(caches):
-            x, cache = layer(x, jax.tree.map(itemgetter(number), parameters.blocks), cache)
-            new.append(cache)
-        aux = tuple(new)
+        blocks = unstacked(parameters.blocks, a.num_layers) if stacked else parameters.blocks
+        aux = ()
+        for weights, cache in zip(blocks, caches or (None,) * a.num_layers, strict=True):
+            x, new = layer(x, weights, cache)
+            aux += (new,)
     return rms_norm(x, parameters.final_norm, a.norm_eps), aux
+
+
+def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
+    """The layers of a tree whose leaves have L in front, one by one."""
+    return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))
 
 
 def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,

@@ -79,6 +79,11 @@ class Role:
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
+    def num_parts(self, axis: str, size: int) -> int:
+        """Number of parts that a dimension of this logical axis and size is split into."""
+        names = self.spec((axis,), (size,))[0] or ()
+        return math.prod(self.mesh.shape[n] for n in ((names,) if isinstance(names, str) else names))
+
     @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())

@@ -145,10 +145,24 @@ def layers_apart(parameters: Parameters) -> Parameters:
     def layer(leaf: Any, number: int) -> Any:
         return replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:]) if is_param_spec(leaf) else leaf[number]
 
-    num_layers = parameters.blocks.attention_norm.shape[0]
-    blocks = (jax.tree.map(lambda leaf: layer(leaf, number), parameters.blocks, is_leaf=is_param_spec)
-              for number in range(num_layers))
+    blocks = (jax.tree.map(partial(layer, number=number), parameters.blocks, is_leaf=is_param_spec)
+              for number in range(parameters.blocks.attention_norm.shape[0]))
     return replace(parameters, blocks=tuple(blocks))
+
+
+def reads_layers_apart(role: Role) -> bool:
+    """True if a sampler on these devices is given `layers_apart`.
+
+    XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every token; for TPU and CPU
+    it reads them in place, and prefill, which scans stacked layers, compiles in one layer's time.
+    """
+    return role.platform == "gpu"
+
+
+def published_specs(model: Model) -> Parameters:
+    """The `param_specs` of what the sampler of a model is given."""
+    specs = param_specs(model.architecture)
+    return layers_apart(specs) if reads_layers_apart(model.role) else specs
 
 
 def check_mesh(a: Architecture, role: Role) -> None:
@@ -263,7 +277,13 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
     a, constrain = model.architecture, model.role.constrain
     h = rms_norm(x, w.attention_norm, a.norm_eps)
-    q, k, v = (_heads(linear(weight, h), a.head_dim) for weight in (w.q, w.k, w.v))
+    q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
+    if cache is not None:
+        # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
+        q = jax.lax.optimization_barrier(q)
+    q, k, v = (_heads(x, a.head_dim) for x in (q, k, v))
+    if cache is not None:
+        k, v = (constrain(x, "rows", None, "heads", None) for x in (k, v))
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
     q, k = rotate(q, *rope), rotate(k, *rope)

@@ -204,7 +204,7 @@ def _decode_replicas(parameters: Params, *, state: DecodeState, stopped: jax.Arr
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
             truncated: bool, max_support: int, block: int) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, G] by the host."""
-    shape, constrain = state.token.shape, model.role.constrain
+    shape = state.token.shape
     start = replace(state, done=state.done | stopped)
     empty = SampledTokens(
         jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32), jnp.zeros(shape, jnp.int32),
@@ -222,8 +222,6 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model
         attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own, block)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
-        # Said at each token: else the loop splits key heads that `tensor` does not divide, and gathers them at its end.
-        caches = jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 3), "heads", None), caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, s.keys, s.length, truncated,
                                                    max_support)
         live = ~s.done

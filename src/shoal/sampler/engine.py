@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from shoal.mesh import MAX_IN_FLIGHT
+from shoal.mesh import MAX_IN_FLIGHT, Program
 from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.transformer import Model
 from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, make_programs
@@ -85,8 +85,10 @@ class Engine:
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
         self._state: DecodeState | None = None
-        self._layout, *programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
-        self.programs: dict[str, Program] = dict(zip(("make_state", "prefill", "decode"), programs, strict=True))
+        programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
+        self._layout = programs.layout
+        self.programs: dict[str, Program] = {"make_state": programs.make_state, "prefill": programs.prefill,
+                                             "decode": programs.decode}
 
     # -- the Sampler protocol
 

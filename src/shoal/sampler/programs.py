@@ -5,7 +5,6 @@ One compiled program (N, G, a bucket of prompt lengths) gives a completion the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shoal.mesh import Role
+from shoal.mesh import Program, Role
 from shoal.mesh.roles import ROWS
 from shoal.model import kv_cache
 from shoal.model.attention import prefill_attention
@@ -64,9 +63,9 @@ class Programs(NamedTuple):
     """The compiled functions of one engine, and the shardings of its state."""
 
     layout: DecodeState
-    make_state: Callable[[], DecodeState]
-    prefill: Callable[..., tuple[DecodeState, SampledTokens]]
-    decode: Callable[..., tuple[DecodeState, SampledTokens]]
+    make_state: Program
+    prefill: Program
+    decode: Program
 
 
 @lru_cache(PROGRAMS_KEPT)

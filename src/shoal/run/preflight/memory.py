@@ -18,7 +18,7 @@ from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.mesh import Role, Roles
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, shardings
+from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, reads_layers_apart, shardings
 from shoal.report.findings import Finding, gib
 from shoal.run.parts import training_engine_maker
 from shoal.sampler.engine import Engine
@@ -152,7 +152,7 @@ def static_budget(config: Config, model: Model, roles: Roles, teacher: Architect
         budget.always["reference"] = masters
     if teacher:
         budget.always["teacher"] = weight_bytes(teacher, roles.reference, model.dtype)
-    if roles.sampler.mesh.size > 1 or model.dtype != jnp.float32:
+    if roles.sampler.mesh.size > 1 or model.dtype != jnp.float32 or reads_layers_apart(roles.sampler):
         budget.always["the sampler's copy"] = weight_bytes(a, roles.sampler, model.dtype)
     size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in engines.items())
     budget.sampling[f"KV caches ({name})"] = size

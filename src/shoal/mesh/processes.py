@@ -1,0 +1,264 @@
+"""Several processes that train one model: they find each other, exchange bytes, and hear of each other's end.
+
+    find_processes   the number of processes and of this one, from the keys, Slurm or a TPU slice; starts nothing
+    join             JAX's world of all processes, and the `World` in which they exchange
+    World.exchange   every process gives bytes and gets those of all, in the processes' order
+
+Whatever processes decide, they decide from what they have exchanged, so never by who is faster.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from shoal.config.schema import MeshSection
+from shoal.types import ShoalError
+
+START_SECONDS = 300
+"""How long processes wait for each other to start."""
+HEARTBEAT_SECONDS = 40
+"""After so long without a sign of life of a process (its machine is gone) JAX ends the others."""
+LEAVE_SECONDS = 20
+"""How long a process that ends waits for the others to end too; if they do not, it has failed alone."""
+REPORT_SECONDS = 60
+"""After so long the process that is waited for is named."""
+ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
+"""Environments of several processes that JAX recognises and that are looked for."""
+NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
+"""The keys of a run in one process. They say how a run is started, not what it computes."""
+
+
+def find_processes(section: MeshSection) -> MeshSection:
+    """The section with all three keys of a run in several processes, or none; nothing is started."""
+    given = {name: getattr(section, name) for name, none in NO_SECTION.items() if getattr(section, name) != none}
+    if (found := _environment()) is not None and found.get_process_count() > 1 and len(given) < len(NO_SECTION):
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        section = replace(section, processes=section.processes or found.get_process_count(),
+                          process=found.get_process_id() if section.process < 0 else section.process,
+                          coordinator=section.coordinator or found.get_coordinator_address(START_SECONDS, port))
+    elif given and len(given) < len(NO_SECTION):
+        missing = ", ".join(f"mesh.{name}" for name in NO_SECTION if name not in given)
+        raise ShoalError(f"{_shown(given)}: {missing} is missing; each process of a run needs mesh.coordinator="
+                         "HOST:PORT (of process 0), mesh.processes=NUMBER and mesh.process=0, 1, ...")
+    if section.process >= max(section.processes, 1):
+        raise ShoalError(f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 to "
+                         f"{section.processes - 1}")
+    if section.processes > 1 and not section.coordinator.rpartition(":")[2].isdigit():
+        raise ShoalError(f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777")
+    return section if section.processes > 1 else replace(section, **NO_SECTION)
+
+
+def _environment() -> Any:
+    """JAX's class for the environment that this process was started in, if it is one of ENVIRONMENTS."""
+    from jax._src.clusters import ClusterEnv
+
+    return next((one for one in ClusterEnv._cluster_types if one.name in ENVIRONMENTS and one.is_env_present()), None)
+
+
+def _shown(given: dict[str, Any]) -> str:
+    return ", ".join(f"mesh.{name}={value}" for name, value in given.items())
+
+
+@dataclass
+class World:
+    """The processes of a run; a single one, which exchanges with nobody, unless `join` made it.
+
+    Entered, it ends orderly: all processes leave together, or the one that leaves alone is named by the others.
+    """
+
+    count: int = 1
+    index: int = 0
+    client: Any = None  # of JAX's key-value store, which process 0 holds
+    names: list[str] = field(default_factory=lambda: [""])  # `process 1 (host, pid 12)`
+    sequence: int = 0
+    links: list[socket.socket] = field(default_factory=list)  # process 0 has one to each other process, these to it
+    left_alone: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that writes and prints."""
+        return self.index == 0
+
+    def exchange(self, what: str, data: bytes) -> list[bytes]:
+        """The bytes of all processes, in their order; `what` names the wait, and is the same in all."""
+        if self.count == 1:
+            return [data]
+        self.sequence += 1
+        head = f"{what}\n".encode()
+        self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + data)
+        found = [data if number == self.index else self._wait(number, head) for number in range(self.count)]
+        # Whoever has given its part of this exchange has read all of the last one.
+        if self.sequence > 1:
+            self.client.key_value_delete(f"shoal/{self.sequence - 1}/{self.index}")
+        return found
+
+    def exchange_json(self, what: str, value: Any) -> list[Any]:
+        return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
+
+    def _wait(self, number: int, head: bytes) -> bytes:
+        while True:
+            try:
+                data = self.client.blocking_key_value_get_bytes(f"shoal/{self.sequence}/{number}",
+                                                                REPORT_SECONDS * 1000)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            # No deadline: a slow process is waited for, one that has ended ends this one (`_watch`).
+            self._say(f"waiting for {self.names[number] or number}: {head.decode().strip()}")
+        if not data.startswith(head):
+            raise RuntimeError(f"processes have lost step: {head!r} here, {data[:80]!r} in {self.names[number]}")
+        return data.removeprefix(head)
+
+    def _say(self, text: str) -> None:
+        if self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    # -- the end
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.count == 1:
+            return
+        try:
+            self.sequence += 1
+            self.client.wait_at_barrier(f"shoal/leave/{self.sequence}", LEAVE_SECONDS * 1000)
+        except jax.errors.JaxRuntimeError:
+            from jax._src import distributed
+
+            self.left_alone = True
+            for link in self.links:
+                with contextlib.suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)
+            # Else JAX would wait at its exit for processes that end because this one has failed.
+            distributed.global_state.client = distributed.global_state.service = None
+
+    def watch(self, host: str) -> None:
+        """Begins to watch the others: a connection that closes without a farewell ends this process too.
+
+        The kernel closes it however a process ends, at once; only a machine that is gone is left to JAX's heartbeats.
+        """
+        token, listener = secrets.token_hex(16), None
+        if self.is_main:
+            listener = socket.create_server(("", 0), family=socket.AF_INET)
+        offered = {"port": listener.getsockname()[1] if listener else 0, "token": token,
+                   "name": f"process {self.index} ({socket.gethostname()}, pid {os.getpid()})"}
+        found = self.exchange_json("names", offered)
+        self.names = [one["name"] for one in found]
+        main = found[0]
+        if listener is None:
+            link = socket.create_connection((host, main["port"]), timeout=START_SECONDS)
+            link.sendall(f"{main['token']} {self.index:8d}".encode())
+            self._listen(link, 0)
+            return
+        listener.settimeout(START_SECONDS)
+        waiting = set(range(1, self.count))
+        while waiting:
+            link, _ = listener.accept()
+            link.settimeout(START_SECONDS)
+            given, _, number = link.recv(len(token) + 9, socket.MSG_WAITALL).decode("ascii", "replace").partition(" ")
+            if given != token or int(number) not in waiting:
+                link.close()
+                continue
+            waiting.remove(int(number))
+            self._listen(link, int(number))
+        listener.close()
+
+    def _listen(self, link: socket.socket, number: int) -> None:
+        link.settimeout(None)
+        self.links.append(link)
+        threading.Thread(target=self._watch, args=(link, number), name="processes", daemon=True).start()
+
+    def _watch(self, link: socket.socket, number: int) -> None:
+        text = b""
+        with contextlib.suppress(OSError):
+            while part := link.recv(4096):
+                text += part
+        if text.endswith(b"farewell\n") or self.left_alone:
+            return
+        # Process 0 hears of every end; the others hear its name from process 0.
+        ended = text.decode() or f"{self.names[number]} has ended"
+        for other in self.links:
+            with contextlib.suppress(OSError):
+                if other is not link:
+                    other.sendall(ended.encode())
+        reason = f"error: {ended}, so this one ends too: the output of that process says why. Give the same commands " \
+                 "again to resume\n"
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            os.write(2, reason.encode())
+        os._exit(1)
+
+    def farewell(self) -> None:
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.sendall(b"farewell\n")
+
+
+_joined: list[World] = []
+"""The world of this process, once it is joined: JAX has one a process."""
+
+
+def join(section: MeshSection) -> World:
+    """The world of the processes that the section names; ShoalError where they do not come together."""
+    if _joined:
+        return _joined[0]
+    if section.processes <= 1:
+        return World()
+    host, _, port = section.coordinator.rpartition(":")
+    if section.process:
+        _wait_for_coordinator(host, int(port), section.coordinator)
+    # For CPU devices; by default JAX has no collectives between processes there.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
+    # Slurm with a process for each GPU: JAX gives each its own. Else a process has all devices that it sees.
+    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0]
+    try:
+        jax.distributed.initialize(
+            section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
+            cluster_detection_method="deactivate" if per_node == "1" else None,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
+    except (RuntimeError, ValueError) as error:
+        raise ShoalError(f"mesh.coordinator={section.coordinator}: {section.processes} processes (mesh.processes) have "
+                         f"not come together within {START_SECONDS} s ({str(error).splitlines()[0]}); start each with "
+                         "its own mesh.process") from error
+    from jax._src import distributed
+
+    world = World(section.processes, section.process, distributed.global_state.client, [""] * section.processes)
+    world.watch(host.strip("[]"))
+    atexit.register(world.farewell)
+    _joined.append(world)
+    return world
+
+
+def _wait_for_coordinator(host: str, port: int, shown: str) -> None:
+    """Returns when somebody listens there: JAX would end the process where nobody does."""
+    began, reported, reason = time.monotonic(), False, ""
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), port), timeout=5).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() - began > START_SECONDS:
+            raise ShoalError(f"mesh.coordinator={shown}: nobody answers there ({reason}) after {START_SECONDS} s; "
+                             "start process 0 (mesh.process=0) on that host, with this port open")
+        if not reported:
+            reported = True
+            print(f"waiting for process 0 at {shown}", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+

@@ -7,5 +7,5 @@ from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program
 from shoal.mesh.roles import Role, Roles, make_roles, put
 
-__all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "World", "available_devices", "devices_asked", "listed_divisors",
-           "make_mesh", "make_roles", "peak_flops", "put", "role_devices"]
+__all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "World", "available_devices", "devices_asked",
+           "listed_divisors", "make_mesh", "make_roles", "peak_flops", "put", "role_devices"]

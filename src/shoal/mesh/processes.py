@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -34,6 +33,8 @@ LEAVE_SECONDS = 20
 """How long a process that ends waits for the others to end too; if they do not, it has failed alone."""
 REPORT_SECONDS = 60
 """After so long the process that is waited for is named."""
+MOST_BYTES = 1 << 20
+"""The longest line by which processes meet."""
 ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
 """Environments of several processes that JAX recognises and that are looked for."""
 NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
@@ -81,7 +82,7 @@ class World:
     count: int = 1
     index: int = 0
     client: Any = None  # of JAX's key-value store, which process 0 holds
-    names: list[str] = field(default_factory=lambda: [""])  # `process 1 (host, pid 12)`
+    names: list[str] = field(default_factory=list)  # `process 1 (host, pid 12)`
     sequence: int = 0
     links: list[socket.socket] = field(default_factory=list)  # process 0 has one to each other process, these to it
     left_alone: bool = False
@@ -117,7 +118,7 @@ class World:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             # No deadline: a slow process is waited for, one that has ended ends this one (`_watch`).
-            self._say(f"waiting for {self.names[number] or number}: {head.decode().strip()}")
+            self._say(f"waiting for {self.names[number]}: {head.decode().strip()}")
         if not data.startswith(head):
             raise RuntimeError(f"processes have lost step: {head!r} here, {data[:80]!r} in {self.names[number]}")
         return data.removeprefix(head)
@@ -147,41 +148,15 @@ class World:
             # Else JAX would wait at its exit for processes that end because this one has failed.
             distributed.global_state.client = distributed.global_state.service = None
 
-    def watch(self, host: str) -> None:
-        """Begins to watch the others: a connection that closes without a farewell ends this process too.
+    def watch(self, links: dict[int, socket.socket]) -> None:
+        """Begins to watch other processes: a link that closes without a farewell ends this process too.
 
         The kernel closes it however a process ends, at once; only a machine that is gone is left to JAX's heartbeats.
         """
-        token, listener = secrets.token_hex(16), None
-        if self.is_main:
-            listener = socket.create_server(("", 0), family=socket.AF_INET)
-        offered = {"port": listener.getsockname()[1] if listener else 0, "token": token,
-                   "name": f"process {self.index} ({socket.gethostname()}, pid {os.getpid()})"}
-        found = self.exchange_json("names", offered)
-        self.names = [one["name"] for one in found]
-        main = found[0]
-        if listener is None:
-            link = socket.create_connection((host, main["port"]), timeout=START_SECONDS)
-            link.sendall(f"{main['token']} {self.index:8d}".encode())
-            self._listen(link, 0)
-            return
-        listener.settimeout(START_SECONDS)
-        waiting = set(range(1, self.count))
-        while waiting:
-            link, _ = listener.accept()
-            link.settimeout(START_SECONDS)
-            given, _, number = link.recv(len(token) + 9, socket.MSG_WAITALL).decode("ascii", "replace").partition(" ")
-            if given != token or int(number) not in waiting:
-                link.close()
-                continue
-            waiting.remove(int(number))
-            self._listen(link, int(number))
-        listener.close()
-
-    def _listen(self, link: socket.socket, number: int) -> None:
-        link.settimeout(None)
-        self.links.append(link)
-        threading.Thread(target=self._watch, args=(link, number), name="processes", daemon=True).start()
+        self.links = list(links.values())
+        for number, link in links.items():
+            link.settimeout(None)
+            threading.Thread(target=self._watch, args=(link, number), name="processes", daemon=True).start()
 
     def _watch(self, link: socket.socket, number: int) -> None:
         text = b""
@@ -219,46 +194,110 @@ def join(section: MeshSection) -> World:
         return _joined[0]
     if section.processes <= 1:
         return World()
-    host, _, port = section.coordinator.rpartition(":")
-    if section.process:
-        _wait_for_coordinator(host, int(port), section.coordinator)
+    world = World(section.processes, section.process)
+    world.names, links = _meet_main(section) if section.process else _meet_others(section)
+    world.watch(links)
     # For CPU devices; by default JAX has no collectives between processes there.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
     # Slurm with a process for each GPU: JAX gives each its own. Else a process has all devices that it sees.
     per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0]
-    try:
-        jax.distributed.initialize(
-            section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
-            cluster_detection_method="deactivate" if per_node == "1" else None,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
-    except (RuntimeError, ValueError) as error:
-        raise ShoalError(f"mesh.coordinator={section.coordinator}: {section.processes} processes (mesh.processes) have "
-                         f"not come together within {START_SECONDS} s ({str(error).splitlines()[0]}); start each with "
-                         "its own mesh.process") from error
+    jax.distributed.initialize(
+        section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
+        cluster_detection_method="deactivate" if per_node == "1" else None,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
     from jax._src import distributed
 
-    world = World(section.processes, section.process, distributed.global_state.client, [""] * section.processes)
-    world.watch(host.strip("[]"))
+    world.client = distributed.global_state.client
     atexit.register(world.farewell)
     _joined.append(world)
     return world
 
 
-def _wait_for_coordinator(host: str, port: int, shown: str) -> None:
-    """Returns when somebody listens there: JAX would end the process where nobody does."""
-    began, reported, reason = time.monotonic(), False, ""
+def _meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
+    """In process 0: the names of all processes, and the links to the others, once all have come.
+
+    JAX's own service listens at the same port afterwards: it would abort the process where one does not come.
+    """
+    port, names, links = int(section.coordinator.rpartition(":")[2]), {0: _name(0)}, {}
+    dual = socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET,
+                                        backlog=section.processes, dualstack_ipv6=dual)
+    except OSError as error:
+        raise ShoalError(f"mesh.coordinator={section.coordinator}: process 0 cannot listen there ({error.strerror}); "
+                         "choose another port") from error
+    with listener:
+        deadline = time.monotonic() + START_SECONDS
+        while missing := sorted(set(range(section.processes)) - set(names)):
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                raise ShoalError(f"mesh.processes={section.processes}: process {', '.join(map(str, missing))} has not "
+                                 f"come within {START_SECONDS} s; start each with its own mesh.process, and "
+                                 f"mesh.coordinator={section.coordinator}") from None
+            try:
+                one = _read_line(link, seconds=10)
+                number, count, name = int(one["process"]), int(one["processes"]), str(one["name"])
+            except (OSError, ValueError, KeyError, TypeError):  # not a process of a run
+                link.close()
+                continue
+            wrong = f"mesh.processes={count}, process 0 has mesh.processes={section.processes}" \
+                if count != section.processes else f"mesh.process={number}, as {names[number]} has" \
+                if number in names else ""
+            if wrong:
+                for other in (*links.values(), link):
+                    _send_line(other, {"error": f"{name} was started with {wrong}"})
+                raise ShoalError(f"{name} was started with {wrong}")
+            names[number], links[number] = name, link
+    listed = [names[number] for number in range(section.processes)]
+    for link in links.values():
+        _send_line(link, {"names": listed})
+    return listed, links
+
+
+def _meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
+    """In the other processes: the names of all, and the link to process 0, once all have come."""
+    host, _, port = section.coordinator.rpartition(":")
+    deadline, reported = time.monotonic() + START_SECONDS, False
     while True:
         try:
-            socket.create_connection((host.strip("[]"), port), timeout=5).close()
-            return
+            link = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            break
         except OSError as error:
-            reason = error.strerror or str(error)
-        if time.monotonic() - began > START_SECONDS:
-            raise ShoalError(f"mesh.coordinator={shown}: nobody answers there ({reason}) after {START_SECONDS} s; "
-                             "start process 0 (mesh.process=0) on that host, with this port open")
+            if time.monotonic() > deadline:
+                raise ShoalError(f"mesh.coordinator={section.coordinator}: nobody answers there "
+                                 f"({error.strerror or error}) after {START_SECONDS} s; start process 0 "
+                                 "(mesh.process=0) on that host, with this port open") from error
         if not reported:
             reported = True
-            print(f"waiting for process 0 at {shown}", file=sys.stderr, flush=True)
+            print(f"waiting for process 0 at {section.coordinator}", file=sys.stderr, flush=True)
         time.sleep(0.2)
+    try:
+        _send_line(link, {"process": section.process, "processes": section.processes, "name": _name(section.process)})
+        answer = _read_line(link, START_SECONDS + 10)
+        if "error" in answer:
+            raise ShoalError(answer["error"])
+        return list(answer["names"]), {0: link}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShoalError(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a run, or it "
+                         "has ended; start it again, or give another port") from error
 
+
+def _name(number: int) -> str:
+    return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def _send_line(link: socket.socket, value: Any) -> None:
+    with contextlib.suppress(OSError):
+        link.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _read_line(link: socket.socket, seconds: float) -> Any:
+    """One line of JSON, a byte at a time: what follows it is not this reader's."""
+    link.settimeout(seconds)
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MOST_BYTES and (byte := link.recv(1)):
+        line += byte
+    return json.loads(line)

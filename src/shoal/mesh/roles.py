@@ -93,12 +93,12 @@ class Role:
 
     @property
     def host_layout(self) -> NamedSharding | None:
-        """Of a program's output that the host reads: whole in each of several processes, else as the compiler has it."""
+        """Of an output that the host reads: whole in each of several processes; of one, as the compiler has it."""
         return self.replicated if jax.process_count() > 1 else None
 
     @property
     def local(self) -> Role:
-        """The role on this process's devices alone, whole parts of its first axis; itself where there is one process."""
+        """The role on this process's devices alone, whole parts of its first axis; itself with one process."""
         if jax.process_count() == 1:
             return self
         own = [part for part in self.mesh.devices if part.flat[0].process_index == jax.process_index()]

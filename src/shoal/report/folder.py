@@ -316,7 +316,7 @@ class ReadFolder(RunFolder):
         found = self._read_evaluations(self.path / "evaluations.jsonl")
         return {version: figures for version, figures in found.items() if version <= self.last_evaluation}
 
-    def _nothing(self, *_: Any) -> Any:
+    def _nothing(self, *_: Any, **__: Any) -> Any:
         pass
 
     remember = write_first_answers = write_config = write_metrics = write_evaluation = _nothing

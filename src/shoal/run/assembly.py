@@ -207,8 +207,8 @@ def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, sou
     for sink in sinks:
         stack.callback(sink.close)
     return stack.enter_context(closing(Recorder(
-        folder, console, config.steps, config.report.groups and is_main, source.read_stats, compilations, peak_bytes, sinks,
-        utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop")))
+        folder, console, config.steps, config.report.groups and is_main, source.read_stats, compilations, peak_bytes,
+        sinks, utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop")))
 
 
 def resume_command(folder: Path, config: Config) -> str:

@@ -175,7 +175,8 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     role, everywhere = model.role, model.role.replicated
     sums = GradientSum(shardings(model.architecture, role), everywhere, everywhere, everywhere)
     zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
-    accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, role.host_layout))
+    accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0,
+                          out_shardings=(sums, role.host_layout))
     return zero, accumulate, score_program(model, objective.chunk_elements)
 
 

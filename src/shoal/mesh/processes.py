@@ -29,8 +29,8 @@ START_SECONDS = 300
 """How long processes wait for each other to start."""
 HEARTBEAT_SECONDS = 40
 """After so long without a sign of life of a process (its machine is gone) JAX ends the others."""
-LEAVE_SECONDS = 20
-"""How long a process that ends waits for the others to end too; if they do not, it has failed alone."""
+LEAVE_SECONDS = 45
+"""How long a process that fails waits for the others to fail too; if they do not, it has failed alone."""
 REPORT_SECONDS = 60
 """After so long the process that is waited for is named."""
 MOST_BYTES = 1 << 20
@@ -132,21 +132,23 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.count == 1:
             return
-        try:
-            self.sequence += 1
-            self.client.wait_at_barrier(f"shoal/leave/{self.sequence}", LEAVE_SECONDS * 1000)
-        except jax.errors.JaxRuntimeError:
-            from jax._src import distributed
+        self.left_alone = True
+        self.left_alone = not self._leave(START_SECONDS if kind is None else LEAVE_SECONDS)
 
-            self.left_alone = True
-            for link in self.links:
-                with contextlib.suppress(OSError):
-                    link.shutdown(socket.SHUT_RDWR)
-            # Else JAX would wait at its exit for processes that end because this one has failed.
-            distributed.global_state.client = distributed.global_state.service = None
+    def _leave(self, seconds: float) -> bool:
+        """True once all processes are here; False after so long."""
+        self.sequence += 1
+        self.client.key_value_set(f"shoal/left/{self.sequence}/{self.index}", "")
+        deadline, number = time.monotonic() + seconds, 0
+        while number < self.count and time.monotonic() < deadline:
+            # A second at a time: in between, Ctrl-C is heard.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.client.blocking_key_value_get(f"shoal/left/{self.sequence}/{number}", 1000)
+                number += 1
+        return number == self.count
 
     def watch(self, links: dict[int, socket.socket]) -> None:
         """Begins to watch other processes: a link that closes without a farewell ends this process too.
@@ -163,7 +165,7 @@ class World:
         with contextlib.suppress(OSError):
             while part := link.recv(4096):
                 text += part
-        if text.endswith(b"farewell\n") or self.left_alone:
+        if text.endswith(b"farewell\n"):
             return
         # Process 0 hears of every end; the others hear its name from process 0.
         ended = text.decode() or f"{self.names[number]} has ended"
@@ -179,6 +181,11 @@ class World:
         os._exit(1)
 
     def farewell(self) -> None:
+        """At the exit of the process, whose errors are printed by then."""
+        if self.left_alone:
+            # JAX would wait for the others first, and end this process where they end because this one has failed.
+            sys.stdout.flush()
+            os._exit(1)
         for link in self.links:
             with contextlib.suppress(OSError):
                 link.sendall(b"farewell\n")
@@ -249,6 +256,7 @@ def _meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.sock
             if wrong:
                 for other in (*links.values(), link):
                     _send_line(other, {"error": f"{name} was started with {wrong}"})
+                    other.close()
                 raise ShoalError(f"{name} was started with {wrong}")
             names[number], links[number] = name, link
     listed = [names[number] for number in range(section.processes)]
@@ -278,9 +286,11 @@ def _meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket
         _send_line(link, {"process": section.process, "processes": section.processes, "name": _name(section.process)})
         answer = _read_line(link, START_SECONDS + 10)
         if "error" in answer:
+            link.close()
             raise ShoalError(answer["error"])
         return list(answer["names"]), {0: link}
     except (OSError, ValueError, KeyError, TypeError) as error:
+        link.close()
         raise ShoalError(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a run, or it "
                          "has ended; start it again, or give another port") from error
 

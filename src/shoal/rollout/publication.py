@@ -63,6 +63,17 @@ def publish_to(model: Model, params: Params) -> Params:
     return jax.tree.unflatten(structure, published) if sums else params
 
 
+def local_part(model: Model, params: Params) -> Params:
+    """Published parameters as arrays of this process's devices, which hold whole replicas; nothing is copied."""
+
+    def part(leaf: jax.Array, place: NamedSharding) -> jax.Array:
+        held = {shard.device: shard.data for shard in leaf.addressable_shards}
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, place, [held[device] for device in place.addressable_devices_indices_map(leaf.shape)])
+
+    return jax.tree.map(part, params, shardings(model.architecture, model.role.local))
+
+
 def published_shapes(model: Model) -> Params:
     """Shapes, type and layout of what `publish_to` returns."""
     return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=d.sharding(model.role)),

@@ -86,7 +86,7 @@ class Engine:
                  _round_up(max_completion_tokens, KEY_BLOCK))
         self._state: DecodeState | None = None
         self._layout, *programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
-        self.programs: dict[str, Callable] = dict(zip(("make_state", "prefill", "decode"), programs, strict=True))
+        self.programs: dict[str, Program] = dict(zip(("make_state", "prefill", "decode"), programs, strict=True))
 
     # -- the Sampler protocol
 
@@ -136,7 +136,7 @@ class Engine:
 
     def state_shapes(self) -> DecodeState:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
-        shapes = jax.eval_shape(self.programs["make_state"])
+        shapes = self.programs["make_state"].eval_shape()
         return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
                             shapes, self._layout)
 

@@ -40,8 +40,8 @@ OTHER_WORDS = ("help", "completion")
 ENTRIES: Mapping[str, str] = {
     "train": "train:train", "doctor": "doctor:doctor", "plan": "plan:plan", "eval": "evaluate:evaluate",
     "generate": "generate:generate", "export": "export:export", "convert": "convert:convert", "replay": "replay:replay",
-    "rescore": "rescore:rescore", "diff": "diff:diff", "groups": "groups:groups", "export-rollouts": "export_rollouts:export_rollouts",
-    "pretrain": "pretrain:pretrain",
+    "rescore": "rescore:rescore", "diff": "diff:diff", "groups": "groups:groups",
+    "export-rollouts": "export_rollouts:export_rollouts", "pretrain": "pretrain:pretrain",
 }
 """Command -> `module:function` in `shoal.commands`, called with the configuration and `console`."""
 

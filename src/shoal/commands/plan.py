@@ -11,6 +11,7 @@ from shoal.report.findings import gib, seconds_text
 from shoal.run.plan.figures import PHASES, Figures, verdict
 from shoal.run.plan.plan import make_plan
 from shoal.run.preflight.settings import check_trainable
+from shoal.text import count
 
 SHOWN = 5
 """Rows of a table of transfers or temporaries that are printed; the JSON has more."""
@@ -57,7 +58,8 @@ def _head(figures: Figures) -> Iterator[str]:
     model, shape = job["model"], job["shape"]
     yield (f"{job['devices']}; {model['parameters'] / 1e9:.2f}e9 parameters in {model['layers']} layers, "
            f"{model['dtype']}, model.remat={model['remat']}")
-    meshes = {name: f"{len(one['devices'])} devices ({_mesh_text(one['mesh'])})" for name, one in job["roles"].items()}
+    meshes = {name: count(len(one["devices"]), "device") + _mesh_text(one["mesh"])
+              for name, one in job["roles"].items()}
     shared = len(set(meshes.values())) == 1
     yield "all roles: " + meshes["trainer"] if shared else ", ".join(f"{name}: {text}" for name, text in meshes.items())
     yield (f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every completion "
@@ -67,7 +69,7 @@ def _head(figures: Figures) -> Iterator[str]:
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one"
+    return f" ({', '.join(f'{axis} {size}' for axis, size in mesh.items())})" if mesh else ""
 
 
 def _apart(figures: Figures) -> list[list[str]]:
@@ -92,7 +94,7 @@ def _memory_table(figures: Figures, roles: list[str]) -> tuple[tuple[str, ...], 
 
 def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A row for each program: how often it runs, what it computes and moves, and how long it takes."""
-    head = ("", "runs", "TFLOPs", "moved", "floor", "hidden", "not hidden")
+    head = ("", "runs", "TFLOPs", "collectives", "floor", "hidden", "not hidden")
     rows = []
     for name, one in figures.programs.items():
         moved = sum(row["bytes"] for row in one["collectives"])

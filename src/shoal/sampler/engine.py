@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -86,7 +87,7 @@ class Engine:
                  _round_up(max_completion_tokens, KEY_BLOCK))
         self._state: DecodeState | None = None
         self._layout, *programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
-        self.programs: dict[str, Program] = dict(zip(("make_state", "prefill", "decode"), programs, strict=True))
+        self.programs: dict[str, Any] = dict(zip(("make_state", "prefill", "decode"), programs, strict=True))
 
     # -- the Sampler protocol
 

@@ -7,7 +7,6 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,18 +32,19 @@ class Compilers:
         """The answers, in the order of the requests."""
         if not self.topology:
             return [answer(request) for request in requests]
-        with ThreadPoolExecutor(max(1, min(self.count, len(requests)))) as threads:
+        count = min(self.count, len(requests))
+        while len(self._started) < count:  # by this thread: a process that Linux ends with its parent ends with it
+            self._started.append(_Compiler())
+            self._idle.put(self._started[-1])
+        with ThreadPoolExecutor(count) as threads:
             return list(threads.map(self._answer, requests))
 
     def _answer(self, request: Request) -> dict[str, Any]:
+        compiler = self._idle.get()
         try:
-            compiler = self._idle.get_nowait()
-        except queue.Empty:
-            compiler = _Compiler()
-            self._started.append(compiler)
-        found = compiler.answer(request)
-        self._idle.put(compiler)
-        return found
+            return compiler.answer(request)
+        finally:
+            self._idle.put(compiler)
 
     def close(self) -> None:
         for compiler in self._started:
@@ -55,10 +55,10 @@ class _Compiler:
     """One process."""
 
     def __init__(self) -> None:
-        self._errors = tempfile.TemporaryFile()
+        # What compilers print goes nowhere: libtpu tells much about a TPU that it does not find.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.run.plan.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, env={**os.environ, **ENVIRONMENT}, text=True)
+            stderr=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT}, text=True)
 
     def answer(self, request: Request) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
@@ -83,7 +83,6 @@ class _Compiler:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._errors.close()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.config.schema import Config
 from shoal.report.findings import gib, seconds_text
 from shoal.run.loading import activation_bytes
+from shoal.run.plan.job import planned_architecture
 from shoal.run.preflight.estimate import DOTS_GAIN, LEAST_GAIN
 from shoal.run.preflight.memory import MemoryBudget, suggest_saving
 
@@ -161,8 +162,6 @@ def activation_bytes_of(job: Mapping[str, Any], config: Config) -> int:
     """Bytes that model.remat=dots stores on a device for a micro-batch."""
     mesh = job["roles"]["trainer"]["mesh"]
     shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    from shoal.run.plan.job import planned_architecture
-
     return activation_bytes(planned_architecture(config.model), job["shape"]["tokens"] // shards,
                             job["model"]["dtype"]) // mesh.get("tensor", 1)
 
@@ -186,5 +185,6 @@ def verdict(figures: Figures) -> str:
     text = f"{'fits' if figures.peak <= FULL * figures.memory else 'fits, but is tight'}: {used}"
     if figures.is_timed:
         _, low, high = figures.step_seconds
-        text += f"; a step takes {seconds_text(low)} to {seconds_text(high)}"
+        shown = dict.fromkeys((seconds_text(low), seconds_text(high)))
+        text += f"; a step takes about {' to '.join(shown)}"
     return f"{text}. {advice[0]['text']}" if advice else text

@@ -59,11 +59,8 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of transfer at one place of a program.
-
-    `bytes` are those of the whole array, as a device holds it after a gather or before a scatter; `moved` those that a
-    device receives, of all `times` together.
-    """
+    """One transfer at one place of a program. `bytes` are those of the whole array, as a device holds it after a gather
+    or before a scatter."""
 
     kind: str
     bytes: int
@@ -114,8 +111,8 @@ class Module:
 
     @cached_property
     def _frames(self) -> dict[int, tuple[int, int]]:
-        """Stack frame -> (its location, its parent)."""
-        return {int(a): (int(b), int(c)) for a, b, c in re.findall(
+        """Stack frame -> (its location, its parent, 0 for none)."""
+        return {int(a): (int(b), int(c) - 1) for a, b, c in re.findall(
             r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}", self.text, re.MULTILINE)}
 
     @cached_property
@@ -160,7 +157,7 @@ class Module:
             if one.op == "while":
                 self._visit_loop(one, instructions, times, trips, found, channels)
                 continue
-            self._collective(one, name, times, found, channels)
+            self._collective(one, one, name, times, found, channels)
             cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
             if cycles:
                 found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(cycles[1])
@@ -169,7 +166,7 @@ class Module:
                     self._visit(inside, times, trips, found, channels)
             elif one.op == "fusion":
                 for inner in self._inside(one.named("calls")):
-                    self._collective(inner, one.named("calls"), times, found, channels)
+                    self._collective(inner, one, one.named("calls"), times, found, channels)
             if one.op not in _FREE:
                 self._operation(one, shapes, times, found)
 
@@ -210,7 +207,9 @@ class Module:
             if one.op in ("fusion", "call", "async-start"):
                 yield from (inner for called in self._called(one) for inner in self._inside(called))
 
-    def _collective(self, one: Instruction, where: str, times: float, found: Costs, channels: set[str]) -> None:
+    def _collective(self, one: Instruction, around: Instruction, where: str, times: float, found: Costs,
+                    channels: set[str]) -> None:
+        """Adds one if it is a collective, of the computation `where`, inside of the fusion `around`."""
         kind = one.op.removesuffix("-start")
         if kind not in COLLECTIVES:
             return
@@ -229,7 +228,9 @@ class Module:
             kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
         elif kind == "reduce-scatter":
             size *= max(1, group_size(groups))
-        found.collectives.append(Collective(kind, size, times, groups, self.source(one)))
+        source = self.source(one)
+        source = self.source(around) if source == one.op else source  # the parts of a fusion may be unnamed
+        found.collectives.append(Collective(kind, size, times, groups, source))
 
     def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs) -> None:
         """What one operation reads and writes, and the FLOPs of its products."""
@@ -338,7 +339,8 @@ def _place(file: str, line: str) -> str:
 
 
 def _groups_text(attributes: str) -> str:
-    for pattern in (r"replica_groups=(mesh\[.*?\]\s*\{[^}]*\})", r"replica_groups=(\{\{[\d,{}]*\}\})",
+    for pattern in (r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
+                    r"replica_groups=(\{\{[\d,{}]*\}\})",
                     r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
                     r"source_target_pairs=(\{[\d,{}]*\})"):
         if found := re.search(pattern, attributes):
@@ -354,30 +356,37 @@ def device_groups(text: str) -> list[list[int]]:
     """
     if text.startswith("{{"):
         return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", text[1:-1])]
-    if found := re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", text):
-        sizes, dims = ([int(n) for n in part.split(",")] for part in found.groups()[:2])
-        grid = np.arange(math.prod(dims)).reshape(dims)
-        if found[3]:
-            grid = grid.transpose([int(n) for n in found[3].split(",")])
-        return grid.reshape(sizes).tolist()
+    if found := re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text):
+        return _order(found[2]).reshape([int(n) for n in found[1].split(",")]).tolist()
     return _mesh_groups(text)
 
 
+def _order(text: str) -> np.ndarray:
+    """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then transposed."""
+    dims, _, order = text.partition("T")
+    grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape([*map(int, re.findall(r"\d+", dims))])
+    return (grid.transpose([*map(int, re.findall(r"\d+", order))]) if order else grid).reshape(-1)
+
+
 def _mesh_groups(text: str) -> list[list[int]]:
-    """`mesh['a'=2,'b'=4] {'b':(2)2}`: axes of a grid of devices, or parts of axes (after 2, of size 2)."""
-    found = re.fullmatch(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}", text)
-    if found is None or "device_ids" in found[1]:
+    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this order, or parts of
+    axes (after 2, of size 2)."""
+    found = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
+    if found is None:
         return []
     axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])]
     taken = {name: (int(before or 1), int(size) if size else dict(axes)[name])
-             for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[2]) if name in dict(axes)}
+             for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3]) if name in dict(axes)}
     shape, inside = [], []
     for name, size in axes:
         before, part = taken.get(name, (size, 1))
         shape += [before, part, size // before // part]
         inside.append(len(shape) - 2)
     order = [n for n in range(len(shape)) if n not in inside] + inside
-    grid = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+    numbers = np.arange(math.prod(shape))
+    if found[2]:
+        numbers = _order(found[2]) if found[2].startswith("[") else np.array([*map(int, found[2].split(","))])
+    grid = numbers.reshape(shape).transpose(order)
     return grid.reshape(-1, math.prod(shape[n] for n in inside)).tolist()
 
 

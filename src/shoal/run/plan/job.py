@@ -106,7 +106,7 @@ class Job:
 
     def held(self) -> dict[str, dict[str, dict[str, int]]]:
         """Role -> `always`, `sampling` and `update` -> kind -> bytes on each of the role's devices."""
-        state, trainer = self.learner.shapes(), self.roles.trainer
+        state = self.learner.shapes()
         found: dict[str, dict[str, dict[str, int]]] = {
             role: {"always": {}, "sampling": {}, "update": {}} for role in ("trainer", "sampler", "reference")}
         found["trainer"]["always"] = {"parameters": bytes_per_device(state.trainable),
@@ -122,7 +122,6 @@ class Job:
             found["sampler"]["always"]["the sampler's copy"] = bytes_per_device(self._published())
         size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in self.engines.items())
         found["sampler"]["sampling"][f"KV caches ({name})"] = size
-        assert trainer.mesh.size
         return found
 
     @property
@@ -135,7 +134,11 @@ class Job:
         return publication.published_shapes(self.sampler_model)
 
     def _total(self) -> Any:
-        return self.learner.programs["zero"].eval_shape()
+        return self._programs["zero"].eval_shape()
+
+    @property
+    def _programs(self) -> dict[str, Any]:
+        return self.learner.programs
 
     # ---- what they run
 
@@ -176,8 +179,7 @@ class Job:
         prompts = -(-c.batch.prompts_per_step // a.num_minibatches)
         batches = -(-prompts * -(-c.batch.group_size // self.shape.slots) // self.shape.rows)
         updates = a.num_epochs * a.num_minibatches
-        total, programs = self._total(), self.learner.programs
-        found = {}
+        total, programs, found = self._total(), self._programs, {}
         if scorings := num_scorings(a, bool(c.teacher.path)):
             found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scorings * batches
                                      * a.num_minibatches, batch_bytes=size)

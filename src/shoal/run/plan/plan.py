@@ -58,7 +58,7 @@ def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -
     say(f"{job['devices']}: compiling {len(requests)} programs, {found.count} at once")
     answers = dict(zip(requests, found.answer(list(requests.values())), strict=True))
     programs = {name: answers[name, 0] if (name, 0) in answers else
-                extrapolate(*(answers[name, number] for number in SHALLOW), layers) for name in job["programs"]}
+                extrapolate(answers[name, SHALLOW[0]], answers[name, SHALLOW[1]], layers) for name in job["programs"]}
     return replace(figures, programs=programs)
 
 
@@ -113,7 +113,7 @@ def _next_micro(config: PlanConfig, tried: Mapping[int, Figures]) -> int | None:
     least = config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
     points = sorted((micro, one.programs["accumulate"]["extra_bytes"]) for micro, one in tried.items() if one.programs)
     one = next(iter(tried.values()))
-    if not points or PHASES[one.fullest][0] != "update" and not one.fits:
+    if not points or not (one.fits or PHASES[one.fullest][0] == "update"):
         return None
     room = FULL * one.memory - sum(one.held("trainer", "update").values())
     (a, low), (b, high) = (points[0], points[-1]) if len(points) > 1 else ((0, 0), points[0])
@@ -124,6 +124,6 @@ def _next_micro(config: PlanConfig, tried: Mapping[int, Figures]) -> int | None:
     whole = -(-one.job["prompts"] // config.algorithm.num_minibatches) * (
         config.sampling.max_prompt_tokens + config.batch.group_size * config.sampling.max_completion_tokens)
     fitting = max((m for m, figures in tried.items() if figures.fits), default=0)
-    failing = min((m for m, figures in tried.items() if not figures.fits), default=whole)
-    micro = min(max(micro, least), whole, failing)
-    return micro if micro > fitting and micro != failing or failing == whole else None
+    failing = min((m for m, figures in tried.items() if not figures.fits), default=whole + 1)
+    micro = min(max(micro, least), whole)
+    return micro if fitting < micro < failing else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,6 +19,7 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import build, convert_value
 from shoal.types import ShoalError
+from shoal.workers.process import KILL_WITH_PARENT, limit_memory, prctl
 
 if TYPE_CHECKING:
     from shoal.run.plan.job import Job
@@ -41,6 +43,8 @@ def _job(config: str, topology: str, layers: int) -> Job:
 
 
 def main() -> None:
+    prctl(KILL_WITH_PARENT, signal.SIGKILL)
+    limit_memory(0)  # no limit, but the first to go where memory ends
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
     for line in sys.stdin:

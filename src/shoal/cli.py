@@ -38,10 +38,10 @@ OTHER_WORDS = ("help", "completion")
 """First words that are no commands with settings."""
 
 ENTRIES: Mapping[str, str] = {
-    "train": "train:train", "doctor": "doctor:doctor", "eval": "evaluate:evaluate", "generate": "generate:generate",
-    "export": "export:export", "convert": "convert:convert", "replay": "replay:replay", "rescore": "rescore:rescore",
-    "diff": "diff:diff", "groups": "groups:groups", "export-rollouts": "export_rollouts:export_rollouts",
-    "pretrain": "pretrain:pretrain",
+    "train": "train:train", "doctor": "doctor:doctor", "plan": "plan:plan", "eval": "evaluate:evaluate",
+    "generate": "generate:generate", "export": "export:export", "convert": "convert:convert", "replay": "replay:replay",
+    "rescore": "rescore:rescore", "diff": "diff:diff", "groups": "groups:groups",
+    "export-rollouts": "export_rollouts:export_rollouts", "pretrain": "pretrain:pretrain",
 }
 """Command -> `module:function` in `shoal.commands`, called with the configuration and `console`."""
 
@@ -179,14 +179,19 @@ def _known(word: str, rest: Sequence[str] = ()) -> str:
 
 
 def _switch(word: str) -> str:
-    """`dryrun` for `--dry-run` in any spelling, `multirun` for `--multirun` and `-m`; empty for any other word."""
+    """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun` and `-m`; empty for
+    any other word."""
     name = re.sub("[-_]", "", word.removesuffix("=true")) if word.startswith("--") else {"-m": "multirun"}.get(word, "")
-    return name if name in ("dryrun", "multirun") else ""
+    return name if name in ("dryrun", "plan", "multirun") else ""
 
 
 def _run_command(command: str, words: list[str]) -> int:
     switches = {*map(_switch, words)}
     only_shown, words = "dryrun" in switches, [word for word in words if not _switch(word)]
+    if "plan" in switches:
+        if "--plan" not in options_of(command):
+            raise ShoalError(f"--plan: shoal {command} is not planned; shoal train is")
+        command = "plan"
     if "multirun" in switches:
         return _sweep(command, words, only_shown)
     config, resolved = _compose(command, words)

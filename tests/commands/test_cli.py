@@ -27,6 +27,7 @@ from shoal.config.schema import (
     ExportConfig,
     ExportRolloutsConfig,
     GenerateConfig,
+    PlanConfig,
     PretrainConfig,
     ReplayConfig,
     RescoreConfig,
@@ -47,8 +48,8 @@ def own_environment(monkeypatch):
 
 
 JOBS = {
-    name: name for name in ("train", "generate", "export", "evaluate", "convert", "pretrain", "doctor", "replay",
-                            "rescore", "diff", "export_rollouts")
+    name: name for name in ("train", "generate", "export", "evaluate", "convert", "pretrain", "doctor", "plan",
+                            "replay", "rescore", "diff", "export_rollouts")
 }
 """Module of `shoal.commands` -> the function that the command line calls there."""
 
@@ -89,6 +90,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     ("export", ["from=a", "to=b"], "export", ExportConfig(source="a", to="b")),
     ("pretrain", ["output=a"], "pretrain", PretrainConfig(output="a")),
     ("doctor", ["steps=3"], "doctor", DoctorConfig(steps=3)),
+    ("plan", ["steps=3", "topology=v5p-8"], "plan", PlanConfig(steps=3, topology="v5p-8")),
+    ("train", ["--plan", "steps=3", "topology=v5p-8"], "plan", PlanConfig(steps=3, topology="v5p-8")),
     ("replay", ["runs/a", "step=37", "group=5"], "replay", ReplayConfig(run="runs/a", step=37, group=5)),
     ("rescore", ["last", "reward=f.py:g"], "rescore",
      RescoreConfig(run="last", reward=RewardSection(functions=("f.py:g",)))),
@@ -197,7 +200,7 @@ def test_what_the_doctor_finds_is_exit_code_2(calls, monkeypatch, capfd):
 @pytest.mark.parametrize(("words", "part"), [
     (["trian"], "did you mean train?"),
     (["evaluate"], "did you mean eval?"),
-    (["steps=3"], "Commands: train, doctor, eval"),
+    (["steps=3"], "Commands: train, doctor, plan, eval"),
     (["complete"], "did you mean completion?"),
     (["train", "stpes=3"], "did you mean steps?"),
     (["train", "steps=x"], "steps='x': expected a whole number"),
@@ -290,7 +293,7 @@ def test_every_command_has_a_dry_run(capsys, calls, command):
     assert cli.main([command, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "# nothing differs from the defaults\n" in out and calls == []
-    assert ("# this step = " in out) == (command in ("train", "doctor"))
+    assert ("# this step = " in out) == (command in ("train", "doctor", "plan"))
 
 
 def test_a_dry_run_touches_nothing(tmp_path):

@@ -26,6 +26,7 @@ shoal train                                        a tiny model, word problems, 
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
 shoal train resume=last                            resumes the run started last
 shoal doctor model=... task=... reward=f.py:g      checks a job before it runs
+shoal plan model.name=llama3.1-8b topology=v5p-8   what a job costs on devices that are not here
 shoal train --multirun optimizer.lr=1e-5,1e-4      a run for each value
 shoal train --help                                 every key, with its default and meaning
 shoal train --help optimizer                       the keys of one topic"""
@@ -34,6 +35,7 @@ OPTIONS: Mapping[str, str] = {
     "--config-name": "NAME: a preset or a YAML file; a file may also stand as a word by itself",
     "--preset": "NAME: a preset beneath that file",
     "--dry-run": "print the resolved configuration and touch nothing",
+    "--plan": "train only: `shoal plan` of the same words",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
     "--help": "TOPIC: this text, or only one topic or key",
 }
@@ -100,7 +102,7 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 
 def options_of(command: str) -> dict[str, str]:
     """The options that a command accepts."""
-    without = {"--multirun"} if command != "train" else set()
+    without = {"--multirun", "--plan"} if command != "train" else set()
     without |= {"--config-name", "--preset"} if command in POSITIONALS else set()
     return {name: text for name, text in OPTIONS.items() if name not in without}
 

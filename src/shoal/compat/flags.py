@@ -56,7 +56,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """Parts of a name, as a pattern -> why no key has it."""
 
-COMMANDS = ("train", "doctor", "eval", "generate", "convert")
+COMMANDS = ("train", "doctor", "plan", "eval", "generate", "convert")
 """Commands that accept a flag which becomes no key."""
 
 INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokenizer"}

@@ -20,7 +20,7 @@ from shoal.types import ShoalError
 PRESETS = Path(__file__).parent / "presets"
 """Presets as YAML files: a folder for each command, and one for algorithms."""
 
-COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train"}
+COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
 """Command -> the command whose presets it shares."""
 
 

@@ -22,6 +22,7 @@ from shoal.config.schema import (
     ExportRolloutsConfig,
     GenerateConfig,
     GroupsConfig,
+    PlanConfig,
     PretrainConfig,
     ReplayConfig,
     RescoreConfig,
@@ -30,8 +31,8 @@ from shoal.text import CLOSE, did_you_mean, likeness
 from shoal.types import ShoalError
 
 COMMANDS: Mapping[str, type] = {
-    "train": Config, "doctor": DoctorConfig, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig,
-    "convert": ConvertConfig,
+    "train": Config, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig, "generate": GenerateConfig,
+    "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "export-rollouts": ExportRolloutsConfig,
     "pretrain": PretrainConfig,

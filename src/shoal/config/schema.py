@@ -26,7 +26,7 @@ from shoal.config.sections import (
 __all__ = [
     "AlgorithmSection", "BatchSection", "CheckpointSection", "Config", "ConvertConfig", "DiffConfig",
     "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig",
-    "MeshSection", "ModelSection", "OptimizerSection", "PretrainConfig", "ReplayConfig", "ReportSection",
+    "MeshSection", "ModelSection", "OptimizerSection", "PlanConfig", "PretrainConfig", "ReplayConfig", "ReportSection",
     "RescoreConfig", "RewardSection", "SamplingSection", "TaskSection", "TeacherSection", "TrainSection",
     "WandbSection", "require",
 ]
@@ -211,6 +211,22 @@ class DoctorConfig(Config):
 
     json: bool = False
     """Print the report as JSON."""
+
+
+@dataclass(frozen=True)
+class PlanConfig(Config):
+    """`shoal plan`: compiles a training job for devices that need not be here: does it fit, how fast is a step."""
+
+    topology: str = ""
+    """Devices to plan for: v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h100:8, h200:8x8 (eight machines); empty for the
+    devices here."""
+    layers: Literal["auto", "shallow", "all"] = "auto"
+    """Layers to compile: auto takes 2 and 4 for a deep model's decoding and extrapolates, shallow does so for every
+    program, all compiles every layer."""
+    fit: bool = False
+    """Look for the largest batch.micro_tokens that fits."""
+    json: bool = False
+    """Print the plan as JSON."""
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,92 @@
-"""What the makers say of accelerators: operations a second by type."""
+"""What the makers say of accelerators: memory, bandwidths, operations a second, links.
+
+    ACCELERATORS["v5p"].hbm_bytes    memory that one device offers a program
+    peak_flops("TPU v5p", "bfloat16")
+
+A device is what JAX shows as one: a chip, of TPU7x half a chip.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-_PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    (r"TPU v4", {"bfloat16": 275e12}),
-    (r"TPU (v5 lite|v5e)", {"bfloat16": 197e12}),
-    (r"TPU (v5|v5p)", {"bfloat16": 459e12}),
-    (r"TPU (v6 lite|v6e)", {"bfloat16": 918e12}),
-    (r"NVIDIA A100\b.*", {"bfloat16": 312e12, "float32": 19.5e12}),
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of device; bandwidths are in bytes a second.
+
+    TPU: `link` is one direction of one link of the torus, `dcn` a device's part of its host's network. GPU: `link` is
+    one direction of all of a device's links to the others of its machine, `dcn` to other machines.
+    """
+
+    kind: str  # a pattern of JAX's device_kind
+    peaks: Mapping[str, float]  # operations a second by type, dense
+    hbm_bytes: int = 0
+    hbm: float = 0.0
+    link: float = 0.0
+    dcn: float = 0.0
+    clock: float = 0.0  # cycles a second of the compiler's estimates
+    torus: int = 0  # dimensions of a TPU's torus; 0: a GPU
+    cores: int = 1  # what the maker's names count, a chip
+    devices: int = 1  # that JAX shows, a chip
+    largest: int = 0  # chips of a slice
+    target: Mapping[str, Any] | None = None  # of a GPU: what its compiler asks about it
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.torus > 0
+
+
+_GIB = 1 << 30
+
+_HOPPER = {"core_count": 132, "clock_rate_ghz": 1.98, "l2_cache_size": 50 << 20, "capability": 9,
+           "shared_memory_per_core": 228 << 10}
+
+ACCELERATORS: Mapping[str, Accelerator] = {
+    # https://cloud.google.com/tpu/docs: the page of each version. Memory is what the compiler grants a program of the
+    # chip's 32, 16, 95, 32 and 2 x 96 GiB. Clocks follow from the peak: cores x matrix units x their multipliers x 2.
+    "v4": Accelerator("TPU v4", {"bfloat16": 275e12}, int(30.75 * _GIB), 1.228e12, 50e9, 6.25e9, 1.05e9, 3, 2, 1,
+                      2048),
+    "v5e": Accelerator("TPU (v5 lite|v5e)", {"bfloat16": 197e12}, int(15.75 * _GIB), 0.819e12, 50e9, 3.125e9, 1.5e9, 2,
+                       1, 1, 256),
+    "v5p": Accelerator("TPU (v5|v5p)", {"bfloat16": 459e12}, int(95.74 * _GIB), 2.765e12, 100e9, 6.25e9, 1.75e9, 3, 2,
+                       1, 8960),
+    "v6e": Accelerator("TPU (v6 lite|v6e)", {"bfloat16": 918e12}, int(31.25 * _GIB), 1.638e12, 100e9, 12.5e9, 1.75e9,
+                       2, 1, 1, 256),
+    "tpu7x": Accelerator("TPU ?7x?", {"bfloat16": 1153.5e12}, int(94.75 * _GIB), 3.69e12, 100e9, 6.25e9, 2.2e9, 3, 2,
+                         2, 9216),
+    # NVIDIA's data sheets; float32 without TensorFloat-32, which JAX does not use here.
+    "a100": Accelerator(r"NVIDIA A100\b.*", {"bfloat16": 312e12, "float32": 19.5e12}, 80 * _GIB, 2.039e12, 300e9, 25e9,
+                        target={"core_count": 108, "clock_rate_ghz": 1.41, "l2_cache_size": 40 << 20, "capability": 8,
+                                "shared_memory_per_core": 164 << 10}),
+    "h100": Accelerator(r"NVIDIA H100\b.*", {"bfloat16": 989e12, "float32": 67e12}, 80 * _GIB, 3.35e12, 450e9, 50e9,
+                        target=_HOPPER),
+    "h200": Accelerator(r"NVIDIA H200\b.*", {"bfloat16": 989e12, "float32": 67e12}, 141 * 10**9, 4.8e12, 450e9, 50e9,
+                        target=_HOPPER),
+    "b200": Accelerator(r"NVIDIA B200\b.*", {"bfloat16": 2250e12, "float32": 75e12}, 180 * 10**9, 7.7e12, 900e9, 50e9,
+                        target={"core_count": 148, "clock_rate_ghz": 1.965, "l2_cache_size": 126 << 20,
+                                "capability": 10, "shared_memory_per_core": 228 << 10}),
+}
+"""Name in `topology=` -> the device."""
+
+_OTHERS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"NVIDIA H100 PCIe", {"bfloat16": 756e12, "float32": 51e12}),
     (r"NVIDIA H[12]00 NVL", {"bfloat16": 835e12, "float32": 60e12}),
-    (r"NVIDIA H[12]00\b.*", {"bfloat16": 989e12, "float32": 67e12}),
-    (r"NVIDIA B200\b.*", {"bfloat16": 2250e12, "float32": 75e12}),
     (r"NVIDIA L4", {"bfloat16": 121e12, "float32": 30.3e12}),
 )
-"""Device kind -> operations a second, as the makers state them for dense products; float32 without TensorFloat-32,
-which JAX does not use here. TPUs have no stated rate for float32."""
+"""Device kinds with rates of their own, before those of ACCELERATORS."""
+
+
+def accelerator_of(device_kind: str) -> Accelerator | None:
+    """The accelerator that JAX calls so; None if it is not known, as any CPU."""
+    if "MIG" in device_kind:  # a slice of a device: its share is not in the name
+        return None
+    return next((one for one in ACCELERATORS.values() if re.fullmatch(one.kind, device_kind)), None)
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:
@@ -30,7 +95,6 @@ def peak_flops(device_kind: str, dtype: Any) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0
     """
-    if "MIG" in device_kind:  # a slice of a device: its share of the peak is not in the name
-        return None
-    name = np.dtype(dtype).name
-    return next((rates.get(name) for kind, rates in _PEAKS if re.fullmatch(kind, device_kind)), None)
+    known = accelerator_of(device_kind)
+    rates = next((rates for kind, rates in _OTHERS if re.fullmatch(kind, device_kind)), known.peaks if known else {})
+    return None if "MIG" in device_kind else rates.get(np.dtype(dtype).name)

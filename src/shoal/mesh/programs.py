@@ -67,9 +67,18 @@ class Program:
             self._in_flight.append(leaves[0])
         return result
 
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """JAX's traced program for arrays or shapes with shardings, also of devices that are not here."""
+        return self._jitted.trace(*args, **kwargs)
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's lowered program for arrays or shapes with shardings, also of devices that are not here."""
         return self._jitted.lower(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes, types and (where they are fixed) shardings of the outputs; nothing is compiled."""
+        # Not jax.eval_shape(program): a jit inside another's trace may have no compiler options.
+        return self._jitted.eval_shape(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's compiled program for arrays or shapes; nothing runs."""

@@ -137,17 +137,17 @@ def open_teacher(config: Config, student: ModelSpec, role: Role, console: Consol
     return ModelScorer(model, teacher.load(role, model.dtype))
 
 
-def compute_dtype(name: str) -> Any:
+def compute_dtype(name: str, platform: str) -> Any:
     """The dtype of `model.dtype`: for `auto`, float32 on CPU and bfloat16 on accelerators."""
     if name == "auto":
         # Most CPUs have no bfloat16 products: XLA converts to float32 and back, which is slower.
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        name = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
 
 
 def make_model(section: ModelSection, spec: ModelSpec, role: Role, micro_tokens: int) -> Model:
     """The `Model` on a role's devices; `micro_tokens` (0 without training) decides `model.remat=auto`."""
-    dtype, remat = compute_dtype(section.dtype), section.remat
+    dtype, remat = compute_dtype(section.dtype, role.platform), section.remat
     if remat == "auto":
         remat = "full" if activation_bytes(spec.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
     if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default

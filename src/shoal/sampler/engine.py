@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -87,7 +88,7 @@ class Engine:
         self._state: DecodeState | None = None
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
         self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout
-        self.programs: dict[str, Callable] = {"make_state": programs.make_state, "prefill": programs.prefill,
+        self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
                                               "decode": programs.decode}
 
     # -- the Sampler protocol

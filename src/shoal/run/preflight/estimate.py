@@ -94,11 +94,7 @@ def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards:
                  engines: Mapping[str, Engine]) -> None:
     """Adds the compiled programs' temporary memory, scaled from the trial's shapes to the longest allowed, and to the
     engine that prefills most prompts at once."""
-    s, programs = config.sampling, trial.programs
-    longest: Any = SimpleNamespace(prompt_ids=range(s.max_prompt_tokens),
-                                   completions=(range(s.max_completion_tokens),))
-    prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
-    shape = choose_shape([longest], prompts, config.batch.group_size, config.batch.micro_tokens, shards)
+    s, programs, shape = config.sampling, trial.programs, longest_shape(config, shards)
     rows = max(engine.scheduler.prefill_rows for engine in engines.values())
     tried = engines["training"].scheduler.prefill_rows * max(prompt_bucket(len(g.prompt_ids)) for g in trial.groups)
     prefill = round(programs["prefill"].extra_bytes * rows * prompt_bucket(s.max_prompt_tokens) / tried)
@@ -107,6 +103,15 @@ def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards:
     budget.update["activations"] = activations
     if (apply := programs["apply"].extra_bytes) > activations:
         budget.update["update's temporaries"] = apply - activations
+
+
+def longest_shape(config: Config, shards: int) -> Shape:
+    """The shape of an update whose prompts and completions are as long as they may be."""
+    s = config.sampling
+    longest: Any = SimpleNamespace(prompt_ids=range(s.max_prompt_tokens),
+                                   completions=(range(s.max_completion_tokens),))
+    prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
+    return choose_shape([longest], prompts, config.batch.group_size, config.batch.micro_tokens, shards)
 
 
 # ---- advice

@@ -116,9 +116,9 @@ class MemoryBudget:
 
 
 def bytes_per_device(shapes: Any) -> int:
-    """Bytes of a tree of shapes with shardings on each device that holds it."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
-               for leaf in jax.tree.leaves(shapes))
+    """Bytes of a tree of shapes on each device that holds it; those without a sharding are whole."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+               * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
@@ -171,7 +171,7 @@ def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemor
     text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
     if total <= FULL * available.free:
         return Finding("memory", "ok", text)
-    cure, key = suggest_saving(config, budget, total - FULL * available.free)
+    cure, key = suggest_saving(config, budget, total - FULL * available.free, jax.device_count())
     if total > available.free:
         return Finding("memory", "wrong", f"too little: {text}. {cure}", key)
     return Finding("memory", "warning", f"tight: {text}. {cure}", key)
@@ -197,11 +197,12 @@ class Saving:
 
     key: str
     parts: tuple[str, ...]  # of a MemoryBudget, that it makes smaller
-    change: Callable[[Any], tuple[Any, Any] | None]  # configuration -> (new value, None for a lower one; the one now)
+    change: Callable[[Any, int], tuple[Any, Any] | None]
+    """(configuration, number of devices) -> (new value, None for a lower one; the one now)"""
 
 
-def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any], tuple[int, int] | None]:
-    def change(config: Any) -> tuple[int, int] | None:
+def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any, int], tuple[int, int] | None]:
+    def change(config: Any, _: int) -> tuple[int, int] | None:
         now = get_value(config, key) or config.batch.prompts_per_step * config.batch.group_size  # 0 slots: a step's
         half = max(least(config), now // 2)
         return (half, now) if half < now else None
@@ -209,13 +210,13 @@ def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any], tuple[int,
     return change
 
 
-def _lower(key: str) -> Callable[[Any], tuple[None, Any]]:
-    return lambda config: (None, get_value(config, key))
+def _lower(key: str) -> Callable[[Any, int], tuple[None, Any]]:
+    return lambda config, _: (None, get_value(config, key))
 
 
-def _more_devices(axis: str) -> Callable[[Any], tuple[int, int] | None]:
-    def change(config: Any) -> tuple[int, int] | None:
-        m, count = config.mesh, jax.device_count()
+def _more_devices(axis: str) -> Callable[[Any, int], tuple[int, int] | None]:
+    def change(config: Any, count: int) -> tuple[int, int] | None:
+        m = config.mesh
         now = getattr(m, axis)
         most = count // max(1, m.data * abs(m.fsdp) * m.tensor // abs(now))
         return (most, now) if 0 < now < most else None
@@ -230,8 +231,8 @@ SAVINGS = (
     Saving("batch", (), _halved("batch", lambda c: getattr(c, "pass_k", 0) or getattr(c, "num_generations", 1))),
     Saving("batch.micro_tokens", ("activations",),
            _halved("batch.micro_tokens", lambda c: c.sampling.max_prompt_tokens + c.sampling.max_completion_tokens)),
-    Saving("model.remat", ("activations",), lambda c: ("full", c.model.remat) if c.model.remat != "full" else None),
-    Saving("algorithm.kl_coef", ("reference",), lambda c: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
+    Saving("model.remat", ("activations",), lambda c, _: ("full", c.model.remat) if c.model.remat != "full" else None),
+    Saving("algorithm.kl_coef", ("reference",), lambda c, _: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
     Saving("mesh.fsdp", (*_WEIGHTS, "reference", "teacher"), _more_devices("fsdp")),
     Saving("sampling.slots_per_device", _CACHES,
            _halved("sampling.slots_per_device", lambda c: max(c.batch.group_size, c.pass_k))),
@@ -240,7 +241,7 @@ SAVINGS = (
     Saving("sampling.max_prompt_tokens", _CACHES, _lower("sampling.max_prompt_tokens")),
     Saving("mesh.tensor", ("the sampler's copy",), _more_devices("tensor")),
     Saving("model.dtype", ("the sampler's copy",),
-           lambda c: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
+           lambda c, _: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
 )
 """Keys that take less memory, the cheapest first: the first three change no result."""
 
@@ -248,10 +249,11 @@ _OF_TRAINING = {"model.remat", "sampling.slots_per_device"}
 """Keys that commands which only sample have, and do not need."""
 
 
-def suggest_saving(config: Config, budget: MemoryBudget, excess: float) -> tuple[str, str]:
+def suggest_saving(config: Config, budget: MemoryBudget, excess: float, devices: int) -> tuple[str, str]:
     """(text, key) of the first change that makes the largest part smaller; the text names more if `excess` is more."""
     largest = next(iter(budget.parts)).partition(" (")[0]
-    found = [(saving, changed) for saving in SAVINGS if largest in saving.parts and (changed := saving.change(config))]
+    found = [(saving, changed) for saving in SAVINGS
+             if largest in saving.parts and (changed := saving.change(config, devices))]
     if not found:
         return "a smaller model, or more devices (mesh.fsdp)", "model.path"
     (saving, (new, now)), *others = found
@@ -284,7 +286,7 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
     known = keys_of(type(config))
     keys = known if "batch.micro_tokens" in known else known.keys() - _OF_TRAINING
     advice = "; ".join(_described(saving.key, changed) for saving in SAVINGS
-                       if saving.key in keys and (changed := saving.change(config)))
+                       if saving.key in keys and (changed := saving.change(config, jax.device_count())))
     return ShoalError(f"memory ran out{what}. In this order: {advice}")
 
 

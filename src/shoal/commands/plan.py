@@ -1,0 +1,156 @@
+"""`shoal plan`: what a training job costs on devices that need not be here, read from its own compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shoal.config.schema import PlanConfig
+from shoal.report.console import Console
+from shoal.report.findings import gib, seconds_text
+from shoal.run.plan.figures import PHASES, Figures, verdict
+from shoal.run.plan.plan import make_plan
+from shoal.run.preflight.settings import check_trainable
+from shoal.text import count
+
+SHOWN = 5
+"""Rows of a table of transfers or temporaries that are printed; the JSON has more."""
+
+NAMED = 0.05
+"""Share of a step from which a single transfer is named."""
+
+
+def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
+    """Prints the plan and returns it; `ok` is False where the job does not fit."""
+    check_trainable(config)
+    with console:
+        figures = make_plan(config, console.note)
+        report(figures, console)
+    return record(figures)
+
+
+def report(figures: Figures, console: Console) -> None:
+    for line in _head(figures):
+        console.text(line)
+    for roles in _apart(figures):
+        console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")
+        console.table(*_memory_table(figures, roles))
+    if figures.programs:
+        console.heading("a step" if figures.is_timed else "programs")
+        console.table(*_program_table(figures))
+    if rows := _transfer_rows(figures):
+        console.heading("transfers between devices, a step")
+        console.table(("kind", "program", "axis", "bytes", "seconds", "share", "made by"), rows)
+    if figures.programs:
+        fullest = figures.fullest
+        console.heading(f"largest temporaries ({fullest})")
+        console.table(("array", "bytes", "made by"), [
+            (shape, gib(size), source) for size, shape, source in figures.programs[fullest]["largest"][:SHOWN]])
+    for line in _unknown(figures):
+        console.note(line)
+    for one in figures.advice()[1:]:
+        console.note(f"or {one['text']}")
+    console.text(verdict(figures), "bold" if figures.fits else "bold red")
+
+
+def _head(figures: Figures) -> Iterator[str]:
+    job, config = figures.job, figures.config
+    model, shape = job["model"], job["shape"]
+    yield (f"{job['devices']}; {model['parameters'] / 1e9:.2f}e9 parameters in {model['layers']} layers, "
+           f"{model['dtype']}, model.remat={model['remat']}")
+    meshes = {name: count(len(one["devices"]), "device") + _mesh_text(one["mesh"])
+              for name, one in job["roles"].items()}
+    shared = len(set(meshes.values())) == 1
+    yield "all roles: " + meshes["trainer"] if shared else ", ".join(f"{name}: {text}" for name, text in meshes.items())
+    yield (f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every completion "
+           f"{config.sampling.max_completion_tokens}; {job['prompts']} x {config.batch.group_size} completions a step, "
+           f"{job['slots']} at once; a micro-batch is {shape['rows']} rows of {shape['prefix']} + {shape['slots']} x "
+           f"{shape['length']} tokens")
+
+
+def _mesh_text(mesh: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{axis} {size}' for axis, size in mesh.items())})" if mesh else ""
+
+
+def _apart(figures: Figures) -> list[list[str]]:
+    """The roles by the devices that they share."""
+    found: list[list[str]] = []
+    for role in figures.job["roles"]:
+        roles = figures.shared_roles(role)
+        has_any = any(figures.job["held"][name][when] for name in roles for when in ("always", "sampling", "update"))
+        if roles not in found and has_any:
+            found.append(roles)
+    return found
+
+
+def _memory_table(figures: Figures, roles: list[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A row for each kind, a column for each program that runs on these roles' devices."""
+    programs = [name for name, one in figures.job["programs"].items() if one["role"] in roles]
+    needed = {name: figures.needed(name) for name in programs} or {"always": figures.held(roles[0], "always")}
+    kinds = dict.fromkeys(kind for parts in needed.values() for kind in parts)
+    rows = [(kind, *(gib(parts[kind]) if parts.get(kind) else "" for parts in needed.values())) for kind in kinds]
+    return ("", *needed), [*rows, ("all", *(gib(sum(parts.values())) for parts in needed.values()))]
+
+
+def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A row for each program: how often it runs, what it computes and moves, and how long it takes."""
+    head = ("", "runs", "TFLOPs", "collectives", "floor", "hidden", "not hidden")
+    rows = []
+    for name, one in figures.programs.items():
+        moved = sum(row["bytes"] for row in one["collectives"])
+        times = [seconds_text(seconds) for seconds in figures.seconds(name)] if figures.is_timed else [""] * 3
+        rows.append((f"{PHASES[name][0]}: {name}", f"{figures.job['programs'][name]['runs']:g}",
+                     f"{one['flops'] / 1e12:,.1f}", gib(moved), *times))
+    if figures.is_timed:
+        rows.append(("all", "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
+        tokens, (_, low, high) = figures.job["tokens"]["sampled"], figures.step_seconds
+        rows.append(("tokens sampled a second", "", "", "", "", f"{tokens / low:,.0f}", f"{tokens / high:,.0f}"))
+        rows.append(("MFU", "", "", "", "", f"{100 * figures.mfu(low):.1f}%", f"{100 * figures.mfu(high):.1f}%"))
+    return head, rows
+
+
+def _transfer_rows(figures: Figures) -> list[tuple[str, ...]]:
+    step = figures.step_seconds[2] if figures.is_timed else 0.0
+    found = []
+    for seconds, program, row in figures.transfers()[:SHOWN]:
+        runs = figures.job["programs"][program]["runs"]
+        share = f"{100 * seconds / step:.1f}%" if step else ""
+        found.append((row["kind"], program, row["axis"], gib(runs * row["bytes"]),
+                      seconds_text(seconds) if step else "", share, row["source"]))
+    return found
+
+
+def _unknown(figures: Figures) -> Iterator[str]:
+    """What the figures do not hold."""
+    if not figures.programs:
+        yield "nothing was compiled: what the roles hold does not fit"
+        return
+    step = figures.step_seconds[2] if figures.is_timed else 0.0
+    for seconds, program, row in figures.transfers()[:SHOWN]:
+        if step and seconds > NAMED * step:
+            yield (f"{100 * seconds / step:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
+                   f"{row['axis']} in {program} ({row['source']})")
+    shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
+    if shallow:
+        yield f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every layer"
+    if figures.job["peak_flops"] is None:
+        yield "seconds are not known: the table of accelerators does not hold these devices"
+    yield ("not in these figures: rewards, evaluation, checkpoints, the host's work, contention of links, and all that "
+           "a compiler's estimate leaves out; nothing here was measured")
+
+
+def record(figures: Figures) -> dict[str, Any]:
+    """The plan as JSON."""
+    timed = figures.is_timed
+    names = ("floor", "hidden", "not_hidden")
+    return {
+        "ok": figures.fits, "verdict": verdict(figures), "advice": figures.advice(),
+        "micro_tokens": figures.config.batch.micro_tokens,
+        "memory": {"bytes": figures.memory, "peak_bytes": figures.peak, "fullest": figures.fullest,
+                   "programs": {name: figures.needed(name) for name in figures.job["programs"]}},
+        "seconds": {"step": dict(zip(names, figures.step_seconds, strict=True)),
+                    "phases": {phase: dict(zip(names, each, strict=True))
+                               for phase, each in figures.phase_seconds().items()}} if timed else {},
+        "mfu": [figures.mfu(seconds) for seconds in figures.step_seconds[1:]] if timed else [],
+        "job": dict(figures.job), "programs": {name: dict(one) for name, one in figures.programs.items()},
+    }

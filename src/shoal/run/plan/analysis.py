@@ -1,0 +1,207 @@
+"""Compiles one program of a job and reads from it what it costs; keeps what the compiler said, by what it was asked.
+
+The same program for the same devices and compiler is not compiled twice, whatever the job around it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shoal.files import appearing
+from shoal.mesh.accelerators import Accelerator
+from shoal.run.cache import cache_folder
+from shoal.run.plan.flops import jaxpr_flops
+from shoal.run.plan.hlo import Costs, Module, device_groups, group_size
+from shoal.run.plan.job import Job, Planned
+from shoal.run.preflight.memory import bytes_per_device
+
+_COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+MOST_SHOWN = 12
+"""Rows of a table of sources or temporaries that are kept."""
+
+
+def analyse(job: Job, name: str) -> dict[str, Any]:
+    """What one program of the job costs on a device of its role, for JSON."""
+    planned = job.programs()[name]
+    traced = planned.program.trace(*planned.args, **planned.kwargs)
+    compiled = _compiled(job, planned, traced.lower())
+    flops = jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips) / planned.role.mesh.size
+    arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
+    found: dict[str, Any] = {
+        "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
+        "error": compiled["error"], "flops": flops, "floor_seconds": _floor_seconds(job, planned, flops, arguments)}
+    if compiled["error"]:
+        return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
+                        "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
+                        "assumed": [], "memory": {}}
+    memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips)
+    rows = _collective_rows(job, planned, costs)
+    rate = _rate(job.accelerator)
+    return found | {
+        # What a call needs besides its arguments: temporaries, and results that overwrite none.
+        "extra_bytes": memory["temp"] + max(0, memory["output"] - memory["alias"]) + planned.batch_bytes,
+        "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows,
+        "compute_seconds": _compute_seconds(job, costs), "transfer_seconds": sum(row["seconds"] for row in rows),
+        "sources": dict(sorted(((source, value / rate) for source, value in
+                                (costs.cycles or costs.bytes).items()), key=lambda item: -item[1])[:MOST_SHOWN]),
+        "assumed": costs.assumed}
+
+
+def _floor_seconds(job: Job, planned: Planned, flops: float, arguments: int) -> float:
+    """The least that any program for this could take: its products at the peak rate, or its arguments read once;
+    in decoding the weights once a token."""
+    kind = job.accelerator
+    if kind is None:
+        return 0.0
+    read = arguments
+    if planned.assumed_trips:
+        read = planned.assumed_trips[0] * bytes_per_device(planned.args)
+    return max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
+
+
+def _rate(kind: Accelerator | None) -> float:
+    """Cycles (TPU) or bytes a second, for the seconds of a source."""
+    return math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
+
+
+def _compute_seconds(job: Job, costs: Costs) -> float:
+    """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU: for each operation the longer of
+    its memory traffic and its products; 0 where the device is not known."""
+    kind = job.accelerator
+    if kind is None:
+        return 0.0
+    if kind.is_tpu:
+        return sum(costs.cycles.values()) / kind.clock
+    peak = kind.peaks.get(job.model.dtype.name, math.inf)
+    return sum(times * max(size / kind.hbm, flops / peak) for times, size, flops in costs.operations)
+
+
+# ---- what the compiler said
+
+
+def _compiled(job: Job, planned: Planned, lowered: Any) -> dict[str, Any]:
+    """The compiled program's text and memory, from the disk if it was compiled before."""
+    file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
+    if file.is_file():
+        return json.loads(gzip.decompress(file.read_bytes()))
+    started, found = time.perf_counter(), {"error": "", "excess": 0, "largest": [], "text": "", "memory": {}}
+    try:
+        compiled = planned.program.compile(*planned.args, **planned.kwargs)
+        m = compiled.memory_analysis()
+        found |= {"text": compiled.as_text(), "memory": {
+            "arguments": m.argument_size_in_bytes, "output": m.output_size_in_bytes, "alias": m.alias_size_in_bytes,
+            "temp": m.temp_size_in_bytes}}
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        found |= _exhausted(str(error))
+    found["seconds"] = time.perf_counter() - started
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with appearing(file) as temporary:
+        temporary.write_bytes(gzip.compress(json.dumps(found).encode(), 6))
+    return found
+
+
+def _exhausted(text: str) -> dict[str, Any]:
+    """What the compiler says of a program that needs more memory than the device has: how much, and for what."""
+    asked = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
+    units = {"K": 10, "M": 20, "G": 30, "T": 40}
+    size = int(float(asked[1]) * (1 << units[asked[2]])) if asked else 0
+    largest = [[int(float(n) * (1 << units[unit])), shape, operator] for n, unit, operator, shape in re.findall(
+        r"Size: ([\d.]+)([KMGT])\s+(?:Operator: ([^\n]*)\s+)?Shape: (\S+)", text)]
+    return {"error": text.splitlines()[0][:300], "excess": size, "largest": largest[:MOST_SHOWN]}
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_folder()) / "plan"
+
+
+def _key(job: Job, planned: Planned, text: str) -> str:
+    versions = [f"{name} {metadata.version(name)}" for name in _COMPILERS if _is_installed(name)]
+    device = planned.role.mesh.devices.flat[0]
+    target = [str(job.topology or device.client.platform_version), device.device_kind,
+              str([device.id for device in planned.role.mesh.devices.flat])]
+    options = sorted(planned.program.compiler_options.items())
+    return hashlib.sha256("\n".join([text, *target, *versions, str(options)]).encode()).hexdigest()
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# ---- what moves between devices
+
+
+def _collective_rows(job: Job, planned: Planned, costs: Costs) -> list[dict[str, Any]]:
+    """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0})
+    places: dict[str, tuple[str, float, int]] = {}
+    for one in costs.collectives:
+        if one.groups not in places:
+            group = (device_groups(one.groups) or [[]])[0]
+            places[one.groups] = (_axes(planned, group), _bandwidth(job, planned, group), group_size(one.groups))
+        axes, bandwidth, size = places[one.groups]
+        row = rows[one.kind, axes, one.source]
+        row["times"] += one.times
+        row["bytes"] += one.total
+        row["seconds"] += _moved(one.kind, one.total, size) / bandwidth
+    found = [{"kind": kind, "axis": axes, "source": source, **row} for (kind, axes, source), row in rows.items()]
+    return sorted(found, key=lambda row: -row["bytes"])
+
+
+def _moved(kind: str, size: float, devices: int) -> float:
+    """Bytes that a device receives."""
+    share = (devices - 1) / devices
+    return {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share) * size
+
+
+def _axes(planned: Planned, group: Sequence[int]) -> str:
+    """The mesh axes along which a group of devices lies."""
+    shape = planned.role.mesh.shape
+    if not group or max(group) >= planned.role.mesh.size:
+        return "?"
+    places = np.array([np.unravel_index(number, tuple(shape.values())) for number in group])
+    return "+".join(axis for number, axis in enumerate(shape) if len(set(places[:, number])) > 1)
+
+
+def _bandwidth(job: Job, planned: Planned, group: Sequence[int]) -> float:
+    """Bytes a second that each device of a group can receive from the others."""
+    kind = job.accelerator
+    if kind is None or len(group) < 2 or max(group) >= planned.role.mesh.size:
+        return math.inf
+    devices = [planned.role.mesh.devices.flat[number] for number in group]
+    slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+    places = np.array([getattr(device, "coords", None) or (0, 0, device.id) for device in devices])
+    varying = [axis for axis in range(places.shape[1]) if len(set(places[:, axis])) > 1]
+    if len(slices) > 1 or (not kind.is_tpu and job.topology and 0 in varying):
+        return kind.dcn
+    if not kind.is_tpu:
+        return kind.link
+    shape = job.topology.shape if job.topology else ()
+    ways = sum(2 if _wraps(kind, shape, axis) else 1 for axis in varying)
+    return kind.link * ways if ways else kind.hbm / 2  # two devices of one chip
+
+
+def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:
+    """True where the ends of a dimension are joined: in both directions then, one ring."""
+    if axis >= len(shape):
+        return False
+    return shape[axis] == 16 if kind.torus == 2 else all(size % 4 == 0 for size in shape)

@@ -1,0 +1,398 @@
+"""Reads a compiled program, XLA's optimised HLO as text: what moves between devices, what it reads, how long it takes.
+
+Figures are of one device. Loops are multiplied by their trip counts; where the compiler does not know one, by the
+number that the caller assumes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+_SIZES = {"pred": 1, "s8": 1, "u8": 1, "s4": 1, "u4": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2,
+          "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8}
+_ARRAY = re.compile(rf"\b({'|'.join(_SIZES)})\[([\d,]*)\]")
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
+         "opt-barrier", "optimization-barrier", "while", "conditional", "call", "async-start", "async-update",
+         "async-done", "custom-call-done", "copy-done", "iota"}
+"""Operations that read and write nothing themselves."""
+
+_SLICES = {"dynamic-slice", "gather", "slice"}
+
+
+def arrays_of(shape: str) -> list[int]:
+    """Bytes of the arrays in a shape's text.
+
+    >>> arrays_of("(bf16[2,4]{1,0}, f32[])")
+    [16, 4]
+    """
+    return [_SIZES[kind] * math.prod(int(size) for size in sizes.split(",") if size)
+            for kind, sizes in _ARRAY.findall(shape)]
+
+
+class Instruction(NamedTuple):
+    name: str
+    shape: str
+    op: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(arrays_of(self.shape))
+
+    def named(self, attribute: str) -> str:
+        """The computation that an attribute such as `body` names; empty without."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        return found[1] if found else ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One transfer at one place of a program. `bytes` are those of the whole array, as a device holds it after a gather
+    or before a scatter."""
+
+    kind: str
+    bytes: int
+    times: float
+    groups: str  # as in the text: which devices exchange
+    source: str
+
+    @property
+    def total(self) -> float:
+        return self.bytes * self.times
+
+
+@dataclass
+class Costs:
+    """What one run of a program does on a device."""
+
+    collectives: list[Collective] = field(default_factory=list)
+    cycles: dict[str, float] = field(default_factory=dict)  # by source; TPU: the compiler's estimate
+    bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
+    operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs of products)
+    largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
+    assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed
+
+
+class Module:
+    """The computations of a program.
+
+    >>> Module(compiled.as_text()).costs(assumed_trips=[32, 6])
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current = ""
+        for line in text.splitlines():
+            if line.startswith((" ", "\t")):
+                if current and (one := _instruction(line)):
+                    self.computations[current].append(one)
+            elif line.rstrip().endswith("{") and "->" in line:
+                found = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
+                assert found is not None
+                current = found[2]
+                self.computations[current] = []
+                self.entry = current if found[1] else self.entry
+            elif line.startswith("}"):
+                current = ""
+
+    @cached_property
+    def _frames(self) -> dict[int, tuple[int, int]]:
+        """Stack frame -> (its location, its parent, 0 for none)."""
+        return {int(a): (int(b), int(c) - 1) for a, b, c in re.findall(
+            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}", self.text, re.MULTILINE)}
+
+    @cached_property
+    def _locations(self) -> dict[int, str]:
+        """Location -> `model/linear.py:29`."""
+        head = self.text.partition("\n%")[0]
+        names = dict(re.findall(r'^(\d+) "([^"]*)"$', head.partition("FileNames")[2].partition("FunctionNames")[0],
+                                re.MULTILINE))
+        return {int(a): _place(names.get(b, ""), line) for a, b, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", head, re.MULTILINE)}
+
+    def source(self, one: Instruction) -> str:
+        """The line of code that made an operation, with the one that called it, and the operation's name."""
+        name = re.search(r'op_name="([^"]*)"', one.attributes)
+        lines: list[str] = []
+        if frame := re.search(r"stack_frame_id=(\d+)", one.attributes):
+            number, seen = int(frame[1]), set()
+            while number in self._frames and number not in seen and len(lines) < 2:
+                seen.add(number)
+                location, number = self._frames[number]
+                place = self._locations.get(location, "")
+                lines += [place] if place and place not in lines else []
+        elif line := re.search(r'source_file="([^"]*)" source_line=(\d+)', one.attributes):
+            lines = [place] if (place := _place(line[1], line[2])) else []
+        last = name[1].rpartition("/")[2] if name else one.op
+        return f"{' < '.join(lines)} {last}" if lines else last
+
+    def costs(self, assumed_trips: Sequence[float] = ()) -> Costs:
+        """The costs of one run. `assumed_trips`: of loops without a known trip count, the outermost first."""
+        found = Costs()
+        self._visit(self.entry, 1.0, tuple(assumed_trips), found, set())
+        largest: dict[tuple[str, str], int] = {}
+        for bytes_, shape, source in found.largest:
+            largest[shape, source] = bytes_
+        found.largest = sorted(((size, *key) for key, size in largest.items()), reverse=True)[:20]
+        return found
+
+    def _visit(self, name: str, times: float, trips: tuple[float, ...], found: Costs, channels: set[str]) -> None:
+        instructions = self.computations.get(name, [])
+        shapes = {one.name: one.shape for one in instructions}
+        for one in instructions:
+            if one.op == "while":
+                self._visit_loop(one, instructions, times, trips, found, channels)
+                continue
+            self._collective(one, one, name, times, found, channels)
+            cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
+            if cycles:
+                found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(cycles[1])
+            if one.op in ("call", "conditional", "async-start"):
+                for inside in self._called(one):
+                    self._visit(inside, times, trips, found, channels)
+            elif one.op == "fusion":
+                for inner in self._inside(one.named("calls")):
+                    self._collective(inner, one, one.named("calls"), times, found, channels)
+            if one.op not in _FREE:
+                self._operation(one, shapes, times, found)
+
+    def _visit_loop(self, one: Instruction, around: Sequence[Instruction], times: float, trips: tuple[float, ...],
+                    found: Costs, channels: set[str]) -> None:
+        count = self.trip_count(one)
+        if count is None:
+            count, trips = (trips[0], trips[1:]) if trips else (1, ())
+            found.assumed.append(f"{self.source(one)}: {count:g} times")
+        for part in ("condition", "body"):
+            self._visit(one.named(part), times * count, trips, found, channels)
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a loop runs, where the program says it."""
+        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
+            return int(known[1])
+        condition = self.computations.get(loop.named("condition"), [])
+        by_name = {one.name: one for one in condition}
+        root = next((one for one in condition if one.root), None)
+        # `i < constant`, from 0 in steps of 1, as JAX and XLA make counted loops.
+        if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
+            return None
+        bound = by_name.get(root.operands[1])
+        found = re.match(r"constant\((\d+)\)", f"{bound.op}({','.join(bound.operands)})") if bound else None
+        return int(found[1]) if found else None
+
+    def _called(self, one: Instruction) -> Iterator[str]:
+        for attribute in ("to_apply", "calls", "called_computations"):
+            if name := one.named(attribute):
+                yield name
+        if branches := re.search(r"branch_computations=\{([^}]*)\}", one.attributes):
+            yield from (name.strip().lstrip("%") for name in branches[1].split(","))
+
+    def _inside(self, name: str) -> Iterator[Instruction]:
+        """The instructions of a fused computation, and of those that it calls."""
+        for one in self.computations.get(name, []):
+            yield one
+            if one.op in ("fusion", "call", "async-start"):
+                yield from (inner for called in self._called(one) for inner in self._inside(called))
+
+    def _collective(self, one: Instruction, around: Instruction, where: str, times: float, found: Costs,
+                    channels: set[str]) -> None:
+        """Adds one if it is a collective, of the computation `where`, inside of the fusion `around`."""
+        kind = one.op.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return
+        # TPU: one gather may be split over several fusions that compute meanwhile; all its parts have one channel.
+        channel = re.search(r"channel_id=(\d+)", one.attributes)
+        key = f"{channel[1]} {one.op} {times}" if channel else ""
+        if key and key in channels:
+            return
+        channels.add(key)
+        sizes = arrays_of(one.shape)
+        if one.op.endswith("-start") and one.shape.startswith("(") and kind != "all-reduce":
+            sizes = [max(sizes)]  # operand and result
+        size = sum(sizes)
+        groups = _groups_text(one.attributes)
+        if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
+        elif kind == "reduce-scatter":
+            size *= max(1, group_size(groups))
+        source = self.source(one)
+        source = self.source(around) if source == one.op else source  # the parts of a fusion may be unnamed
+        found.collectives.append(Collective(kind, size, times, groups, source))
+
+    def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs) -> None:
+        """What one operation reads and writes, and the FLOPs of its products."""
+        written, read = one.bytes, [sum(arrays_of(shapes.get(name, ""))) for name in one.operands]
+        flops = 0.0
+        if one.op == "fusion":
+            written, read = self._fused_bytes(one, read)
+            flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
+        elif one.op in _SLICES:
+            read = [written]
+        elif one.op == "dynamic-update-slice":
+            written, read = read[1], [read[1]]
+        elif one.op == "copy-start":
+            written = sum(read)
+        elif one.op in ("dot", "convolution", "custom-call"):
+            flops = _product_flops(one, shapes)
+        size, source = written + sum(read), self.source(one)
+        found.bytes[source] = found.bytes.get(source, 0) + times * size
+        found.operations.append((times, size, flops))
+        if arrays := _ARRAY.findall(one.shape):
+            kind, sizes = max(arrays, key=lambda array: sum(arrays_of(f"{array[0]}[{array[1]}]")))
+            shape = f"{kind}[{sizes}]"
+            found.largest.append((sum(arrays_of(shape)), shape, source))
+
+    def _fused_bytes(self, one: Instruction, read: list[int]) -> tuple[int, list[int]]:
+        """(written, read) of a fusion: of an operand that it only slices, the slices; of a result that it updates in
+        place, the update."""
+        inside = self.computations.get(one.named("calls"), [])
+        by_name = {inner.name: inner for inner in inside}
+        users: dict[str, list[Instruction]] = {}
+        for inner in inside:
+            for operand in inner.operands:
+                users.setdefault(operand, []).append(inner)
+        written, read = one.bytes, list(read)
+        for inner in inside:
+            if inner.op != "parameter" or not inner.operands or not inner.operands[0].isdigit():
+                continue
+            number, uses = int(inner.operands[0]), _through(inner.name, users)
+            if number < len(read) and uses and all(use.op in _SLICES for use in uses):
+                read[number] = min(read[number], sum(use.bytes for use in uses))
+            elif number < len(read) and uses and all(use.op == "dynamic-update-slice" for use in uses):
+                update = sum(by_name[use.operands[1]].bytes for use in uses if use.operands[1] in by_name)
+                written, read[number] = max(0, written - read[number]) + update, 0
+        return written, read
+
+    def _dot_flops(self, inner: Instruction, computation: str) -> float:
+        if inner.op not in ("dot", "convolution"):
+            return 0.0
+        return _product_flops(inner, {one.name: one.shape for one in self._inside(computation)})
+
+
+def _through(name: str, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
+    """The users of a value, seen through bitcasts."""
+    found: list[Instruction] = []
+    for use in users.get(name, []):
+        found += _through(use.name, users) if use.op in ("bitcast", "copy", "convert") and use.name in users else [use]
+    return found
+
+
+def _product_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
+    """Operations of a matrix product: two for each element of the result and of the contracted dimensions."""
+    sizes = [[int(n) for n in dims.split(",") if n] for _, dims in _ARRAY.findall(shapes.get(one.operands[0], ""))] \
+        if one.operands else []
+    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', one.attributes)
+    results = _ARRAY.findall(one.shape)
+    if contracted and sizes and results:
+        inner = math.prod(sizes[0][int(n)] for n in re.findall(r"\d+", contracted[1]) if int(n) < len(sizes[0]))
+        return 2.0 * inner * math.prod(int(n) for n in results[0][1].split(",") if n)
+    return 0.0
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if found is None:
+        return None
+    rest = line[found.end():]
+    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    if rest.startswith("("):
+        shape, rest = rest[:end + 1], rest[end + 1:].lstrip()
+    else:
+        shape, rest = rest[:end], rest[end + 1:]
+    op, _, _ = rest.partition("(")
+    end = _closing(rest, len(op))
+    inside = rest[len(op) + 1:end]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(filter(None, (part.strip() for part in
+                                                                             inside.split(","))))
+    return Instruction(found[2], shape, op.strip(), operands, rest[end + 1:], bool(found[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """The place of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    return len(text)
+
+
+def _place(file: str, line: str) -> str:
+    """`model/linear.py:29`; empty outside of the package."""
+    return f"{file.rpartition('/shoal/')[2]}:{line}" if "/shoal/" in file else ""
+
+
+# ---- which devices
+
+
+def _groups_text(attributes: str) -> str:
+    for pattern in (r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
+                    r"replica_groups=(\{\{[\d,{}]*\}\})",
+                    r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
+                    r"source_target_pairs=(\{[\d,{}]*\})"):
+        if found := re.search(pattern, attributes):
+            return found[1]
+    return ""
+
+
+def device_groups(text: str) -> list[list[int]]:
+    """The groups of devices that exchange, from any of the forms in which XLA writes them; empty if it is another.
+
+    >>> device_groups("[2,2]<=[2,2]T(1,0)"), device_groups("mesh['a'=2,'b'=2] {'b'}")
+    ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    """
+    if text.startswith("{{"):
+        return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", text[1:-1])]
+    if found := re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text):
+        return _order(found[2]).reshape([int(n) for n in found[1].split(",")]).tolist()
+    return _mesh_groups(text)
+
+
+def _order(text: str) -> np.ndarray:
+    """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then transposed."""
+    dims, _, order = text.partition("T")
+    grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape([*map(int, re.findall(r"\d+", dims))])
+    return (grid.transpose([*map(int, re.findall(r"\d+", order))]) if order else grid).reshape(-1)
+
+
+def _mesh_groups(text: str) -> list[list[int]]:
+    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this order, or parts of
+    axes (after 2, of size 2)."""
+    found = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
+    if found is None:
+        return []
+    axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])]
+    taken = {name: (int(before or 1), int(size) if size else dict(axes)[name])
+             for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3]) if name in dict(axes)}
+    shape, inside = [], []
+    for name, size in axes:
+        before, part = taken.get(name, (size, 1))
+        shape += [before, part, size // before // part]
+        inside.append(len(shape) - 2)
+    order = [n for n in range(len(shape)) if n not in inside] + inside
+    numbers = np.arange(math.prod(shape))
+    if found[2]:
+        numbers = _order(found[2]) if found[2].startswith("[") else np.array([*map(int, found[2].split(","))])
+    grid = numbers.reshape(shape).transpose(order)
+    return grid.reshape(-1, math.prod(shape[n] for n in inside)).tolist()
+
+
+def group_size(text: str) -> int:
+    """Devices that exchange with one another."""
+    groups = device_groups(text)
+    if text.startswith("{{") and groups and all(len(pair) == 2 for pair in groups):
+        return len(groups[0]) if len({n for pair in groups for n in pair}) == 2 * len(groups) else len(groups)
+    return len(groups[0]) if groups else 1

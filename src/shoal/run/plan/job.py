@@ -1,0 +1,287 @@
+"""A job on the devices of a topology: its roles, what they hold, and the programs that they run, all as shapes.
+
+These are the run's own learner and engines, made as a run makes them; nothing is loaded or allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shoal.algorithm.logprobs import CHUNK_ELEMENTS
+from shoal.config.schema import Config, ModelSection
+from shoal.mesh import Program, Role, available_devices, make_roles
+from shoal.mesh.accelerators import Accelerator, accelerator_of
+from shoal.mesh.topology import Topology, parse_topology, topology_devices
+from shoal.model.flops import model_flops
+from shoal.model.hf_config import architecture_of
+from shoal.model.hub import locate
+from shoal.model.kv_cache import keys_at_once
+from shoal.model.names import MODELS, model_named
+from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs
+from shoal.rollout import publication
+from shoal.run.derived import max_support, with_prompts
+from shoal.run.loading import ModelSpec, compute_dtype, make_model, model_path
+from shoal.run.parts import make_learner
+from shoal.run.preflight.estimate import longest_shape
+from shoal.run.preflight.memory import available_memory, bytes_per_device, parameter_count, run_engines, weight_bytes
+from shoal.run.sampler_size import with_sampler_tensor
+from shoal.sampler.engine import Engine, prompt_bucket
+from shoal.sampler.programs import CHUNK
+from shoal.sampler.sample_tokens import SamplingArrays
+from shoal.trainer.batch import LearnerBatch, Shape
+from shoal.trainer.step import Learner, score_program
+from shoal.trainer.update import needs_old_logprobs, num_scorings
+from shoal.types import ShoalError
+
+
+def planned_architecture(section: ModelSection) -> Architecture:
+    """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
+    path = model_path(section)
+    if Path(path).expanduser().is_dir() or path == ModelSection.path:
+        return architecture_of(locate(path))
+    if section.name and "/" not in section.name:
+        return model_named(section.name).architecture
+    for known in MODELS.values():
+        if known.hub_id.lower() == path.lower():
+            return known.architecture
+    return architecture_of(locate(path, weights=False))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One program of a step, with the shapes of what it is called with."""
+
+    program: Program
+    role: Role
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    runs: float = 1.0  # a step
+    assumed_trips: tuple[float, ...] = ()  # of loops whose rounds no compiler knows
+    batch_bytes: int = 0  # of its arguments on a device that are nothing that a role holds
+
+
+class Job:
+    """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0 for all."""
+
+    def __init__(self, config: Config, topology: str, layers: int = 0) -> None:
+        self.topology: Topology | None = parse_topology(topology) if topology else None
+        devices = topology_devices(self.topology) if self.topology else available_devices()
+        self.architecture = planned_architecture(config.model)
+        dtype = compute_dtype(config.model.dtype, devices[0].platform)
+        config = replace(config, mesh=with_sampler_tensor(config.mesh, self.architecture, dtype, devices))
+        self.roles = make_roles(config.mesh, devices)
+        self.config = with_prompts(config, self.roles.trainer.mesh.size)
+        spec = ModelSpec(Path(), self.architecture, _no_weights)
+        model = make_model(config.model, spec, self.roles.trainer, config.batch.micro_tokens)
+        # After `make_model`: with fewer layers model.remat=auto would choose another program.
+        a = replace(self.architecture, num_layers=layers) if layers else self.architecture
+        self.model: Model = replace(model, architecture=a)
+        self.sampler_model = self.model.on(self.roles.sampler)
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        if self.topology:
+            return self.topology.accelerator
+        return accelerator_of(self.roles.trainer.mesh.devices.flat[0].device_kind)
+
+    @cached_property
+    def learner(self) -> Learner:
+        return make_learner(self.config, self.model)
+
+    @cached_property
+    def engines(self) -> dict[str, Engine]:
+        return dict(run_engines(self.config, self.model, self.roles.sampler, _NO_TOKENIZER))
+
+    @property
+    def shape(self) -> Shape:
+        """Of a micro-batch whose prompts and completions are as long as they may be."""
+        return longest_shape(self.config, self.roles.trainer.row_shards)
+
+    # ---- what roles hold
+
+    def held(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Role -> `always`, `sampling` and `update` -> kind -> bytes on each of the role's devices."""
+        state = self.learner.shapes()
+        found: dict[str, dict[str, dict[str, int]]] = {
+            role: {"always": {}, "sampling": {}, "update": {}} for role in ("trainer", "sampler", "reference")}
+        found["trainer"]["always"] = {"parameters": bytes_per_device(state.trainable),
+                                      "Adam's moments": bytes_per_device(state.optimizer)}
+        found["trainer"]["update"] = {"gradient": bytes_per_device(self._total().gradient)}
+        if self.config.algorithm.kl_coef > 0:
+            found["reference"]["always"]["reference"] = weight_bytes(self.model.architecture, self.roles.reference,
+                                                                     self.model.dtype)
+        if self.config.teacher.path:
+            teacher = planned_architecture(ModelSection(path=self.config.teacher.path))
+            found["reference"]["always"]["teacher"] = weight_bytes(teacher, self.roles.reference, self.model.dtype)
+        if self._is_copied:
+            found["sampler"]["always"]["the sampler's copy"] = bytes_per_device(self._published())
+        size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in self.engines.items())
+        found["sampler"]["sampling"][f"KV caches ({name})"] = size
+        return found
+
+    @property
+    def _is_copied(self) -> bool:
+        """False where the sampler reads the trainer's own arrays."""
+        masters = self.learner.shapes().trainable
+        if jax.tree.structure(published := self._published()) != jax.tree.structure(masters):
+            return True  # layers apart
+        return any(leaf.dtype != own.dtype or not own.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+                   for leaf, own in zip(jax.tree.leaves(published), jax.tree.leaves(masters), strict=True))
+
+    def _published(self) -> Any:
+        return publication.published_shapes(self.sampler_model)
+
+    def _total(self) -> Any:
+        return self._programs["zero"].eval_shape()
+
+    @property
+    def _programs(self) -> dict[str, Any]:
+        return self.learner.programs
+
+    # ---- what they run
+
+    def programs(self) -> dict[str, Planned]:
+        """The programs of a step by name, in the order of a step."""
+        return {**self._sampling(), **self._learning(), **self._publishing()}
+
+    def _sampling(self) -> dict[str, Planned]:
+        c, role, engine = self.config, self.roles.sampler, self.engines["training"]
+        rows, siblings, parameters = engine.scheduler.prefill_rows, engine.group_size, self._published()
+        bucket, each = prompt_bucket(c.sampling.max_prompt_tokens), (rows,)
+
+        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        prefill = {
+            "state": engine.state_shapes(), "tokens": array((rows, bucket), jnp.int32),
+            **{name: array(each, jnp.int32) for name in ("length", "groups", "active", "limit")},
+            "keys": array((rows, siblings, 2), jnp.uint32),
+            "sampling": SamplingArrays(*(array(each, dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32,
+                                                                          jnp.float32)))}
+        decode = {"state": engine.state_shapes(), "stopped": array((engine.num_groups, siblings), jnp.bool_)}
+        waves = -(-c.batch.prompts_per_step // engine.num_groups)
+        tokens = c.sampling.max_completion_tokens - 1
+        # Over a completion's tokens its own keys grow from one block to all.
+        block = keys_at_once(role.platform)
+        own = -(-c.sampling.max_completion_tokens // block)
+        blocks = (-(-c.sampling.max_prompt_tokens // block) + (own + 1) / 2) / 2
+        dispatches = max(1, -(-tokens // CHUNK))
+        chunk = min(CHUNK, max(1, tokens / dispatches))
+        return {"prefill": Planned(engine.programs["prefill"], role, (parameters,), prefill,
+                                   -(-c.batch.prompts_per_step // rows)),
+                "decode": Planned(engine.programs["decode"], role, (parameters,), decode, waves * dispatches,
+                                  (chunk, blocks))}
+
+    def _learning(self) -> dict[str, Planned]:
+        c, role, state = self.config, self.roles.trainer, self.learner.shapes()
+        batch = self._batch(role)
+        a, size = c.algorithm, bytes_per_device(batch)
+        prompts = -(-c.batch.prompts_per_step // a.num_minibatches)
+        batches = -(-prompts * -(-c.batch.group_size // self.shape.slots) // self.shape.rows)
+        updates = a.num_epochs * a.num_minibatches
+        total, programs, found = self._total(), self._programs, {}
+        scored = batches * a.num_minibatches
+        if needs_old_logprobs(a, bool(c.teacher.path)):
+            found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored, batch_bytes=size)
+        if others := (a.kl_coef > 0) + bool(c.teacher.path):
+            model = self.model.on(self.roles.reference)  # a teacher is taken to have the policy's size
+            given = self._batch(model.role)
+            found["reference"] = Planned(score_program(model, CHUNK_ELEMENTS), model.role,
+                                         (_shapes_in(model), given), runs=others * scored,
+                                         batch_bytes=bytes_per_device(given))
+        found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
+                                      runs=batches * updates, batch_bytes=size)
+        found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),
+                                 {"gradient": total.gradient, "moments": state.optimizer}, updates)
+        return found
+
+    def _publishing(self) -> dict[str, Planned]:
+        """The program of the largest array, as often as its bytes make all of them."""
+        if not self._is_copied:
+            return {}
+        masters, specs = (jax.tree.leaves(tree, is_leaf=is_param_spec) for tree in (
+            self.learner.shapes().trainable, param_specs(self.model.architecture)))
+        largest, spec = max(zip(masters, specs, strict=True), key=lambda pair: pair[0].size)
+        place = spec.sharding(self.roles.sampler)
+        program = publication.publication_program(self.sampler_model, largest.sharding, place)
+        return {"publish": Planned(program, self.roles.trainer, (largest, jax.ShapeDtypeStruct((), jnp.uint32)),
+                                   runs=sum(leaf.size for leaf in masters) / largest.size
+                                   / self.config.train.weight_sync_interval)}
+
+    def _batch(self, role: Role) -> LearnerBatch:
+        """The shapes of a micro-batch, laid out as `put_batch` does it."""
+        shape = self.shape
+        grid = (shape.rows + -shape.rows % role.row_shards, shape.slots, shape.length)
+
+        def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
+            sharding = role.sharding(("rows", *(None,) * (len(sizes) - 1)), sizes)
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+        whole, real, support = rows(jnp.int32), rows(jnp.float32), max_support(self.config)
+        return LearnerBatch(
+            prefix=rows(jnp.int32, (grid[0], shape.prefix)), prefix_len=rows(jnp.int32, grid[:1]),
+            slots=whole, segment=whole, loss_mask=rows(jnp.bool_), weight=real, advantage=real, sampler_logprobs=real,
+            old_logprobs=real, ref_logprobs=real,
+            temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated),
+            support_ids=rows(jnp.int32, (*grid, support)) if support else None)
+
+    # ---- in figures
+
+    def describe(self) -> dict[str, Any]:
+        """What is known before anything is compiled, for JSON."""
+        c, a = self.config, self.architecture
+        group = (c.sampling.max_prompt_tokens, [c.sampling.max_completion_tokens] * c.batch.group_size)
+        groups, kind = [group] * c.batch.prompts_per_step, self.accelerator
+        total = kind.hbm_bytes if kind else available_memory(self.roles.trainer.mesh.devices.flat).total
+        sharing = 1 if kind or self.roles.trainer.platform != "cpu" else self.roles.trainer.mesh.size
+        peak = kind.peaks.get(jnp.dtype(self.model.dtype).name) if kind else None
+        return {
+            "devices": self.topology.describe() if self.topology else f"the {len(available_devices())} devices here",
+            "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": self.model.dtype.name,
+                      "remat": self.model.remat},
+            "roles": {name: {"mesh": {axis: size for axis, size in role.mesh.shape.items() if size > 1},
+                             "devices": [_place_of(device) for device in role.mesh.devices.flat]}
+                      for name, role in self._roles().items()},
+            "num_devices": self.topology.num_devices if self.topology else len(available_devices()),
+            "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
+            "held": self.held(),
+            "shape": vars(self.shape) | {"tokens": self.shape.tokens},
+            "slots": self.engines["training"].num_groups * c.batch.group_size,
+            "prompts": c.batch.prompts_per_step,
+            "programs": {name: {"runs": one.runs, "role": one.role.name} for name, one in self.programs().items()},
+            "tokens": {"sampled": c.batch.prompts_per_step * sum(group[1]),
+                       "prompts": c.batch.prompts_per_step * group[0]},
+            "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
+                                       num_scorings(c.algorithm, bool(c.teacher.path))),
+            "published_bytes": bytes_per_device(self._published()) if self._is_copied else 0,
+        }
+
+    def _roles(self) -> dict[str, Role]:
+        return {"trainer": self.roles.trainer, "sampler": self.roles.sampler, "reference": self.roles.reference}
+
+
+def _place_of(device: Any) -> int:
+    return int(device.id)
+
+
+def _shapes_in(model: Model) -> Any:
+    """A model's parameters in the type of the computation."""
+    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=d.sharding(model.role)),
+                        param_specs(model.architecture), is_leaf=is_param_spec)
+
+
+def _no_weights(role: Role, dtype: Any) -> Any:
+    raise ShoalError("a plan reads no weights")
+
+
+_NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
+"""In place of a tokenizer: which tokens end a completion changes no cost."""
+

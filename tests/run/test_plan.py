@@ -1,0 +1,206 @@
+"""The plan of a job against what the job really holds, and its figures by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small import QWEN3, random_parameters
+
+from shoal import cli
+from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection, PlanConfig, SamplingSection
+from shoal.model.hf_config import config_of
+from shoal.rollout.publication import publish_to
+from shoal.run.plan import plan as plan_module
+from shoal.run.plan.figures import Figures, verdict
+from shoal.run.plan.job import Job
+from shoal.run.plan.plan import extrapolate, make_plan
+from shoal.types import ShoalError
+
+pytestmark = pytest.mark.compile_quickly
+
+SMALL = replace(QWEN3, num_layers=2)
+SAMPLING = SamplingSection(max_prompt_tokens=64, max_completion_tokens=64)
+BATCH = BatchSection(prompts_per_step=8, group_size=2, micro_tokens=256)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> ModelSection:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    return write_model(tmp_path, SMALL)
+
+
+def write_model(folder, architecture) -> ModelSection:
+    (folder / "config.json").write_text(json.dumps(config_of(architecture)))
+    return ModelSection(path=str(folder))
+
+
+def bytes_of(tree: Any) -> int:
+    """On the first device, of real arrays."""
+    first = jax.devices()[0]
+    return sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards
+               if shard.device == first)
+
+
+@pytest.mark.parametrize("mesh", [MeshSection(), MeshSection(fsdp=8), MeshSection(data=2, fsdp=2, tensor=2)],
+                         ids=["one", "fsdp", "all"])
+def test_what_roles_hold_is_what_the_runs_arrays_take(model, mesh):
+    if mesh == MeshSection():
+        mesh = MeshSection(trainer="1")
+    job = Job(Config(model=replace(model, dtype="bfloat16"), mesh=mesh, sampling=SAMPLING, batch=BATCH), "")
+    held, role = job.held(), job.roles.trainer
+    parameters = jax.device_put(random_parameters(SMALL), jax.tree.map(lambda s: s.sharding,
+                                                                      job.learner.shapes().trainable))
+    state = job.learner.init(parameters)
+    assert role.mesh.size == {1: 1}.get(mesh.fsdp * mesh.data * mesh.tensor, 8)
+    assert held["trainer"]["always"] == {"parameters": bytes_of(parameters),
+                                         "Adam's moments": bytes_of(state.optimizer)}
+    total, _ = job.learner.accumulate(None, state, random_batch(job))
+    assert held["trainer"]["update"] == {"gradient": bytes_of(total.gradient)}
+    assert held["sampler"]["always"] == {"the sampler's copy": bytes_of(publish_to(job.sampler_model, parameters))}
+    caches = {f"KV caches ({name})": bytes_of(engine.programs["make_state"]())
+              for name, engine in job.engines.items()}
+    largest = max(caches, key=lambda name: caches[name])
+    assert held["sampler"]["sampling"] == {largest: caches[largest]}
+
+
+def random_batch(job: Job) -> Any:
+    """A micro-batch of the planned shape on the host."""
+    return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), job._batch())
+
+
+def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
+    words = ["plan", f"model.path={model.path}", "mesh.trainer=1", "sampling.max_prompt_tokens=64", "json=true",
+             "sampling.max_completion_tokens=64", "batch.prompts_per_step=8", "batch.group_size=2", "train.pass_k=0"]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and list(found["programs"]) == ["prefill", "decode", "accumulate", "apply"]
+    memory, needed = found["programs"]["accumulate"]["memory"], found["memory"]["programs"]["accumulate"]
+    by_compiler = memory["arguments"] + memory["temp"] + memory["output"] - memory["alias"]
+    assert sum(needed.values()) - needed["Adam's moments"] == pytest.approx(by_compiler, rel=0.15)
+    assert found["verdict"].startswith("fits: ") and found["seconds"] == {}
+    # what was compiled is kept: nothing compiles again
+    files = list((tmp_path / "cache" / "plan").iterdir())
+    assert len(files) == 4
+    assert cli.main(words[:5] + words[6:]) == 0
+    assert "fits: " in capsys.readouterr().out and list((tmp_path / "cache" / "plan").iterdir()) == files
+
+
+def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path):
+    job = [Job(Config(model=write_model(tmp_path, replace(SMALL, num_layers=6)), sampling=SAMPLING, batch=BATCH,
+                      mesh=MeshSection(fsdp=2, tensor=2, trainer="4")), "", layers) for layers in (2, 4, 0)]
+    from shoal.run.plan.analysis import analyse
+
+    two, four, whole = (analyse(one, "decode") for one in job)
+    found = extrapolate(two, four, 6)
+    assert found["flops"] == pytest.approx(whole["flops"], rel=0.01)
+    assert found["extra_bytes"] == pytest.approx(whole["extra_bytes"], rel=0.05)
+    moved = [sum(row["bytes"] for row in one["collectives"]) for one in (found, whole)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.01) and moved[0] > 0
+
+
+def figures(**changes: Any) -> Figures:
+    """A job on two v5p chips, 100 bytes of memory each, in round numbers."""
+    program = {"extra_bytes": 10, "flops": 1e12, "floor_seconds": 1.0, "compute_seconds": 2.0, "transfer_seconds": 1.0,
+               "collectives": [], "error": "", "largest": [], "sources": {}}
+    job = {
+        "roles": {name: {"mesh": {"fsdp": 2}, "devices": [0, 1]} for name in ("trainer", "sampler", "reference")},
+        "held": {"trainer": {"always": {"parameters": 20, "Adam's moments": 40}, "sampling": {},
+                             "update": {"gradient": 20}},
+                 "sampler": {"always": {"the sampler's copy": 5}, "sampling": {"KV caches (training)": 5},
+                             "update": {}},
+                 "reference": {"always": {}, "sampling": {}, "update": {}}},
+        "programs": {"prefill": {"runs": 1, "role": "sampler"}, "decode": {"runs": 4, "role": "sampler"},
+                     "accumulate": {"runs": 8, "role": "trainer"}, "apply": {"runs": 1, "role": "trainer"}},
+        "memory_bytes": 100, "num_devices": 2, "peak_flops": 1e12, "slots": 16, "prompts": 8, "model_flops": 5.6e12,
+        "model": {"dtype": "bfloat16", "parameters": 10, "layers": 2, "remat": "full"}, "shape": {"tokens": 512},
+    } | changes
+    return Figures(Config(batch=BATCH, model=ModelSection(remat="full")), job, dict.fromkeys(job["programs"], program))
+
+
+def test_memory_and_seconds_by_hand():
+    one = figures()
+    assert one.needed("accumulate") == {"parameters": 20, "Adam's moments": 40, "the sampler's copy": 5,
+                                        "gradient": 20, "activations": 10}
+    assert (one.peak, one.fullest, one.fits) == (95, "accumulate", True)
+    assert one.seconds("accumulate") == (8.0, 16.0, 24.0)
+    assert one.step_seconds == (14.0, 28.0, 42.0)
+    assert one.phase_seconds()["sampling"] == (5.0, 10.0, 15.0)
+    assert one.mfu(28.0) == pytest.approx(5.6 / (2 * 28))
+
+
+def test_roles_apart_hold_their_own():
+    apart = {"trainer": [0], "sampler": [1], "reference": [1]}
+    one = figures(roles={name: {"mesh": {}, "devices": devices} for name, devices in apart.items()})
+    assert one.needed("decode") == {"the sampler's copy": 5, "KV caches (training)": 5, "temporaries": 10}
+    assert "the sampler's copy" not in one.needed("accumulate")
+
+
+def test_what_does_not_fit_names_the_key_that_mends_it():
+    one = figures(memory_bytes=90)
+    assert not one.fits and "does not fit: " in verdict(one)
+    large = {name: program | {"extra_bytes": 60 if name == "accumulate" else 1}
+             for name, program in one.programs.items()}
+    config = replace(one.config, batch=replace(BATCH, micro_tokens=1024))
+    assert "batch.micro_tokens=512 (now 1024)" in verdict(replace(one, programs=large, config=config))
+    assert figures(memory_bytes=70).advice()[0]["key"] == "mesh.fsdp"
+
+
+def test_a_key_that_saves_time_is_named():
+    one = figures(memory_bytes=1 << 40)
+    assert [advice["key"] for advice in one.advice()] == ["model.remat", "batch.micro_tokens"]
+    assert "a step takes about 28.0 s to 42.0 s" in verdict(one) and "model.remat=dots (now full)" in verdict(one)
+
+
+def test_the_largest_batch_that_fits_is_proved_by_a_compilation(monkeypatch):
+    """Activations take 1000 bytes and one a token; 10,000 are free."""
+    tried = []
+
+    def planned(config: PlanConfig, *_: Any) -> Figures:
+        tried.append(config.batch.micro_tokens)
+        one = figures(memory_bytes=10_085)
+        programs = {name: program | {"extra_bytes": 1000 + config.batch.micro_tokens if name == "accumulate" else 1}
+                    for name, program in one.programs.items()}
+        return replace(one, config=replace(one.config, batch=config.batch), programs=programs,
+                       job=dict(one.job) | {"prompts": 64})
+
+    monkeypatch.setattr(plan_module, "_figures", planned)
+    sampling = SamplingSection(max_prompt_tokens=512, max_completion_tokens=512)
+    fitted = make_plan(PlanConfig(fit=True, sampling=sampling, batch=BATCH), lambda text: None)
+    assert fitted.fits and 7000 <= fitted.config.batch.micro_tokens <= 9000 and len(tried) <= 4
+
+
+def test_what_cannot_fit_is_said_before_anything_is_compiled(model, monkeypatch):
+    def never(*_: Any) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("shoal.run.plan.analysis.analyse", never)
+    monkeypatch.setattr("shoal.run.plan.job.available_memory", lambda _: type("Memory", (), {"total": 1000}))
+    found = make_plan(PlanConfig(model=model, sampling=SAMPLING, batch=BATCH), lambda text: None)
+    assert not found.fits and found.programs == {} and verdict(found).startswith("does not fit: ")
+
+
+def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for topology, needed in (("v5p-8", "libtpu"), ("h100:8", "jax_cuda13_plugin")):
+        with pytest.raises(ShoalError, match=rf"{needed}: pip install 'shoal\[plan\]'"):
+            Job(Config(model=ModelSection(name="llama3.1-8b")), topology)
+
+
+@pytest.mark.parametrize(("topology", "needed"), [("v5p-8", "libtpu"), ("h200:4", "jax_cuda13_plugin")])
+def test_a_plan_for_devices_that_are_not_here(model, topology, needed):
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    found = make_plan(PlanConfig(topology=topology, model=model, sampling=SAMPLING, batch=BATCH,
+                                 mesh=MeshSection(fsdp=4)), lambda text: None)
+    assert found.fits and found.is_timed and found.job["model"]["dtype"] == "bfloat16"
+    assert {"publish", "decode", "accumulate"} <= set(found.programs)
+    assert any(row["kind"] == "all-gather" and row["axis"] == "fsdp"
+               for row in found.programs["accumulate"]["collectives"])
+    floor, hidden, none = found.step_seconds
+    assert 0 < floor <= hidden <= none

@@ -1,0 +1,169 @@
+"""Compiled programs as text: collectives in loops, groups of devices in every form, bytes, FLOPs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shoal.config.schema import MeshSection
+from shoal.mesh import make_mesh
+from shoal.run.plan.flops import jaxpr_flops
+from shoal.run.plan.hlo import Module, device_groups, group_size
+
+pytestmark = pytest.mark.compile_quickly
+
+LAYERS, SIZE, ROWS = 5, 64, 16
+
+
+@pytest.fixture(scope="module")
+def layered() -> tuple:
+    """Traced and compiled: rows through LAYERS products whose weights are split over `fsdp`, as a trainer's."""
+    mesh = make_mesh(MeshSection(data=2, fsdp=4), jax.devices())
+
+    def spread(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            whole = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec()))
+            x = jnp.tanh(x @ whole)
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))), None
+
+        return jax.lax.scan(layer, x, weights)[0].sum(1)
+
+    traced = jax.jit(layers).trace(spread((ROWS, SIZE), ("data", "fsdp")), spread((LAYERS, SIZE, SIZE), None, "fsdp"))
+    return traced, traced.lower().compile()
+
+
+def test_a_gather_in_a_loop_counts_once_a_round(layered):
+    costs = Module(layered[1].as_text()).costs()
+    gathers = [one for one in costs.collectives if one.kind == "all-gather"]
+    assert sum(one.total for one in gathers) == LAYERS * SIZE * SIZE * 4 and costs.assumed == []
+    assert all(device_groups(one.groups) == [[0, 1, 2, 3], [4, 5, 6, 7]] for one in gathers)
+    assert {group_size(one.groups) for one in gathers} == {4}
+
+
+def test_flops_of_the_jaxpr_are_those_of_the_program(layered):
+    traced, compiled = layered
+    expected = 2.0 * ROWS * SIZE * SIZE * LAYERS
+    assert jaxpr_flops(traced.jaxpr.jaxpr) == expected
+    here = sum(times * flops for times, _, flops in Module(compiled.as_text()).costs().operations)
+    assert here == expected / 8
+
+
+def test_bytes_of_a_loop_are_those_of_its_slices(layered):
+    costs = Module(layered[1].as_text()).costs()
+    # A layer's part is sliced, gathered, multiplied: some thrice the weights, never the stack once a layer.
+    assert LAYERS * SIZE * SIZE * 4 < sum(costs.bytes.values()) < 6 * LAYERS * SIZE * SIZE * 4
+
+
+def test_recomputation_counts_and_loops_of_unknown_length_are_assumed():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x).sum()
+
+    shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    product = 2.0 * 4 * 8 * 8
+    assert jaxpr_flops(jax.make_jaxpr(loss)(*shapes).jaxpr) == product
+    assert jaxpr_flops(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes).jaxpr) == 4 * product
+
+    def rounds(x: jax.Array, limit: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda c: (c[0] < limit) & (c[1].sum() < 9), lambda c: (c[0] + 1, c[1] @ c[1]),
+                                  (0, x))[1]
+
+    traced = jax.jit(rounds).trace(shapes[0], jax.ShapeDtypeStruct((), jnp.int32))
+    assert jaxpr_flops(traced.jaxpr.jaxpr, [7]) == 7 * 2.0 * 8**3
+    costs = Module(traced.lower().compile().as_text()).costs([7])
+    assert sum(times * flops for times, _, flops in costs.operations) == 7 * 2.0 * 8**3
+    assert len(costs.assumed) == 1 and costs.assumed[0].endswith("7 times")
+
+
+@pytest.mark.parametrize(("text", "groups"), [
+    ("{{0,1},{2,3}}", [[0, 1], [2, 3]]), ("[2,2]<=[4]", [[0, 1], [2, 3]]), ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+    ("[1,4]<=[4]", [[0, 1, 2, 3]]), ("mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+    ("mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]), ("mesh['a'=4,'b'=1] {'a','b'}", [[0, 1, 2, 3]]),
+    ("mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+    ("mesh['a'=4], device_ids=(3,2,1,0) {'a'}", [[3, 2, 1, 0]]),
+    ("mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]), ("something else", [])])
+def test_groups_of_devices(text, groups):
+    assert device_groups(text) == groups
+
+
+def test_pairs_are_a_ring():
+    assert group_size("{{0,1},{1,2},{2,3},{3,0}}") == 4 and group_size("{{0,1},{2,3}}") == 2
+
+
+TPU = """\
+HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "/home/me/src/shoal/model/linear.py"
+2 "/home/me/src/shoal/model/transformer.py"
+
+FunctionNames
+1 "linear"
+2 "block"
+
+FileLocations
+1 {file_name_id=2 function_name_id=2 line=251 end_line=251 column=1 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=29 end_line=29 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+%fused.1 (p: bf16[8,16]) -> (bf16[8,64], u32[]) {
+  %p = bf16[8,16]{1,0} parameter(0)
+  %all-gather.1 = bf16[8,64]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=3, replica_groups=mesh['axis_0'=4] {'axis_0'}, dimensions={1}, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}
+  ROOT %tuple.1 = (bf16[8,64]{1,0}, u32[]) tuple(%all-gather.1)
+}
+
+%fused.2 (p: bf16[8,16]) -> bf16[8,64] {
+  %p = bf16[8,16]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[8,64]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=3, replica_groups=mesh['axis_0'=4] {'axis_0'}, dimensions={1}, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}
+}
+
+%all-reduce-scatter.1 (p: f32[64,16]) -> f32[16,16] {
+  %p = f32[64,16]{1,0} parameter(0)
+  %all-reduce.1 = f32[64,16]{1,0} all-reduce(%p), channel_id=4, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %dynamic-slice.1 = f32[16,16]{1,0} dynamic-slice(%all-reduce.1, %p), dynamic_slice_sizes={16,16}
+}
+
+%body (s: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %s = (s32[], bf16[8,16]{1,0}) parameter(0)
+  %gte = bf16[8,16]{1,0} get-tuple-element(%s), index=1
+  %fusion.1 = (bf16[8,64]{1,0}, u32[]) fusion(%gte), kind=kCustom, calls=%fused.1, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %fusion.2 = bf16[8,64]{1,0} fusion(%gte), kind=kCustom, calls=%fused.2, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}, backend_config={"window_config":{"estimated_cycles":"50"}}
+  ROOT %tuple.2 = (s32[], bf16[8,16]{1,0}) tuple(%gte)
+}
+
+%condition (s: (s32[], bf16[8,16])) -> pred[] {
+  %s = (s32[], bf16[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %constant.1 = s32[] constant(32)
+  ROOT %compare.1 = pred[] compare(%i, %constant.1), direction=LT
+}
+
+ENTRY %main (a: bf16[8,16], b: f32[64,16]) -> f32[16,16] {
+  %a = bf16[8,16]{1,0} parameter(0)
+  %b = f32[64,16]{1,0} parameter(1)
+  %tuple.3 = (s32[], bf16[8,16]{1,0}) tuple(%a)
+  %while.1 = (s32[], bf16[8,16]{1,0}) while(%tuple.3), condition=%condition, body=%body
+  ROOT %fusion.3 = f32[16,16]{1,0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="jit(f)/add" stack_frame_id=1}, backend_config={"window_config":{"estimated_cycles":"7"}}
+}
+"""  # noqa: E501
+"""As libtpu writes it: a gather that two fusions share, a sum of which a fusion keeps a part, cycles, stack frames."""
+
+
+def test_a_gather_inside_asynchronous_fusions_counts_once():
+    costs = Module(TPU).costs()
+    gather, scatter = costs.collectives
+    assert (gather.kind, gather.bytes, gather.times) == ("all-gather", 8 * 64 * 2, 32)
+    assert gather.source == "model/linear.py:29 < model/transformer.py:251 dot_general"
+    assert (scatter.kind, scatter.bytes, scatter.times) == ("reduce-scatter", 64 * 16 * 4, 1)
+    assert scatter.source == "model/transformer.py:251 add"
+    assert sum(costs.cycles.values()) == 32 * 150 + 7
+    assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)

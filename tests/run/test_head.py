@@ -40,8 +40,8 @@ def head_of(workshop: Workshop, *changes: str) -> list[str]:
     plan, out = ResumePlan(config), io.StringIO()
     with ExitStack() as stack:
         task, pool = open_task(config, (), stack)
-        config, roles = open_devices(plan, Console(out))
         loaded = open_run_model(config.model, None, None)
+        config, roles = open_devices(plan, loaded.architecture, Console(out))
         model, findings = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens), Findings()
         data = open_data(config, task, loaded.tokenizer, lambda text: None)
         print_head(config, roles, task, pool, loaded, model, data, Console(out), findings)

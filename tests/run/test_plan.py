@@ -71,7 +71,7 @@ def test_what_roles_hold_is_what_the_runs_arrays_take(model, mesh):
 
 def random_batch(job: Job) -> Any:
     """A micro-batch of the planned shape on the host."""
-    return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), job._batch())
+    return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), job._batch(job.roles.trainer))
 
 
 def test_a_plan_for_the_devices_here(model, tmp_path, capsys):

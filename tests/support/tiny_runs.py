@@ -72,12 +72,14 @@ PLAIN = "{{ messages[-1].content }}="
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "")
+HAS_EMITTERS = jax.__version_info__ < (0, 11)
+"""Later versions have no other code for fusions, and no option."""
 usual_options = compiler.get_compile_options
 
 
 def quick_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     """Without XLA's fusion emitters the gradient of a tiny model compiles in 0.6 s of a core instead of 3.1."""
-    own = {"xla_cpu_use_fusion_emitters": False}
+    own = {"xla_cpu_use_fusion_emitters": False} if HAS_EMITTERS else {}
     return usual_options(*args, env_options_overrides=(env_options_overrides or {}) | own, **kwargs)
 
 
@@ -85,7 +87,7 @@ def compile_quickly(quick: bool) -> None:
     """Compiles programs with little effort or as usual from now on, in this process and in those that it starts."""
     if jax.config.values["jax_disable_most_optimizations"] != quick:
         jax.devices()  # XLA has read its flags by then: what follows is for other processes
-        os.environ["XLA_FLAGS"] = FLAGS + quick * " --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] = FLAGS + (quick and HAS_EMITTERS) * " --xla_cpu_use_fusion_emitters=false"
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(quick).lower()
         jax.config.update("jax_disable_most_optimizations", quick)
         compiler.get_compile_options = quick_options if quick else usual_options

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.sections import GSM8K_PRESETS
+from shoal.config.sections import REWARD_PRESETS
 from shoal.config.translator import register
 from shoal.run.checkpoint_formats import FORMATS as CHECKPOINT_FORMATS
 from shoal.types import Example, ShoalError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate", "load_run", "train"]
 
 CHECKPOINT_FORMATS["maxtext"] = "shoal.compat.maxtext_checkpoint:FORMAT"
-GSM8K_PRESETS.update({
+REWARD_PRESETS.update({
     "maxtext": "shoal.compat.gsm8k_rewards:MAXTEXT", "tunix": "shoal.compat.gsm8k_rewards:TUNIX",
     "torchrl": "shoal.compat.gsm8k_rewards:TORCHRL", "verl": "shoal.compat.gsm8k_rewards:VERL"})
 register(lambda: importlib.import_module("shoal.compat.translation").Translator())

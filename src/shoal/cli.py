@@ -114,6 +114,8 @@ def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
     command, preset, first = ENTRY_POINTS[name]
     if preset in ("grpo", "rl"):
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
+    names = {word.lstrip("-").partition("=")[0] for word in words}
+    first = tuple(word for word in first if word.partition("=")[0] not in names)  # else a line says: given twice
     begins = int(bool(words) and is_file_word(words[0]))
     named = any(is_file_word(word) or is_file_option(word) for word in words)
     chosen = ["--preset" if named else "--config-name", preset]
@@ -194,30 +196,41 @@ def _run_command(command: str, words: list[str]) -> int:
         return _sweep(command, words, only_shown)
     config, resolved = _compose(command, words)
     if only_shown:
-        from shoal.run.preflight.dry_run import check_dry_run
-
-        try:
-            warnings = [f"warning: {found}" for found in check_dry_run(config)]
-        except MemoryError as error:
-            raise ShoalError(f"a step needs more memory than this machine has ({error}): lower batch.prompts_per_step, "
-                             "batch.group_size or sampling.max_completion_tokens") from error
+        with _in_their_names(resolved):
+            warnings = _dry_run_warnings(config)
         print(dry_run(config, resolved, warnings), end="")
         return 0
     _check_words(command, config)
     cache_by_environment()
     as_json = "json" in keys_of(type(config)) and config.json
-    with _stdout_is_stderr() if as_json else contextlib.nullcontext():
-        try:
-            result = _call(command, config, resolved)
-        except ShoalError as error:
-            from shoal.compat.names import in_their_names
-
-            raise ShoalError(in_their_names(str(error), resolved)) from error
+    with _stdout_is_stderr() if as_json else contextlib.nullcontext(), _in_their_names(resolved):
+        result = _call(command, config, resolved)
     if as_json:
         from shoal.report.lines import json_ready
 
         print(json.dumps(json_ready(result), indent=2, ensure_ascii=False, allow_nan=False))
     return USAGE_EXIT_CODE if isinstance(result, Mapping) and result.get("ok") is False else 0
+
+
+def _dry_run_warnings(config: Any) -> list[str]:
+    from shoal.run.preflight.dry_run import check_dry_run
+
+    try:
+        return [f"warning: {found}" for found in check_dry_run(config)]
+    except MemoryError as error:
+        raise ShoalError(f"a step needs more memory than this machine has ({error}): lower batch.prompts_per_step, "
+                         "batch.group_size or sampling.max_completion_tokens") from error
+
+
+@contextlib.contextmanager
+def _in_their_names(resolved: Resolved) -> Iterator[None]:
+    """Names in an error the flag, or the file's line, of each key in it."""
+    try:
+        yield
+    except ShoalError as error:
+        from shoal.compat.names import in_their_names
+
+        raise ShoalError(in_their_names(str(error), resolved)) from error
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:

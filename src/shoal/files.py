@@ -101,9 +101,30 @@ def check_writable(path: str | Path, key: str) -> Path:
     return path
 
 
+TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
+"""Endings of files that are not written."""
+
+
+INPUTS = {"prompts": "a jsonl, csv or parquet file with a `prompt` a row",
+          "responses": "a jsonl file with `question` (of ifeval `prompt`) and `response` on each line"}
+"""Key of a file that a command reads -> what the file holds."""
+
+
+def check_input(path: str | Path, key: str) -> Path:
+    """The local path of a file to read, the value of `key`, one of INPUTS; ShoalError where there is none."""
+    local = check_local(path, key)
+    if not local.is_file():
+        raise ShoalError(f"{key}={path}: there is no such file; give {INPUTS[key]}")
+    return local
+
+
 def check_new_file(path: str | Path, key: str) -> Path:
-    """The local path of a file to write, the value of `key`; ShoalError where it exists or cannot be written."""
+    """The local path of a file of JSON to write, the value of `key`; ShoalError where it exists or cannot be written,
+    and for a name that promises another format."""
     path = check_writable(path, key)
+    if path.suffix.lower() in TABLES:
+        raise ShoalError(f"{key}={path}: JSON is written, so the name must end otherwise: {key}="
+                         f"{path.with_suffix('.jsonl')}")
     if path.exists():
         raise ShoalError(f"{key}={path} exists: choose another name, or remove it")
     return path

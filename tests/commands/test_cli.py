@@ -320,8 +320,17 @@ def test_a_dry_run_touches_nothing(tmp_path):
     (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
     (["mesh.tensor=2", "mesh.fsdp=3"],
      "mesh.fsdp=3 does not divide the 4 of 8 devices that the other axes leave; use 1, 2 or 4"),
-    (["mesh.trainer=4", "mesh.sampler=4"], "mesh.trainer=4, mesh.sampler=4"),
+    (["mesh.trainer=6", "mesh.sampler=4"], "6 (trainer) + 4 (sampler) devices are requested"),
     (["run_name=../out"], "without '..'"),
+    (["ici_fsdp_parallelism=3"], "use 1, 2, 4 or 8 (mesh.fsdp: --ici_fsdp_parallelism)"),
+    (["trainer.n_gpus_per_node=16"], "JAX finds 8 devices"),
+    (["trainer.n_gpus_per_node=16"], "(mesh.trainer: --trainer.n_gpus_per_node)"),
+    (["task=gsm8k", "task.path={folder}/no.jsonl"], "there is no such file or folder"),
+    (["task=gsm8k", "task.path=no.jsonl"], "task.path='no.jsonl': there is no such file or folder"),
+    (["task=custom", "task.files=[no.jsonl]", "algorithm.advantage=none", "teacher.path=tiny"],
+     "task.files: there is no file 'no.jsonl'"),
+    (["reward={folder}/no.py:f"], "there is no file"),
+    (["reward=[python:f]"], "this reward came from Python"),
 ])
 def test_a_dry_run_refuses_what_the_run_would_refuse(capsys, tmp_path, words, part):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
@@ -337,6 +346,38 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(capsys, tmp_path, words, pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("words", "part"), [
+    ("generate prompts={folder}/no.jsonl output={folder}/out.jsonl", "there is no such file; give a jsonl, csv"),
+    ("generate prompts={file} output={file}", "in.jsonl exists: choose another name"),
+    ("generate prompts={file} output={folder}/out.csv", "JSON is written, so the name must end otherwise: output="),
+    ("eval responses={folder}/no.jsonl task=gsm8k", "there is no such file; give a jsonl file with `question`"),
+    ("eval output={file}", "in.jsonl exists"),
+    ("eval output={folder}/out.parquet", "out.jsonl"),
+    ("eval task=gsm8k task.path={folder}/no.jsonl", "there is no such file or folder"),
+    ("eval reward={folder}/no.py:f", "there is no file"),
+    ("export from={folder}/no to={folder}/new", "there is no model folder"),
+    ("export from=tiny to={folder}", "exists and is not empty"),
+    ("pretrain output={folder}", "exists and is not empty"),
+])
+def test_other_commands_dry_runs_refuse_what_they_would_refuse(capsys, tmp_path, words, part):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    words = words.format(folder=tmp_path, file=file).split()
+    for ending in ([], ["--dry-run"]):
+        assert cli.main([*words, *ending]) == 2
+        assert part in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_dry_run_warns_of_a_folder_that_would_be_looked_for_on_the_hub(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert cli.main(["train", "model=models/mine", "--dry-run"]) == 0
+    assert "# warning: configuration: model.path=models/mine: models/ holds nothing" in capsys.readouterr().out
+    assert cli.main(["train", "model=org/mine", "--dry-run"]) == 0
+    assert "on the hub" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("platform", ["cuda", "kpu"])
 def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
     prompts = tmp_path / "in.jsonl"
@@ -349,6 +390,7 @@ def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
                   JAX_PLATFORMS=platform)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices") == 7
+    assert ("install 'shoal[cuda]'" in done.stderr) == (platform == "cuda") and "(cpu, cuda, tpu)" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -429,6 +471,16 @@ def test_every_topic_is_described():
     (["export", "fr"], ["from="]),
     (["trian", "ste"], []),
     (["export-rollouts", "a", "format="], ["format=trl", "format=verl"]),
+    (["train", "task=g"], ["task=gsm8k"]),
+    (["eval", "task.name=c"], ["task.name=countdown", "task.name=custom"]),
+    (["train", "recipe=t"], ["recipe=torchrl", "recipe=trl", "recipe=tunix"]),
+    (["train", "algorithm=da"], ["algorithm=dapo"]),
+    (["train", "--learning_r"], ["--learning_rate="]),
+    (["train", "num_gen"], ["num_generations="]),
+    (["train", "actor_rollout_ref.actor.optim.l"], [
+        f"actor_rollout_ref.actor.optim.{name}=" for name in (
+            "lr", "lr_warmup_steps_ratio", "lr_warmup_steps", "lr_scheduler_type")]),
+    (["train", "--enable_tensorboard=t"], ["--enable_tensorboard=true"]),
 ])
 def test_completion(capsys, words, found):
     assert completion.candidates(words) == found

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
-from shoal.commands.diff import diff, exact_figure, find_divergence, likely_keys
+from shoal.commands.diff import diff, exact_figure, find_divergence, likely_keys, short_names
 from shoal.commands.group_difference import GroupDifference, step_difference
 from shoal.config.schema import DiffConfig
 from shoal.report.groups import StoredGroup
@@ -43,6 +43,14 @@ def trained(workshop: Workshop, name: str, *changes: str) -> Path:
     (1e300, "1e+300"), (2.0, "2"), (float("nan"), "nan"), (None, "-"), (7, "7")])
 def test_a_figure_has_the_fewest_digits_that_tell_it_apart(value, text):
     assert exact_figure(value) == text
+
+
+@pytest.mark.parametrize(("one", "other", "names"), [
+    ("outputs/first", "outputs/second", ("first", "second")),
+    ("sweep/0", "sweep/1", ("sweep/0", "sweep/1")),
+    ("a/0", "b/0", ("a/0", "b/0")), ("a/x/0", "b/x/0", ("a/x/0", "b/x/0")), ("a/x", "a/x", ("a/x", "a/x"))])
+def test_runs_are_named_by_what_tells_them_apart(one, other, names):
+    assert short_names(Path(one), Path(other)) == names
 
 
 def test_the_same_run_twice_is_identical(workshop, first, capsys):

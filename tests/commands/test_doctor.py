@@ -122,7 +122,7 @@ def test_shows_the_first_prompt_and_what_the_reward_says(right):
     assert tuple(rows) == KINDS
     assert rows["right"]["last"] == 1 and rows["wrong"]["last"] == 0 and rows["empty"]["text"] == ""
     assert rows["right"]["total"] == pytest.approx(rows["right"]["last"] + 0.1 * rows["right"]["letters"])
-    assert "tag-stuffed" in out
+    assert "many at once" in out
 
 
 def test_sampler_and_trainer_agree(right):
@@ -308,7 +308,8 @@ def test_samples_that_teach_nothing_are_told(workshop, monkeypatch):
     monkeypatch.setitem(doctor_module.LARGEST_DIFFERENCE, "float32", 0.0)
     result, _ = look(workshop)
     assert result["agreement"]["nonzero_std"] == 0 and result["agreement"]["truncated"] > 0.5
-    found(result, "batch.group_size", "every completion scored 0, so this step would teach nothing")
+    found(result, "batch.group_size", "every completion scored 0, so this step would teach nothing",
+          "raise sampling.max_completion_tokens first")
     assert found(result, "sampling.max_completion_tokens", "are truncated at", "=96")["check"] == "samples"
     found(result, "model.dtype", "more than 0 is to be expected")
 
@@ -386,7 +387,7 @@ def test_wrong_answers_are_wrong():
         assert len(set(wrong)) == 5 and not any(gold in text for text in wrong)
     made = answers(Example(0, "q", {"answer": "5", "solution": "2 + 3 = 5"}))
     assert made["####", "wrong"] == "2 + 3 = 6\n#### 6" and made["bare", "right"] == "5"
-    assert made["\\boxed", "tag-stuffed"].count("\\boxed{") == 6 and "\\boxed{5}" in made["\\boxed", "tag-stuffed"]
+    assert made["\\boxed", "many at once"].count("\\boxed{") == 6 and "\\boxed{5}" in made["\\boxed", "many at once"]
 
 
 @pytest.mark.parametrize(("function", "form"), [
@@ -413,7 +414,7 @@ def test_the_brief_says_what_the_reward_says(workshop):
     found = check_first_prompt(config, tokenizer, first, judge)
     judge.close()
     assert [(finding.level, finding.text) for finding in found] == [
-        ("ok", "right 1.1, wrong 0.1, empty 0, repeated 0, tag-stuffed 0")]
+        ("ok", "right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0")]
 
 
 def in_brief(workshop, name: str, *changes: str) -> list[str]:
@@ -448,10 +449,10 @@ def test_a_reward_that_fails_at_all_right_answers_ends_the_run_before_it_begins(
 
 def test_answers_without_a_score_are_not_said_to_score_the_same():
     rows = {kind: {"total": 0.0 if kind == "repeated" else math.nan}
-            for kind in ("right", "wrong", "empty", "repeated", "tag-stuffed")}
+            for kind in ("right", "wrong", "empty", "repeated", "many at once")}
     [finding] = reward_findings(Probe("####", rows, {}))
     assert finding.level == "wrong" and finding.text.startswith(
-        "right, wrong, empty and tag-stuffed answers get no score, repeated answers get 0: without differences")
+        "answers get no score (right, wrong, empty and many at once) or 0 (repeated): without differences")
 
 
 @pytest.mark.parametrize("on_error", ["error", "skip"])

@@ -101,7 +101,8 @@ def own_environment(monkeypatch):
 def test_each_line_becomes_what_is_written(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = shown(script)
-    assert text == golden_of(script).read_text(encoding="utf-8"), "python tests/compat/test_compat.py"
+    again = "XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/compat/test_compat.py"
+    assert text == golden_of(script).read_text(encoding="utf-8"), again
     assert TOKEN not in text and list(tmp_path.iterdir()) == []
 
 
@@ -252,9 +253,9 @@ def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
 
 
 def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():
-    code = ("import sys, shoal; from shoal.tasks.gsm8k_presets import GSM8K_PRESETS as PRESETS, load_preset\n"
+    code = ("import sys, shoal; from shoal.tasks.reward_presets import REWARD_PRESETS as PRESETS, load_reward_preset\n"
             "assert 'shoal.compat.gsm8k_rewards' not in sys.modules and len(PRESETS) == 5\n"
-            "print(*(len(load_preset(name).rewards) for name in PRESETS))")
+            "print(*(len(load_reward_preset(name).rewards) for name in PRESETS))")
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["2", "2", "4", "2", "1"]
 

@@ -143,6 +143,12 @@ def test_a_packaged_preset_takes_the_place_of_the_entry_points_own():
     assert compose(words[0], words[1:])[0] == compose("train", ["--config-name", "grpo_ifeval"])[0]
 
 
+def test_an_entry_points_own_words_yield_to_the_users():
+    words = cli.entry_point_words("grpo-async", ["train.max_staleness=3"])
+    config, resolved = compose(words[0], words[1:])
+    assert config.train.max_staleness == 3 and not any("more than once" in note for note in resolved.notes)
+
+
 def test_a_real_file_under_an_entry_point():
     words = cli.entry_point_words("train_rl", [str(FILES / "rl.yml"), "learning_rate=1e-5"])
     config, resolved = compose(words[0], words[1:])

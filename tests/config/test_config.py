@@ -201,6 +201,9 @@ def test_trls_file_option_and_trackers_and_a_flag_given_twice(tmp_path):
     config, resolved = compose("train", ["--loss_type", "grpo", "--loss_type", "dapo"])
     assert config.algorithm.aggregation == "token-mean"
     assert resolved.notes[0] == "loss_type is given more than once: the last one stands, dapo"
+    config, resolved = compose("train", ["steps=3", "--steps=4", "seed=1", "seed=1"])
+    assert (config.steps, resolved.notes) == (4, ("steps is given more than once: the last one stands, 4",))
+    assert compose("train", ["max_staleness=1", "train.max_staleness=2"])[1].notes
 
 
 def test_two_presets_are_refused():

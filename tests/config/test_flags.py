@@ -83,6 +83,13 @@ from shoal.types import ShoalError
      {"algorithm.dynamic_sampling_by": "reward", "algorithm.max_sampling_rounds": 3}),
     (["trainer.save_freq=-1", "trainer.test_freq=5", "trainer.logger=[console,wandb]"],
      {"checkpoint.every": 0, "train.evaluate_every": 5, "report.wandb.mode": "online"}),
+    (["eval_interval=50"], {"train.evaluate_every": 50}),
+    (["eval_interval=50", "train_fraction=1.0"], {}),
+    (["eval_interval=-1", "train_fraction=0.5"], {}),
+    (["train_fraction=0.5", "eval_interval=5", "num_batches=30", "num_epoch=2"],
+     {"steps": 30, "train.evaluate_every": 5}),
+    (["num_test_batches=3", "eval_batch_size=7"], {"task.num_eval_questions": 21}),
+    (["checkpoint_storage_use_ocdbt=True", "enable_goodput_recording=True", "monitor_goodput=True"], {}),
 ])
 def test_what_flags_become(words, expected):
     found = difference_from_defaults(compose("train", words)[0])
@@ -217,6 +224,45 @@ def test_a_recipe_keeps_the_systems_rules_where_other_keys_change():
     assert of("recipe=trl")[3] == 1 and of("recipe=trl", "num_generations=4")[3] == 2
     assert of("recipe=trl", "gradient_accumulation_steps=8")[3] == 8 and of("recipe=trl", "batch.prompts_per_step=4")[
         0].batch.prompts_per_device == 0
+
+
+def test_epochs_of_a_local_file_are_steps(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a"}\n' * 100)
+    words = ["reward=f.py:g", f"data.train_files={data}", "data.train_batch_size=8", "trainer.total_epochs=3"]
+    config, resolved = compose("train", words)
+    assert config.steps == 3 * (100 // 8) and resolved.origins["steps"] == "--trainer.total_epochs"
+    assert ("trainer.total_epochs=3 became steps=36: 3 epochs of 100 rows in rows.jsonl, 8 prompts a step"
+            in resolved.start_lines)
+    assert compose("train", [*words, "trainer.total_training_steps=5"])[0].steps == 5
+    assert compose("train", ["steps=7", *words])[0].steps == 7
+    trl = ["reward=f.py:g", "task=custom", f"task.path={data}", "batch.prompts_per_step=8", "num_train_epochs=0.5"]
+    assert compose("train", trl)[0].steps == 6 and compose("train", [*trl, "max_steps=9"])[0].steps == 9
+
+
+@pytest.mark.parametrize("words", [["task=gsm8k"], ["task=gsm8k", "per_device_batch_size=2"]])
+def test_epochs_of_unknown_rows_leave_the_steps_and_say_what_to_write(words):
+    config, resolved = compose("train", [*words, "trainer.total_epochs=3"])
+    assert config.steps == 200 and resolved.origins["steps"] == "task gsm8k"
+    [line] = [line for line in resolved.notes if line.startswith("trainer.total_epochs=3 changes nothing here: ")]
+    assert "set steps to 3 x rows // " in line
+
+
+@pytest.mark.parametrize(("words", "recipe"), [
+    (["data.train_batch_size=8", "trainer.test_freq=5"], "verl"),
+    (["--beta=0.1", "--epsilon=0.1", "--num_generations=4"], "trl"),
+    (["--learning_rate=1e-5", "--num_generations=4"], ""),
+    (["data.train_batch_size=8", "trainer.test_freq=5", "recipe=verl"], ""),
+    (["grpo.yml", "grpo_beta=0.1", "grpo_epsilon=0.1"], ""),
+])
+def test_a_systems_recipe_is_named_beside_its_flags(words, recipe):
+    found = [note for note in compose("train", words)[1].notes if "flags change only what they name" in note]
+    assert [note.partition("; ")[2].split()[0] for note in found] == [f"recipe={recipe}"] * bool(recipe)
+
+
+def test_a_recipe_of_many_keys_is_one_short_line():
+    [line] = [note for note in compose("train", ["recipe=verl"])[1].notes if note.startswith("recipe=verl")]
+    assert line.endswith(" more keys (--dry-run lists them)") and len(line) < 300
 
 
 def test_a_file_that_leaves_a_tasks_preset_out_says_so(tmp_path):

@@ -86,6 +86,9 @@ train model=~/nope task.path=missing  | model.path=~/nope: there is no model fol
 train model=nope                      | hub id
 train model.tokenizer=./nope           | model.tokenizer=./nope: there is no such folder
 eval model=./nope                     | model.path=./nope: there is no model folder
+eval model=outputs/zzz                | there is no model folder outputs/zzz
+eval model=mine/zzz                   | there is no model folder mine/zzz. mine holds the runs first.
+train mesh.fsdp=-2                    | 1 or more, or -1 for all devices
 task=gsm8k train                      | the command comes first: `shoal train task=gsm8k`
 gsm8k                                 | the command comes first: `shoal train task=gsm8k`
 ./data.jsonl                          | `shoal train task=custom task.path=./data.jsonl`
@@ -104,6 +107,8 @@ train reward_funcs=no_such.module.f   | there is no module no_such.module
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "mine/first").mkdir(parents=True)
+    (tmp_path / "mine/first/config.yaml").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

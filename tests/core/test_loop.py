@@ -218,7 +218,7 @@ def test_a_warning_ends_the_run_only_where_that_was_asked():
     diary, error = run_warned("warning", "continue")
     assert not error and diary.versions() == [1, 2, 3, 4, 5]
     diary, error = run_warned("warning", "stop")
-    assert "after step 3" in error and "first" in error and diary.versions() == [1, 2, 3]
+    assert "after step 3" in error and "first; a dull reward" in error and diary.versions() == [1, 2, 3]
     assert "shoal train resume=run train.on_warning=continue" in error
 
 

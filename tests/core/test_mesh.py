@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from small import QWEN3, batches, learner, random_groups, relative, roles
 
 from shoal.config.schema import MeshSection
-from shoal.mesh import Roles, make_mesh
+from shoal.mesh import Roles, make_mesh, make_roles
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
+from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
@@ -89,7 +90,7 @@ def parts(role, split: tuple[str, ...]) -> int:
 def share(array: jax.Array) -> float:
     """Part of the array's bytes that one device holds, the same on all."""
     sizes = {shard.data.nbytes for shard in array.addressable_shards}
-    assert len(sizes) == 1 and len(array.sharding.device_set) == 8
+    assert len(sizes) == 1 and len(array.sharding.device_set) == len(array.addressable_shards)
     return sizes.pop() / array.nbytes
 
 
@@ -97,10 +98,11 @@ def share(array: jax.Array) -> float:
 
 
 def test_with_fewer_key_value_heads_than_tensor_an_update_is_that_of_one_device(alone):
-    """The products that make keys and values stay split, inside a head; each device gathers the heads it needs."""
+    """Key/value heads are repeated in groups; the products that make them are whole on each device of `tensor`."""
     assert SMALL.num_kv_heads < FEW_HEADS[2]
     spread = update(roles(*FEW_HEADS))
-    assert share(spread.state.trainable.blocks.k.kernel) == 1 / 8
+    assert share(spread.state.trainable.blocks.k.kernel) == 1 / 2
+    assert share(spread.state.trainable.blocks.q.kernel) == 1 / 8
     test_one_update_is_that_of_one_device(alone, spread)
 
 
@@ -127,7 +129,7 @@ def test_parameters_and_moments_are_split(spread):
     for state in (spread.before, spread.state):
         for leaf, d in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(param_specs(SMALL), is_leaf=is_param_spec),
                            strict=True):
-            assert leaf.sharding == role.sharding(d.axes, d.shape)
+            assert leaf.sharding == d.sharding(role)
             assert share(leaf) == whole or not d.weight_decay
     leaves = jax.tree.leaves(spread.state.optimizer)
     matrices = [leaf for leaf in leaves if leaf.ndim == 3]
@@ -161,9 +163,15 @@ def test_the_compiled_update_holds_its_part_alone():
 # Sampling
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "data2-fsdp2-tensor2", "fewer key/value heads than tensor"])
-def test_sampled_log_probs_are_those_of_one_device(name, alone):
-    where = roles(*MESHES.get(name, FEW_HEADS))
+@pytest.mark.parametrize("section", [
+    {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}, {"fsdp": 8, "sampler_tensor": 4},
+    {"fsdp": 4, "tensor": 2, "sampler_tensor": 1}, {"trainer": "4", "sampler": "4", "fsdp": 4},
+    {"trainer": "4", "sampler": "4", "fsdp": 2, "tensor": 2, "sampler_tensor": 4},
+    {"trainer": "6", "sampler": "2", "fsdp": 2, "sampler_tensor": 2},
+], ids=lambda section: " ".join(f"{key}={value}" for key, value in section.items()))
+def test_sampled_log_probs_are_those_of_one_device(section, alone):
+    """On one mesh, on another view of its devices, on others; with fewer key/value heads than `tensor` too."""
+    where = make_roles(MeshSection(**section))
     split = jax.device_put(weights(), shardings(SMALL, where.trainer))
     model = Model(SMALL, where.sampler)
     parameters = publish_to(model, split)
@@ -178,7 +186,8 @@ def test_sampled_log_probs_are_those_of_one_device(name, alone):
     assert len(played) == 18
     cache = engine._state.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
-    assert share(cache.own_k) == 1 / where.sampler.row_shards / (tensor if SMALL.num_kv_heads % tensor == 0 else 1)
+    assert cache.own_k.shape[-2] == max(SMALL.num_kv_heads, tensor)
+    assert share(cache.own_k) == 1 / where.sampler.row_shards / tensor
     groups = [Group(Purpose.TRAIN, 0, 0, Example(row, ""), ids, tuple(played[row, i] for i in range(2)), ("", ""),
                     np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]
     one = alone.learner
@@ -196,12 +205,16 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
     assert int(checksum(published)) == int(checksum(split)) == int(checksum(weights()))
     for ours, theirs in zip(jax.tree.leaves(published), jax.tree.leaves(weights()), strict=True):
         assert (np.asarray(ours) == theirs).all()
-    put = jax.device_put
+    make = publication.publication_program
 
-    def loses_a_tensor(tree, places):
-        return put(replace(tree, final_norm=np.ones(SMALL.hidden_size, np.float32)), places)
+    def loses_a_tensor(*which):
+        def convert(array, number):
+            copy, expected = make(*which)(array, number)
+            return (copy * 0 if array.ndim == 1 else copy), expected
 
-    monkeypatch.setattr(jax, "device_put", loses_a_tensor)
+        return convert
+
+    monkeypatch.setattr(publication, "publication_program", loses_a_tensor)
     with pytest.raises(RuntimeError, match=r"weights differ from the trainer's \(checksums 0x.*resume the run"):
         publish_to(model, split)
 
@@ -304,8 +317,10 @@ def test_sizes_that_do_not_divide_the_model_are_refused(mesh, changes, message):
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():
-    role = Model(replace(SMALL, vocab_size=97), roles(tensor=2).trainer).role
-    assert role.spec(("vocab", "embed"), (97, 32)) == PartitionSpec(None, "fsdp")
+    a = replace(SMALL, vocab_size=97)
+    role = Model(a, roles(tensor=2).trainer).role
+    assert shardings(a, role).embed_tokens.spec == PartitionSpec(None, "fsdp")
+    assert shardings(a, role).lm_head.spec == PartitionSpec("fsdp", None)
 
 
 def test_roles_name_dimensions():
@@ -313,7 +328,8 @@ def test_roles_name_dimensions():
     axes = ("layers", "embed", "heads")
     assert r.trainer.spec(axes, (4, 32, 16)) == PartitionSpec(None, "fsdp", "tensor")
     assert r.sampler.spec(axes, (4, 32, 16)) == PartitionSpec(None, None, "tensor")
-    assert r.trainer.spec(axes, (4, 33, 15)) == PartitionSpec(None, None, None)  # what does not divide stays whole
+    with pytest.raises(ValueError, match=r"embed of \(4, 33, 16\) has 33 elements, which 2 devices do not divide"):
+        r.trainer.spec(axes, (4, 33, 16))
     assert r.trainer.row_shards == 4 and r.reference.rules == r.trainer.rules
     placed = r.trainer.put_rows({"x": np.arange(24.0, dtype=np.float32).reshape(8, 3)})["x"]
     assert placed.sharding.spec == PartitionSpec(("data", "fsdp"), None) and share(placed) == 1 / 4

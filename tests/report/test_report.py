@@ -382,7 +382,7 @@ def plain(steps: int, seconds: float, every: int = 0) -> list[str]:
 
 def test_a_plain_line_says_what_matters():
     lines = plain(200, 0.5)
-    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  nonzero std 72%  length 41.3  truncated 2%  "
+    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  mixed groups 72%  length 41.3  truncated 2%  "
                         "sampling 12.3k tokens/s  training 812 tokens/s")
     assert lines[2].startswith("step 3/200  0:02 elapsed, 1:38 left  reward 0.625")
     assert not any("loss" in line or "kl" in line for line in lines)
@@ -406,8 +406,8 @@ def test_a_kept_line_shows_the_trend_of_the_mean_rewards_between_the_lines():
         for step in range(1, 401):
             console.step(step, 400, METRICS_OF_A_STEP | {"reward/mean": step / 400 + (step % 2) / 5})
     lines = stream.getvalue().splitlines()
-    assert "reward 1 ▁▂▃▄▅▆▇█  nonzero std" in lines[-1]
-    assert "reward 0.203  nonzero" in lines[0]
+    assert "reward 1 ▁▂▃▄▅▆▇█  mixed groups" in lines[-1]
+    assert "reward 0.203  mixed groups" in lines[0]
     ascii_stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with Console(ascii_stream, terminal=False, clock=Clock()) as console:
         for step in range(1, 5):
@@ -534,7 +534,7 @@ def test_on_a_terminal_the_bar_shows_the_figures_and_is_taken_down(monkeypatch):
     clock.now += 2
     console.step(2, 4, METRICS_OF_A_STEP)
     shown = stream.getvalue()
-    assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  nonzero std 72%" in shown
+    assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  mixed groups 72%" in shown
     assert "step 2/4  0:02 elapsed" in shown  # the line that stays
     assert shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown  # the cursor is hidden while the bar stands
     console.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,6 +90,11 @@ def test_the_loop_sees_the_first_failure_of_a_function():
         recorder.evaluation(0, {}, [], 0, 0.0)
     assert [finding.text for finding in recorder.warned] == shown == [failure.text]
     assert recorder.failures == {("checker", "raised"): 2}
+    # with train.on_warning=stop it becomes the error of the run, which the command prints
+    recorder = replace(recorder, warned=[], watch=Watch(), warnings_stop=True)
+    with closing(recorder):
+        recorder.evaluation(0, {}, [], 0, 0.0)
+    assert [finding.text for finding in recorder.warned] == [failure.text] and len(shown) == 1
 
 
 def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():

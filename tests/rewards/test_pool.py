@@ -43,7 +43,7 @@ EXAMPLES = [Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"}
             Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8"})]
 TEXTS = [["5", "6"], ["bad", "7"]]
 IDS = [[[1, 2], [3]], [[4], []]]
-BAD = r"example row 4, completion 0 \(prompt '2 \* 4\?', completion 'bad'\)"
+BAD = r"data row 4, completion 0 \(prompt '2 \* 4\?', completion 'bad'\)"
 
 
 def section(**keys: Any) -> RewardSection:
@@ -198,7 +198,7 @@ def test_a_batch_that_fails_though_no_part_does() -> None:
             raise RuntimeError("too many")
         return [2.0]
 
-    message = r"raised RuntimeError: too many in a batch of 4 that starts with example row 17.*for no part of it alone"
+    message = r"raised RuntimeError: too many in a batch of 4 that starts with data row 17.*for no part of it alone"
     for workers in (0, 2):
         with pytest.raises(ShoalError, match=message):
             scored(checker, workers=workers)
@@ -295,7 +295,7 @@ def test_plain_prompts_bring_plain_completions_through_workers() -> None:
 
 
 def test_a_column_that_cannot_be_sent_is_named() -> None:
-    with pytest.raises(ShoalError, match=r"column 'lock' of example row 8 holds a lock.*reward.workers=0"):
+    with pytest.raises(ShoalError, match=r"column 'lock' of data row 8 holds a lock.*reward.workers=0"):
         scored(lambda **kwargs: [0.0] * 2, examples=[Example(8, "p", {"lock": threading.Lock()})], texts=[["a", "b"]],
                ids=[[[1], [2]]])
 
@@ -873,7 +873,7 @@ def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any
     started = time.monotonic()
     with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
         expected = (rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
-                    rf"64; the first: reward function 'checker' at step 3 {happened} for example row 4, comple")
+                    rf"64; the first: reward function 'checker' at step 3 {happened} for data row 4, comple")
         with pytest.raises(ShoalError, match=expected):
             for ticket in range(500):
                 pool.submit(ticket, *lone("bad"))
@@ -939,7 +939,7 @@ def test_none_for_everything_ends_the_run(workers: int) -> None:
             return sum(len(pool.collect(wait=True)) for _ in texts)
 
     with pytest.raises(ShoalError, match=r"^checker returned None for every completion of 32 groups in a row, the last "
-                                         r"for example row 4, completion 1 .*: nothing can be learned; return a numb"):
+                                         r"for data row 4, completion 1 .*: nothing can be learned; return a numb"):
         judge(["none"] * 32)
     with pytest.raises(ShoalError, match="checker returned None"):
         judge(["none"], trial=True)

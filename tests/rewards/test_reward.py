@@ -199,7 +199,7 @@ def test_what_is_no_finite_number_names_function_step_and_example(bad: Any, told
     def judge(**kwargs: Any) -> list[Any]:
         return [0.0, 0.0, 0.0, 0.0, bad, 0.0]
 
-    with pytest.raises(ShoalError, match=rf"'judge' at step 3 returned .*{told}.* for example row 4, completion 1 "
+    with pytest.raises(ShoalError, match=rf"'judge' at step 3 returned .*{told}.* for data row 4, completion 1 "
                                          r"\(prompt '2 \* 4\?', completion '7'\).*None"):
         run(judge)
 
@@ -233,7 +233,7 @@ def test_an_exception_of_the_whole_batch_names_where_it_starts() -> None:
             raise RuntimeError
         return [0.0] * len(completions)
 
-    with pytest.raises(ShoalError, match="raised RuntimeError in a batch of 6 that starts with example row 17, comple"):
+    with pytest.raises(ShoalError, match="raised RuntimeError in a batch of 6 that starts with data row 17, comple"):
         run(judge)
 
 
@@ -269,7 +269,7 @@ def test_policies_hold_in_this_process_too(policy: Any) -> None:
     np.testing.assert_array_equal(scores.rewards, np.where(failed, np.nan if policy == "skip" else 1.0,
                                                            [[6, 7, 0], [9, 8, 0]]))
     assert [(one.row, one.completion, one.kind) for one in scores.failures] == [(17, 2, "raised"), (4, 2, "raised")]
-    assert "example row 17, completion 2 (prompt '2 + 3?', completion 'five'); test_reward.py, line " in \
+    assert "data row 17, completion 2 (prompt '2 + 3?', completion 'five'); test_reward.py, line " in \
         scores.failures[0].text
 
 

@@ -245,8 +245,10 @@ def test_unusual_lines_are_read(workshop, capsys):
     words = ["generate", f"model={workshop.model}", f"prompts={file}", f"output={output}", "batch=4",
              "num_generations=2", "max_new_tokens=12", "max_prompt_tokens=64"]
     assert cli.main(words) == 0
-    told = "1 of 3 prompts are skipped; the first, " + f"{file}, line 3: it has more than sampling.max_prompt_tokens=64"
-    assert told in " ".join(capsys.readouterr().out.split())
+    told, out = f"{file}, line 3: it has 65 tokens, more than", " ".join(capsys.readouterr().out.split())
+    assert f"1 of 3 prompts are skipped; the first, {told} sampling.max_prompt_tokens=64: raise that key" in out
+    assert f"model: {workshop.model} (" in out and "names another" not in out
+    assert "prompts: 1 of messages, " in out and "; 1 of text, as it is" in out
     rows = read_lines(output)
     assert [(row["index"], row["prompt"]) for row in rows] == [(0, "a\u2028b")] * 2 + [(2, talk[:1])] * 2
     assert [row["given_completion"] for row in rows[:2]] == [1, 1] and rows[2]["messages"] == talk
@@ -435,9 +437,9 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
 @pytest.mark.parametrize(("function", "words"), [
     ("raises", ("'raises' raised KeyError: 'no such thing'", "right answer (", "at every known answer")),
     ("nan", ("'nan' returned nan", "right answer (", "None where it cannot judge")),
-    ("too_few", ("'too_few' for the known answers returned", "example row ", "for each completion")),
+    ("too_few", ("'too_few' for the known answers returned", "data row ", "for each completion")),
     ("text", ("'text' returned 'good'", "right answer (", "a finite number, or None")),
-    ("number", ("'number' for the known answers returned 1.0", "example row ", "25 were given")),
+    ("number", ("'number' for the known answers returned 1.0", "data row ", "25 were given")),
 ])
 def test_a_reward_that_fails_is_named(workshop, capsys, function, words):
     for _ in range(2):  # before the run begins: the name can be used again
@@ -451,7 +453,7 @@ def test_what_was_done_before_a_reward_failed_stays(workshop, base, capsys):
     words = workshop.words("tired", f"reward={workshop.rewards}:raises_later", "steps=3", "checkpoint_period=1")
     assert cli.main(words) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "'raises_later' at step 1 raised ValueError: tired for example row " in line
+    assert "'raises_later' at step 1 raised ValueError: tired for data row " in line
     run = workshop.runs / "tired"
     assert [row["step"] for row in metrics(run)] == [1] and len(groups(run, 1)) == 2
     assert not (run / "summary.json").exists() and checkpoints(run) == [1]

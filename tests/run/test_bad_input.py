@@ -221,7 +221,8 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
     ('{"prompt": ""}', ["line 1: `prompt` is empty"]),
     ('{"prompt": [{"role": "user"}]}', ["line 1: message 0 of `prompt`", "role and content"]),
     ('{"prompt": [{"role": "user", "content": "a"}]}', ["no prompt can be used", "line 1: The chat template refused"]),
-    ('{"prompt": "' + "9" * 65 + '"}', ["no prompt can be used", "line 1: it has more than", "max_prompt_tokens=64"]),
+    ('{"prompt": "' + "9" * 65 + '"}', [
+        "no prompt can be used", "line 1: it has 65 tokens, more than", "max_prompt_tokens=64: raise that key"]),
 ])
 def test_prompts_to_generate_from(workshop, capsys, tmp_path, text, parts):
     prompts = tmp_path / "in.jsonl"

@@ -6,19 +6,23 @@ import io
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiny_runs import Workshop
 
 from shoal import cli
 from shoal.config.loading import compose
+from shoal.config.schema import BatchSection, Config, SamplingSection
+from shoal.model.transformer import Architecture
 from shoal.report.console import Console
 from shoal.report.findings import Findings
 from shoal.run.assembly import open_devices, open_task
 from shoal.run.loading import make_model, open_run_model
 from shoal.run.parts import open_data
 from shoal.run.preflight import memory
-from shoal.run.preflight.head import data_lines, print_head
+from shoal.run.preflight.head import data_lines, least_time_text, print_head
 from shoal.run.preflight.memory import AvailableMemory
 from shoal.run.resume import ResumePlan
 from shoal.tasks.task import DataReport, Task
@@ -58,7 +62,7 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
     ("optimizer.lr=0", "WRONG configuration: optimizer.lr=0: nothing would be learned"),
     ("model.template={{ messages[-1].content }}<|im_end|>", "template: the prompt ends with <|im_end|>"),
     ("sampling.max_prompt_tokens=20 task.path={long}", "data: 5 of 9 prompts checked have more than "),
-    ("reward={constant}", "WRONG reward: right, wrong, empty, repeated and tag-stuffed answers all score"),
+    ("reward={constant}", "WRONG reward: right, wrong, empty and repeated answers, and many at once, all score"),
     ("task.path={templated}", "template: the question holds special tokens itself"),
     ("mesh.fsdp=1", "devices: 1 of 8 devices are used: mesh.fsdp=-1 takes them all"),
 ])
@@ -78,12 +82,34 @@ def test_what_the_doctor_warns_of_a_run_warns_of(workshop, tmp_path, change, tex
     assert any(line.startswith(shown) for line in head_of(workshop, *extra, *words))
 
 
+def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
+    with pytest.raises(ShoalError, match=r"before the first step by train.on_warning=stop: .*optimizer.lr=0: nothing"):
+        head_of(workshop, "train.on_warning=stop", "optimizer.lr=0")
+
+
 def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"))
     with pytest.raises(ShoalError, match=r"too little: .* of 0.1 MiB free \(a small machine\)"):
         head_of(workshop)
     monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"))
     assert any(line.startswith("WRONG memory: too little") for line in head_of(workshop))
+
+
+def test_the_least_time_of_a_step_is_said_where_the_devices_rate_is_known():
+    a = Architecture(vocab_size=1000, hidden_size=100, intermediate_size=100, num_layers=1, num_heads=1, num_kv_heads=1,
+                     head_dim=100, rope_theta=1e4)
+    config = Config(batch=BatchSection(prompts_per_step=10, group_size=100), sampling=SamplingSection(
+        max_completion_tokens=1000))
+
+    def text(kind: str) -> str:
+        mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind=kind)] * 2))
+        return least_time_text(config, SimpleNamespace(trainer=SimpleNamespace(mesh=mesh)),  # type: ignore[arg-type]
+                               SimpleNamespace(architecture=a, dtype=np.dtype("float32")))  # type: ignore[arg-type]
+
+    # 1e6 tokens of 2 x 170,000 for products and 4 x 100 x 500 for attention, three times as much to train on them
+    assert text("NVIDIA H100 PCIe").startswith("at least 0.02 s a step where every completion reaches its limit")
+    assert "(2.2e+12 operations at the peak rate of 2 x NVIDIA H100 PCIe)" in text("NVIDIA H100 PCIe")
+    assert text("cpu") == ""
 
 
 @pytest.mark.parametrize(("report", "lines"), [

@@ -186,7 +186,7 @@ def test_what_solves_an_example():
     task = rows_task(rows(), correct=lambda text, example: int(text) == example.columns["answer"])
     assert task.correct is not None
     assert task.correct("27", task.train[0]) is True and task.correct("28", task.train[0]) is False
-    with pytest.raises(shoal.ShoalError, match=r"correct raised ValueError: .* for example row 0, completion 'x'"):
+    with pytest.raises(shoal.ShoalError, match=r"correct raised ValueError: .* for data row 0, completion 'x'"):
         task.correct("x", task.train[0])
     with pytest.raises(shoal.ShoalError, match="correct is a str: expected a function"):
         rows_task(rows(), correct="27")  # type: ignore[arg-type]

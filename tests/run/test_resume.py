@@ -409,6 +409,13 @@ def test_what_cannot_change(workshop, stopped, capsys):
     assert "has made 2 already" in failed(capsys, ["train", f"resume={stopped}", "steps=1"])
 
 
+def test_fewer_steps_than_were_made_are_refused_before_anything_is_loaded(begun):
+    (begun / "checkpoints/3").mkdir(parents=True)
+    config, _ = compose_job(Config, [f"resume={begun}", "steps=2"])
+    with pytest.raises(ShoalError, match=r"steps=2: the run .* has made 3 already"):
+        resolve_run(config, Console())
+
+
 def test_more_steps_go_on_from_the_end(workshop, whole, capsys):
     run = workshop.train("longer", *WORDS, "steps=4", "train.evaluate_every=0")
     assert metrics(run) == read_lines(workshop.train("longer", *WORDS, "steps=4", "train.evaluate_every=0")

@@ -49,7 +49,7 @@ def random_parameters(a: Architecture, seed: int = 0, scale: float = 8.0) -> Par
     def draw(d: ParamSpec) -> jax.Array:
         noise = rng.standard_normal(d.shape)
         value = noise * d.stddev * scale if d.init == "normal" else (d.init == "ones") + 0.3 * noise
-        return jax.device_put(value.astype(np.float32), roles().trainer.sharding(d.axes, d.shape))
+        return jax.device_put(value.astype(np.float32), d.sharding(roles().trainer))
 
     return jax.tree.map(draw, param_specs(a), is_leaf=is_param_spec)
 

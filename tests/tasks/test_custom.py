@@ -435,6 +435,12 @@ def test_rewards_are_needed_and_named_ones_count(tmp_path: Path) -> None:
     section = TaskSection(name="custom", path=str(path))
     with pytest.raises(ShoalError, match=r"task custom: it has no reward of its own.*reward=file.py:function"):
         load_task(section, RewardSection())
+    with pytest.raises(ShoalError, match="verl made these rows of sums: task=custom reward=FILE:compute_score judges"):
+        load_task(section, RewardSection())
+    gsm8k = write(tmp_path / "gsm8k.parquet", [one | {"data_source": "openai/gsm8k"} for one in verl_rows(5)])
+    for name in ("custom", "gsm8k"):
+        with pytest.raises(ShoalError, match=r"task=gsm8k reward\.preset=verl, without this file"):
+            load_task(TaskSection(name=name, path=str(gsm8k)), RewardSection())
     task = load_task(section, RewardSection((f"{tmp_path}/verl.py:compute_score",)))
     found = score(task.rewards, task.train[:2], prompts(task.train[:2]), [["27", "2"], ["3", "four"]], [[[1]] * 2] * 2)
     np.testing.assert_array_equal(found.rewards, [[2, 1], [1, 1]])

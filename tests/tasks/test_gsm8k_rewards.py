@@ -19,12 +19,12 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.run.task import load_task
 from shoal.tasks.graders.final_answer import final_number, last_boxed, number_in, said_answer, shown
 from shoal.tasks.gsm8k import verdict
-from shoal.tasks.gsm8k_presets import GSM8K_PRESETS, load_preset
 from shoal.tasks.gsm8k_rewards import answer_key
+from shoal.tasks.reward_presets import REWARD_PRESETS, load_reward_preset
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
-PRESETS = {name: load_preset(name) for name in GSM8K_PRESETS}
+PRESETS = {name: load_reward_preset(name) for name in REWARD_PRESETS}
 GOOD = "<reasoning>6 * 7 = 42</reasoning>\n<answer>42</answer>"
 
 

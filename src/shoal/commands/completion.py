@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shoal.commands.help import options_of, topics_of
-from shoal.config.arguments import find_key, is_file_option, names_of
+from shoal.config.arguments import is_file_option, key_of, names_of
+from shoal.config.chain import PACKAGED
 from shoal.config.files import presets_of
 from shoal.config.keys import COMMANDS, Key
+from shoal.config.translator import translator
+from shoal.tasks.task import TASKS
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -65,23 +68,32 @@ def _offers(before: list[str], word: str) -> list[str]:
 
 
 def _key_offers(config_type: type, word: str) -> list[str]:
-    """Keys with `=`, sections with `.`, and the values of a key that is named."""
+    """Keys with `=`, sections with `.`, and the values of a key that is named; where no key of ours begins so, the
+    flags of other systems that set one."""
     bare = word.lstrip("-+")
-    lead, names = word[:len(word) - len(bare)], names_of(config_type)
+    lead = word[:len(word) - len(bare)]
     name, equals, _ = bare.partition("=")
     if equals:
-        values = _values(find_key(config_type, name)) if name in names else []
-        return [f"{lead}{name}={value}" for value in values]
+        key = key_of(config_type, name)
+        return [f"{lead}{name}={value}" for value in (_values(key) if key else [])]
     depth = bare.count(".")
-    offers = [".".join(parts[:depth + 1]) + ("=" if len(parts) == depth + 1 else ".")
-              for parts in (known.split(".") for known in names) if len(parts) > depth]
-    return [lead + offer for offer in dict.fromkeys(offers)]
+
+    def offers(names: Iterable[str]) -> list[str]:
+        return [".".join(parts[:depth + 1]) + ("=" if len(parts) == depth + 1 else ".")
+                for parts in (known.split(".") for known in names) if len(parts) > depth]
+
+    found = offers(names_of(config_type))
+    if not any(offer.startswith(bare) for offer in found):
+        found = offers(name for name, flag in translator().flags(config_type).items() if flag.keys)
+    return [lead + offer for offer in dict.fromkeys(found)]
 
 
 def _values(key: Key) -> list[Any]:
     if key.type is bool:
         return ["true", "false"]
-    return list(key.choices)
+    if key.name in PACKAGED:
+        return presets_of(PACKAGED[key.name])
+    return list(TASKS if key.name == "task.name" else key.choices)
 
 
 _BASH = r"""# shoal's completion for bash: source <(shoal completion bash)

@@ -187,7 +187,7 @@ def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 def report_difference(result: dict[str, Any], console: Console) -> None:
     """Prints what `diff` found."""
-    names = Path(result["run"]).name, Path(result["other"]).name
+    names = short_names(Path(result["run"]), Path(result["other"]))
 
     def table(head: str, values: Mapping[str, Sequence[Any]]) -> None:
         console.table((head, *names), [(name, *map(exact_figure, both)) for name, both in values.items()])
@@ -222,8 +222,23 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
     console.text(describe_difference(result), "bold")
 
 
+def short_names(*runs: Path) -> tuple[str, ...]:
+    """The end of each path that tells the runs apart and is more than a sweep's number.
+
+    >>> short_names(Path("sweep/0"), Path("sweep/1"))
+    ('sweep/0', 'sweep/1')
+    """
+    for length in range(1, max(len(run.parts) for run in runs)):
+        names = tuple("/".join(run.parts[-length:]) for run in runs)
+        if len(set(names)) == len(runs) and not any(name.isdigit() for name in names):
+            return names
+    return tuple(map(str, runs))
+
+
 def exact_figure(value: Any) -> str:
     """A figure with the fewest digits that tell it from every other, of a float32 9 at most; of a float64 9."""
+    if isinstance(value, (list, tuple)):  # an interval
+        return " to ".join(map(exact_figure, value))
     if isinstance(value, float) and abs(value) < FLOAT32_MAX and float(np.float32(value)) == value:
         value = float(str(np.float32(value)))
     return figure(value, 9)

@@ -21,7 +21,7 @@ from shoal.config.schema import Config, DoctorConfig, MeshSection, TaskSection
 from shoal.mesh import Roles, available_devices, make_roles
 from shoal.model.hf import dotted
 from shoal.report.console import Console
-from shoal.report.findings import Check, Finding, Findings, key_in
+from shoal.report.findings import Finding, Findings, key_in
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import with_prompts
 from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
@@ -58,13 +58,13 @@ class Report:
     findings: Findings
     result: dict[str, Any]
 
-    def check(self, name: str, key: str = "") -> Check:
-        return Check(self.findings, name, key)
+    def check(self, name: str, key: str = "") -> Findings:
+        return self.findings.of(name, key)
 
     @property
-    def rewards(self) -> Check:
+    def rewards(self) -> Findings:
         """The check of reward functions, whose errors may name other keys (`reward.on_error`)."""
-        return Check(self.findings, "reward", "reward.functions", among=("reward.functions", "reward.weights"))
+        return self.findings.of("reward", "reward.functions", among=("reward.functions", "reward.weights"))
 
 
 def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
         console.heading(f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "
                         f"{warnings} warning{'s' * (warnings != 1)}")
-        return report.result | {"ok": findings.ok, "findings": findings.records()}
+        return report.result | {"ok": not wrong, "findings": findings.records()}
 
 
 # ---- without weights
@@ -289,8 +289,9 @@ def report_agreement(config: Config, trial: StepTrial, dtype: str, report: Repor
         values = {round(float(r), 9) for group in trial.groups for r in group.rewards[group.valid]}
         same = f"every completion scored {next(iter(values)):.3g}" if len(values) == 1 else \
             "within each group all completions scored the same"
-        samples.warning(f"{same}, so this step would teach nothing: make the task easier or harder, or raise "
-                        f"batch.group_size={config.batch.group_size}")
+        first = "raise sampling.max_completion_tokens first, then " if trial.truncated > 0.5 else ""
+        samples.warning(f"{same}, so this step would teach nothing: {first}make the task easier or harder, or raise "
+                        f"batch.group_size={config.batch.group_size}", "batch.group_size")
 
 
 def report_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, roles: Roles,

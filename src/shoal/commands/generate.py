@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.answers import given_names
-from shoal.config.schema import GenerateConfig, SamplingSection
+from shoal.config.schema import GenerateConfig, ModelSection, SamplingSection
 from shoal.config.text import require_given
-from shoal.files import check_local, check_new_file, write_text
+from shoal.files import check_input, check_new_file, write_text
 from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
@@ -17,12 +17,13 @@ from shoal.report.lines import json_line
 from shoal.rollout.publication import publish_to
 from shoal.run.loading import make_model, open_model
 from shoal.run.parts import engine_maker
+from shoal.run.preflight.head import model_text
 from shoal.run.preflight.settings import check_model
 from shoal.sampler.engine import drain
 from shoal.tasks.data_file import read_file
 from shoal.tasks.rows import example_of
 from shoal.text import count
-from shoal.trainer.curriculum import TokenizedExample, prepare
+from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Address, Completion, Example, Purpose, SampleRequest, ShoalError
 
 WRITTEN = ("index", "prompt", "prompt_ids", "completion_ids", "logprobs", "completion", "stop_reason")
@@ -36,12 +37,15 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     output = check_new_file(config.output, "output")
     check_model(config.model)
     with console or Console() as console:
-        placed = read_prompts(check_local(config.prompts, "prompts"))
+        placed = read_prompts(check_input(config.prompts, "prompts"))
         role = make_roles(config.mesh).sampler
         loaded = open_model(config.model, console)
         model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
         params, size = config.sampling.params, config.num_generations
+        named = "" if config.model != ModelSection() else "; model=... names another"
+        console.note(f"model: {model_text(config.model, loaded, model)}{named}")
         prompts = encode_prompts(placed, tokenizer, config.sampling, console.warning)
+        console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(
             Purpose.GENERATE, size)
         engine.load(0, publish_to(model, loaded.load(role, model.dtype)))
@@ -57,8 +61,6 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 def read_prompts(path: Path) -> list[tuple[str, Example]]:
     """The example of every row, with its place; its `prompt` is text or messages, or its `messages` are. ShoalError
     with the first row that has none."""
-    if not path.is_file():
-        raise ShoalError(f"prompts={path}: there is no such file; give a jsonl or csv file with a `prompt` a row")
     found = [(place, example_of(number, place, row))
              for number, (place, row) in enumerate(read_file(path))]
     if not found:
@@ -72,23 +74,32 @@ def encode_prompts(placed: Sequence[tuple[str, Example]], tokenizer: Tokenizer, 
     warning, or raise ShoalError with `sampling.long_prompts=error`, and where no other is left."""
     found: list[TokenizedExample] = []
     skipped: list[str] = []
+    limit = sampling.max_prompt_tokens
     for place, example in placed:
         try:
-            prepared = prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts)
-            reason = f"it has more than sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens, or none"
+            ids = tokenizer.encode_prompt(example.prompt)
+            if not 1 <= len(ids) <= limit:
+                raise ShoalError(f"it has {count(len(ids), 'token')}, more than sampling.max_prompt_tokens={limit}: "
+                                 "raise that key" if len(ids) else "it has no tokens")
+            found.append(TokenizedExample(example, ids))
         except ShoalError as error:
             if sampling.long_prompts == "error":
-                raise ShoalError(f"{place}: {error}") from error
-            prepared, reason = None, str(error)
-        if prepared is None:
-            skipped.append(f"{place}: {reason}")
-        else:
-            found.append(prepared)
+                raise ShoalError(f"{place}: {error} (sampling.long_prompts=drop skips it)") from error
+            skipped.append(f"{place}: {error}")
     if not found:
         raise ShoalError(f"no prompt can be used; the first, {skipped[0]}")
     if skipped:
         warn(f"{len(skipped)} of {count(len(placed), 'prompt')} are skipped; the first, {skipped[0]}")
     return found
+
+
+def encoding_text(prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool) -> str:
+    """`2 of messages, through the model's chat template; 3 of text, as it is, past any template`"""
+    texts = sum(isinstance(one.example.prompt, str) for one in prompts)
+    template = "model.template" if template_given else "the model's chat template"
+    how = f"through {template}" if tokenizer.has_template else "as plain `User: ...` lines, for want of a chat template"
+    kinds = [(len(prompts) - texts, f"of messages, {how}"), (texts, "of text, as it is, past any chat template")]
+    return "; ".join(f"{number:,} {kind}" for number, kind in kinds if number)
 
 
 def completion_rows(prompts: Sequence[TokenizedExample], completions: Mapping[tuple[int, int], Completion],

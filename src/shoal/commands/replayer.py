@@ -25,7 +25,7 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, open_model, open_teacher, resolve_model
-from shoal.run.parts import make_learner, make_updater, training_engine_maker
+from shoal.run.parts import make_learner, make_updater, open_reference, training_engine_maker
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
 from shoal.trainer.step import Learner, TrainState
@@ -121,7 +121,9 @@ class Replayer:
         if self._updater_of is None or self._updater_of[0] is not config:
             teacher = open_teacher(config, self.model_spec, self.roles.reference, self.console) if with_teacher \
                 else None
-            self._updater_of = config, make_updater(config, self._learner(config), first, teacher)
+            reference = None if first is None else open_reference(config, self.model_spec, self.model(config),
+                                                                  self.roles.reference, first)
+            self._updater_of = config, make_updater(config, self._learner(config), reference, teacher)
         return self._updater_of[1]
 
     def _retrain(self, updater: Updater, state: TrainState, stored: Sequence[StoredGroup], step: int,

@@ -174,7 +174,7 @@ def report_rescored(result: dict[str, Any], console: Console) -> None:
              *(" ".join(figure(value, 3) for value in group[name]) for name in columns)) for group in flips])
     console.table(("", "stored", "new"), [
         ("mean reward", *(figure(value, 3) for value in c["reward_mean"])),
-        ("groups with nonzero std", *map(str, c["nonzero_std_groups"]))])
+        ("mixed groups", *map(str, c["nonzero_std_groups"]))])
     share = c["share_flipped"] or 0
     console.table(("compared", ""), [
         ("flipped advantages", f"{c['advantages_flipped']} of {c['completions_compared']} ({share:.1%})"),

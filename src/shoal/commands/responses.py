@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.commands.answers import Question, find_examples, given_names, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, RewardSection, TaskSection
-from shoal.files import check_local, check_new_file
+from shoal.files import check_input, check_local, check_new_file
 from shoal.report.console import Console
 from shoal.report.metrics import known_mean, wilson_interval
 from shoal.rewards.pool import RewardPool
@@ -49,7 +49,7 @@ def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
 
     Reward functions (`config.reward.functions`, and `functions` from Python) are called if any are given, the task's
     own if weights or a preset are. `python_task`: a task whose data came from Python."""
-    file, output = check_local(config.responses, "responses"), None
+    file, output = check_input(config.responses, "responses"), None
     if config.output:
         output = check_local(config.output, "output")
         if output.resolve() == file.resolve():
@@ -117,9 +117,6 @@ def _load_with_data(section: TaskSection, console: Console) -> Task:
 
 def read_responses(path: Path, question: str, console: Console) -> list[Response]:
     """The rows of a jsonl file; ShoalError naming the first line without a question or a response."""
-    if not path.is_file():
-        raise ShoalError(f"responses={path}: there is no such file; give a jsonl file with `{question}` and `{TEXT}` "
-                         "on each line")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

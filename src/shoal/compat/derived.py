@@ -7,9 +7,11 @@ way to ask for any key. It returns values by key and a sentence for the start.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from shoal.compat.flags import NOTHING, Given, Values, last_part, to_float, to_int
 from shoal.config.translator import Get
+from shoal.tasks.data_file import read_file
 from shoal.text import count
 from shoal.types import ShoalError
 
@@ -164,6 +166,20 @@ def derive_trl_updates(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"counted in updates there, {each} to a step here" if each > 1 else ""
 
 
+def derive_epochs(given: Given, get: Get) -> tuple[Values, str]:
+    """verl, TRL: a run is so many passes over the training rows, prompts that fill no batch left out."""
+    *_, (name, text) = given.items()
+    epochs, path, prompts = to_float(name, text), Path(get("task.path")).expanduser(), get("batch.prompts_per_step")
+    by_device, is_here = get("batch.prompts_per_device"), path.is_file()
+    if by_device or not is_here:
+        return {}, "a run's length is in steps, and those of an epoch are known only when " \
+            f"{'the devices are counted' if is_here else 'the data is read'}; set steps to {epochs:g} x rows // " \
+            f"{'prompts of a step' if by_device else prompts}"
+    rows = sum(1 for _ in read_file(path))
+    return {"steps": str(max(1, int(rows // prompts * epochs)))}, \
+        f"{epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} rows in {path.name}, {count(prompts, 'prompt')} a step"
+
+
 def derive_warmup(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, TRL, verl: a share of all updates."""
     *_, (name, text) = given.items()
@@ -174,12 +190,20 @@ def derive_warmup(given: Given, get: Get) -> tuple[Values, str]:
     return {"optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
 
 
-def derive_batches(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs."""
+def derive_train_rl(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs; where that share is all,
+    none are left to evaluate on between steps."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
-    epochs = to_int("num_epoch", given.get("num_epoch", "1"))
-    number = to_int("num_batches", given["num_batches"])
-    return {"steps": str(int(number * share) * epochs)}, f"{number} batches x {share:g} x {epochs} epochs"
+    values, reasons = {}, []
+    if "num_batches" in given:
+        epochs, number = to_int("num_epoch", given.get("num_epoch", "1")), to_int("num_batches", given["num_batches"])
+        values["steps"] = str(int(number * share) * epochs)
+        reasons.append(f"{number} batches x {share:g} x {epochs} epochs")
+    if every := given.get("eval_interval"):
+        is_off = "train_fraction" in given and share >= 1
+        values["train.evaluate_every"] = "0" if is_off or every == "-1" else every
+        reasons += ["train_fraction=1.0 leaves no rows to evaluate on between steps"] * is_off
+    return values, "; ".join(reasons)
 
 
 def derive_test_batches(given: Given, get: Get) -> tuple[Values, str]:
@@ -208,6 +232,6 @@ def derive_trl_delta(given: Given, get: Get) -> tuple[Values, str]:
 
 DERIVATIONS = (
     derive_lengths, derive_devices, derive_turns_per_batch, derive_turns, derive_micro_batch,
-    derive_micro_batch_per_gpu, derive_mini_batches, derive_trl_batch, derive_trl_updates, derive_warmup,
-    derive_batches, derive_test_batches, derive_trl_delta)
+    derive_micro_batch_per_gpu, derive_mini_batches, derive_trl_batch, derive_trl_updates, derive_epochs, derive_warmup,
+    derive_train_rl, derive_test_batches, derive_trl_delta)
 """Every rule; each asks for the keys that it needs, so their order does not matter."""

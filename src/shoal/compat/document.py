@@ -72,7 +72,7 @@ def _table(rows: Iterable[Flag]) -> Iterator[str]:
     yield "| --- | --- | --- |"
     idle: dict[str, list[str]] = {}
     for row in rows:
-        if row.idle and not row.is_pattern:
+        if (row.idle or (row.late and not row.keys)) and not row.is_pattern:
             idle.setdefault(row.meaning, []).append(row.name)
         elif not row.is_pattern:
             keys = ", ".join(f"`{key}`" for key in row.keys) or "not supported: an error if it is switched on"

@@ -81,6 +81,7 @@ class Flag:
     name: str
     keys: tuple[str, ...] = ()
     lowest: tuple[str, ...] = ()  # late: keys that it sets where nothing else does
+    yields: bool = False  # late: its keys yield to their own names in the same layer
     meaning: str = ""
     read: Reader | None = None
     group: Group | None = None

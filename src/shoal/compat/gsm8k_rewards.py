@@ -11,8 +11,8 @@ from fractions import Fraction
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import extract_answer, parse_number, same_number
 from shoal.tasks.graders.final_answer import is_bare, last_boxed, number_in
-from shoal.tasks.gsm8k_presets import Preset
 from shoal.tasks.gsm8k_rewards import reward_of, system_prompt, user_prompt
+from shoal.tasks.reward_presets import RewardPreset
 
 _REASONING = ("You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, give the "
               "final answer, one number and nothing else, between <answer> and </answer>.")
@@ -161,23 +161,23 @@ def hash_answer(text: str) -> str | None:
 
 # ---- presets
 
-MAXTEXT = Preset(
+MAXTEXT = RewardPreset(
     lambda question: user_prompt(_REASONING, question),
     (reward_of("correct", lambda text, gold: same_value(tagged_or_boxed(text), gold)),
      reward_of("format", lambda text, gold: has_reasoning_and_answer(text), 0.1)),
     tagged_or_boxed, has_reasoning_and_answer, same_value)
-TUNIX = Preset(
+TUNIX = RewardPreset(
     lambda question: user_prompt(_REASONING, question),
     (reward_of("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
      reward_of("tags", lambda text, gold: tag_points(text)),
      reward_of("answer", answer_points), reward_of("number", number_points)),
     exact_or_tagged, lambda text: exact_answer(text) is not None, same_number)
-TORCHRL = Preset(
+TORCHRL = RewardPreset(
     lambda question: system_prompt(_THINK, question),
     (reward_of("correct", lambda text, gold: same_bare(_first_tagged(text), gold), 0.9),
      reward_of("answered", lambda text, gold: bool(_first_tagged(text)), 0.1)),
     lambda text: _first_tagged(text) or None, lambda text: bool(_first_tagged(text)), same_bare)
-VERL = Preset(
+VERL = RewardPreset(
     lambda question: [{"role": "user", "content": f"{question} {_HASHES}"}],
     (reward_of("correct", lambda text, gold: hash_answer(text) == gold),),
     hash_answer, lambda text: hash_answer(text) is not None, lambda answer, gold: answer == gold)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from shoal.compat.derived import derive_batches, derive_devices, derive_lengths, derive_test_batches, derive_warmup
+from shoal.compat.derived import derive_devices, derive_lengths, derive_test_batches, derive_train_rl, derive_warmup
 from shoal.compat.flags import (
     LORA,
     QUANTISED,
     Flag,
-    Given,
     Values,
     choice,
     derived,
     each,
-    grouped,
     idle,
     if_true,
     listed,
@@ -22,7 +20,6 @@ from shoal.compat.flags import (
     reads,
     refused,
     renames,
-    to_float,
     to_int,
 )
 from shoal.compat.token import TOKEN
@@ -30,13 +27,6 @@ from shoal.compat.tunix import AGGREGATIONS
 from shoal.types import ShoalError
 
 read_clip = read_bounds("grpo_epsilon", "", "epsilon_high")
-
-
-def read_evaluation(given: Given) -> Values:
-    """train_rl evaluates between steps only where a share of the data is kept for it."""
-    share = to_float("train_fraction", given.get("train_fraction", "1.0"))
-    every = given.get("eval_interval", "")
-    return {"train.evaluate_every": every if share < 1 and every != "-1" else "0"} if every else {}
 
 
 def read_profiler(name: str, text: str) -> Values:
@@ -99,10 +89,13 @@ FLAGS: list[Flag] = [
              "inference_devices_per_replica devices (1 and 4 where only the other is given)",
              "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
     *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
-    *derived(derive_batches, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
+    *derived(derive_train_rl, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
+    *derived(derive_train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
+    *derived(derive_train_rl, "", "read with num_batches and eval_interval", "train_fraction", "num_epoch",
+             is_quiet=False),
     *derived(derive_test_batches, "task.num_eval_questions", "batches of questions in an evaluation",
              "num_test_batches"),
-    *grouped(read_evaluation, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
+    *derived(derive_test_batches, "", "read with num_test_batches", "eval_batch_size", is_quiet=False),
     reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float32")}),
           "of the computation; masters and optimizer stay float32"),
     reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
@@ -112,8 +105,6 @@ FLAGS: list[Flag] = [
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),
         "full, minimal (dots) or none; custom: auto"),
-    *idle("read with num_batches and eval_interval", "train_fraction", "num_epoch"),
-    *idle("read with num_test_batches", "eval_batch_size"),
     # ---- what matters and has no counterpart
     *refused(QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache",
              "checkpoint_is_quantized", "quant_cfg_path"),
@@ -211,6 +202,8 @@ FLAGS: list[Flag] = [
         """),
     *idle("checkpoints are written as checkpoint.* says", """
         async_checkpointing save_checkpoint_on_* enable_continuous_checkpointing checkpoint_storage_*
+        checkpoint_storage_use_ocdbt checkpoint_storage_use_zarr3 checkpoint_storage_concurrent_gb
+        checkpoint_storage_target_data_file_size_bytes
         checkpoint_todelete_* checkpoint_conversion_fn convert_checkpoint_if_possible source_checkpoint_layout
         enable_single_replica_* enable_orbax_v1 enable_emergency_checkpoint enable_multi_tier_* multi_tier_* mtc_*
         local_checkpoint_* enable_autocheckpoint enable_checkpoint_* save_config_to_gcs
@@ -218,6 +211,8 @@ FLAGS: list[Flag] = [
     *idle("logs, profiles and monitoring are report.*", """
         log_period log_config debug debug.* debug_* gcs_* metrics_file enable_tunix_perf_metrics wandb_run_name
         use_vertex_* vertex_* enable_goodput_* monitor_* goodput_* enable_pathways_goodput step_deviation_* enable_gcp_*
+        enable_goodput_recording monitor_goodput goodput_upload_interval_seconds enable_gcp_goodput_metrics
+        monitor_step_time_deviation
         report_* heartbeat_* profile_* skip_first_n_steps_for_profiler profiler_steps hide_profiler_* upload_all_*
         enable_tpu_* tpu_* managed_* dump_* xprof_* enable_jax_profiler jax_profiler_port prometheus_port
         max_checkify write_estimator_result block_for_accurate_timing max_inflight_computations

@@ -232,11 +232,13 @@ class MaxTextCheckpoint:
         shape, axes = parameter.stored(count, self.scan_layers)
         names = [self.root + name for name in parameter.names(count, self.scan_layers)]
         names = names if layer is None else names[layer : layer + 1]
+        axes = tuple(None if axis in ("heads", "vocab") and size % role.tensor else axis
+                     for axis, size in zip(axes, shape, strict=True))
         sharding = role.sharding(axes, shape)
         stored = read_leaves(self.folder, {
             name: jax.ShapeDtypeStruct(shape, self.dtypes[name], sharding=sharding) for name in names})
         assemble = partial(from_maxtext, parameter=parameter, pairs=self.pairs, scanned=self.scan_layers, dtype=dtype)
-        out = role.replicated if layer is not None else role.sharding(parameter.declared.axes, parameter.declared.shape)
+        out = role.replicated if layer is not None else parameter.declared.sharding(role)
         return jax.jit(assemble, out_shardings=out)([stored[name] for name in names]).block_until_ready()
 
 

@@ -39,7 +39,7 @@ def read_divergence(given: Given) -> Values:
     return values
 
 
-_ROLE = "devices of {}: a count or a list. Sharing all devices works; devices of its own for a role are refused today"
+_ROLE = "devices of {}: a count or a list"
 
 FLAGS: list[Flag] = [
     *[Flag(f"{name}_model.{part}", (key,), meaning=_ROLE.format(role)) for name, key, role in (

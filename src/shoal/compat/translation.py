@@ -113,7 +113,8 @@ class Translator:
             _attempt(errors, members[-1], lambda rule=rule, members=members: _together(
                 config_type, rule, members, found, reports))
         reports.sort(key=lambda pair: pair[0])
-        return Translation(found, [(place[0], report) for place, report in reports], errors)
+        notes = _recipe_notes(config_type, layers, [one for _, one in given.values()])
+        return Translation(found, [(place[0], report) for place, report in reports], errors, notes)
 
 
 def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> dict[str, tuple[list[tuple[int, int]], FlagUse]]:
@@ -129,6 +130,18 @@ def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> dict[str, 
             before = found.pop(entry.name, ([], None))[0]
             found[entry.name] = ([*before, (number, place)], FlagUse(row[1], row[0], entry, (number, place)))
     return found
+
+
+def _recipe_notes(config_type: type, layers: Sequence[Sequence[Entry]], given: Sequence[FlagUse]) -> list[str]:
+    """A line on the recipe of a system, where names that it alone has stand without the recipe or a preset."""
+    entries = [entry for layer in layers for entry in layer]
+    if "recipe" not in keys_of(config_type) or any(
+            (entry.name == "recipe" and entry.value) or entry.origin.startswith("preset ") for entry in entries):
+        return []
+    own = Counter(one.system for one in given
+                  if one.flag.keys and sum(one.flag.name in rows for rows in _EXACT.values()) == 1)
+    return [f"{system}'s flags change only what they name; recipe={system.lower()} sets its other defaults too"
+            for system, number in own.most_common(1) if number > 1]
 
 
 def likely_system(entries: Sequence[Entry]) -> tuple[str, bool]:
@@ -177,7 +190,8 @@ def _together(config_type: type, rule: Callable, members: Sequence[FlagUse],
     flags = {one.entry.name: one.text for one in members}
     if members[0].flag.late:
         late = Late(lambda get: rule(flags, get))
-        values: Mapping[str, Any] = {key: late for one in members for key in one.flag.keys} | {
+        values: Mapping[str, Any] = {
+            key: Yielding(late) if one.flag.yields else late for one in members for key in one.flag.keys} | {
             key: Yielding(late, "lowest") for one in members for key in one.flag.lowest}
     else:
         values = rule(flags)

@@ -6,7 +6,13 @@ import importlib.util
 import re
 from pathlib import Path
 
-from shoal.compat.derived import derive_trl_batch, derive_trl_delta, derive_trl_updates, derive_warmup
+from shoal.compat.derived import (
+    derive_epochs,
+    derive_trl_batch,
+    derive_trl_delta,
+    derive_trl_updates,
+    derive_warmup,
+)
 from shoal.compat.flags import (
     LORA,
     NOTHING,
@@ -133,6 +139,8 @@ FLAGS: list[Flag] = [
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
     *derived(derive_trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
     *derived(derive_trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
+    *derived(derive_epochs, "steps", "passes over the rows of a local file; for other data set steps",
+             "num_train_epochs", yields=True),
     *derived(derive_trl_updates, "checkpoint.every", "counted in updates", "save_steps"),
     *derived(derive_trl_updates, "train.evaluate_every", "counted in updates", "eval_steps"),
     *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
@@ -184,7 +192,6 @@ FLAGS: list[Flag] = [
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
     reads("report_to", "report.wandb.mode report.tensorboard", read_trackers, "wandb, tensorboard, all or none; others "
           "change nothing", keeps_nothing=True),
-    *idle("a run's length is in steps: steps, or max_steps", "num_train_epochs"),
     *idle("models here have no dropout", "disable_dropout"),
     *idle("every group is written to the run's groups/", "log_completions", "num_completions_to_print"),
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),

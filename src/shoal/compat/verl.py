@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.compat.derived import derive_micro_batch_per_gpu, derive_mini_batches, derive_warmup
+from shoal.compat.derived import derive_epochs, derive_micro_batch_per_gpu, derive_mini_batches, derive_warmup
 from shoal.compat.flags import (
     LORA,
     QUANTISED,
@@ -115,6 +115,8 @@ FLAGS: list[Flag] = [
     *derived(derive_mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
     *derived(derive_micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
              _A + "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
+    *derived(derive_epochs, "steps", "passes over the rows of a local file; for other data set steps",
+             _T + "total_epochs", yields=True),
     *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates",
              _A + "optim.lr_warmup_steps_ratio"),
     reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
@@ -229,7 +231,6 @@ FLAGS: list[Flag] = [
     *idle("the sampler is split as the trainer is: mesh.tensor", _R + "tensor_model_parallel_size"),
     *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization"),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
-    *idle("a run's length is in steps: steps, or trainer.total_training_steps", _T + "total_epochs"),
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),
     *idle("the reference has the trainer's settings", _REF + "*"),

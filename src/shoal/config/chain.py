@@ -28,6 +28,10 @@ PROMPT_KEYS = ("batch.prompts_per_step", "batch.prompts_per_device")
 """Two keys for one number: setting one unsets the other."""
 
 
+LateValues = dict[Late, tuple[Mapping[str, Any], str]]
+"""What late values were computed to: their keys, and the reason."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """The entries of one file, or of the command line."""
@@ -56,6 +60,7 @@ class Chain:
     # two names of one key in a file: an error unless a higher layer sets the key
     conflicts: list[tuple[Setting, str]] = field(default_factory=list)
     file: Path | None = None  # the preset or file that was loaded
+    beneath: dict[Setting, Setting] = field(default_factory=dict)  # a late one -> that of a lower layer
 
     def merged(self) -> dict[str, Setting]:
         """Key -> the setting in effect."""
@@ -63,8 +68,17 @@ class Chain:
         for settings in self.settings:
             if PROMPT_KEYS[0] in settings and PROMPT_KEYS[1] not in settings:
                 found.pop(PROMPT_KEYS[1], None)
+            self.beneath |= {one: found[key] for key, one in settings.items()
+                             if isinstance(one.value, Late) and key in found}
             found |= settings
         return found
+
+    def settled(self, one: Setting, late: LateValues) -> Setting:
+        """The setting itself; beneath a late one that gave its key no value, the next lower that has one."""
+        lower = self.beneath.get(one)
+        if lower is None or one.value not in late or one.key in late[one.value][0]:
+            return one
+        return self.settled(lower, late)
 
 
 # ---- layers
@@ -174,7 +188,7 @@ def _foreign_value(config_type: type, entry: Entry, raw: Mapping[str, Any]) -> A
 def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
     """The chain of layers with every name as a key, other systems' names translated."""
     translation = translator().translate(config_type, [layer.entries for layer in layers])
-    chain = Chain(layers, translation.reports, list(translation.errors))
+    chain = Chain(layers, translation.reports, list(translation.errors), notes=list(translation.notes))
     for number, layer in enumerate(layers):
         found: dict[str, Setting] = {}
         weak: dict[str, Setting] = {}
@@ -183,7 +197,7 @@ def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
             settings = translation.settings.get((number, place))
             if settings is None:
                 settings = _own_setting(config_type, layer, entry, chain.errors)
-            elif layer.file is None and given.setdefault(entry.name, text_of(entry.value)) != text_of(entry.value):
+            if layer.file is None and given.setdefault(entry.name, text_of(entry.value)) != text_of(entry.value):
                 given[entry.name] = text_of(entry.value)
                 chain.notes.append(f"{entry.name} is given more than once: the last one stands, {given[entry.name]}")
             for setting in settings:
@@ -242,12 +256,12 @@ def _add(config_type: type, layer: Layer, found: dict[str, Setting], setting: Se
         note(before, setting.key)
 
 
-def values_of(config_type: type, settings: Mapping[str, Setting], errors: list[str]) -> tuple[
-        dict[str, Any], dict[Late, tuple[Mapping[str, Any], str]]]:
-    """Key -> its value, converted; and the results of late values. Errors are appended to `errors`."""
+def values_of(config_type: type, chain: Chain, settings: Mapping[str, Setting]) -> tuple[dict[str, Any], LateValues]:
+    """Key -> its value, converted, of a chain's merged settings; and the results of late values. Errors are appended to
+    the chain's."""
     keys = keys_of(config_type)
     values: dict[str, Any] = {}
-    late: dict[Late, tuple[Mapping[str, Any], str]] = {}
+    late: LateValues = {}
     pending: list[str] = []
 
     def get(key: str) -> Any:
@@ -256,11 +270,11 @@ def values_of(config_type: type, settings: Mapping[str, Setting], errors: list[s
         if key in pending:
             raise ShoalError(f"{settings[key].origin}: {key} refers to itself")
         pending.append(key)
-        value = settings[key].value
-        if isinstance(value, Late):
-            if value not in late:
-                late[value] = value.compute(get)
-            value = late[value][0].get(key, keys[key].default)
+        one = settings[key]
+        while isinstance(one.value, Late) and one.value not in late:
+            late[one.value] = one.value.compute(get)
+            one = chain.settled(settings[key], late)
+        value = late[one.value][0].get(key, keys[key].default) if isinstance(one.value, Late) else one.value
         values[key] = convert_value(keys[key], value)
         pending.pop()
         return values[key]
@@ -270,7 +284,7 @@ def values_of(config_type: type, settings: Mapping[str, Setting], errors: list[s
             get(key)
         except ShoalError as error:
             pending.clear()
-            errors.append(with_origins(str(error), origins_of(settings)))
+            chain.errors.append(with_origins(str(error), origins_of(settings)))
     return values, late
 
 

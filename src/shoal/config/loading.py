@@ -35,6 +35,9 @@ from shoal.config.translator import PYTHON, Late, Setting, make_entry
 from shoal.config.values import build, convert_value, get_value, leaves_of, shown, without_effect
 from shoal.types import ShoalError
 
+MANY, FEW = 8, 3
+"""Of more values than MANY that a preset sets, the line at the start shows FEW."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -123,8 +126,8 @@ def load(config_type: type, arguments: Arguments, stored: Path | None = None) ->
     """The configuration of the arguments; `stored`: a run's configuration in place of presets and files."""
     chain = build_chain(config_type, arguments, stored)
     settings = chain.merged()
-    values, late = values_of(config_type, settings, chain.errors)
-    origins = origins_of(settings)
+    values, late = values_of(config_type, chain, settings)
+    origins = origins_of({key: chain.settled(one, late) for key, one in settings.items()})
     chain.errors += [message for setting, message in chain.conflicts if settings.get(setting.key) is setting]
     if chain.errors:
         raise ShoalError("; ".join(dict.fromkeys(chain.errors)))
@@ -152,8 +155,8 @@ def packaged_values(config: Any) -> dict[str, Any]:
     """The values that a configuration's recipe and algorithm set, by dotted key."""
     layers = [layer for key in PACKAGED if (name := get_value(config, key))
               for layer in named_layers(type(config), key, name)]
-    settings = make_chain(type(config), layers).merged()
-    return values_of(type(config), settings, [])[0]
+    chain = make_chain(type(config), layers)
+    return values_of(type(config), chain, chain.merged())[0]
 
 
 # ---- notes
@@ -226,4 +229,5 @@ def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_prese
     for label, texts in changed.items():
         folder, _, name = label.partition(" ")
         verb = "loads its preset" if folder == "task" else "differs from Shoal's defaults in"
-        yield f"{folder}={name} {verb}: {', '.join(texts)}"
+        more = f" and {len(texts) - FEW} more keys (--dry-run lists them)" if len(texts) > MANY else ""
+        yield f"{folder}={name} {verb}: {', '.join(texts[:FEW] if more else texts)}{more}"

@@ -21,8 +21,8 @@ from shoal.types import SamplingParams, ShoalError
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Ends of the names of data files."""
 
-GSM8K_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
-"""By the names of `reward.preset`, `module:object` of a `Preset`; `shoal/__init__.py` adds other systems'."""
+REWARD_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
+"""By the names of `reward.preset`, `module:object` of a `RewardPreset`; `shoal/__init__.py` adds other systems'."""
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
@@ -106,7 +106,7 @@ class RewardSection:
     own."""
     weights: tuple[float, ...] = ()
     """Weight of each function; empty for 1.0 each, or the task's own."""
-    preset: Annotated[str, GSM8K_PRESETS] = "shoal"
+    preset: Annotated[str, REWARD_PRESETS] = "shoal"
     """gsm8k: the system whose prompt and rewards are used."""
     overlong_buffer_tokens: int = 0
     """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over this many last
@@ -368,8 +368,8 @@ class TrainSection:
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
     on_warning: Literal["continue", "stop"] = "continue"
-    """What a warning about rewards, completions, updates or accuracy does during training: stop saves a checkpoint and
-    ends the run with the warning as its error."""
+    """What a warning at the start, or about rewards, completions, updates or accuracy during training, does: stop saves
+    a checkpoint and ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
@@ -392,16 +392,30 @@ class MeshSection:
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers ([0,1]); empty for
     all. A fraction or count takes the first devices."""
     sampler: str = ""
-    """Devices of the sampler, in the same forms; today they must be the trainer's. Empty for these."""
+    """Devices of the sampler, in the same forms: the trainer's, or others. A fraction or count takes the last devices.
+    Empty for the trainer's."""
     reference: str = ""
-    """Devices of the reference, in the same forms; today they must be the trainer's. Empty for these."""
+    """Devices of the reference and of a teacher, in the same forms. Empty for the sampler's."""
     sampler_tensor: int = 0
-    """Tensor parallelism of the sampler; today that of the trainer. 0 for mesh.tensor."""
+    """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more where a replica does
+    not fit the memory of so few."""
+    dcn_data: int = 1
+    """Slices (or hosts) that each have a copy of the model, times mesh.data copies within each."""
+    dcn_fsdp: int = 1
+    """Slices (or hosts) that share parameters, times mesh.fsdp devices within each."""
+    compiler_options: tuple[str, ...] = ()
+    """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the platform."""
 
     def __post_init__(self) -> None:
+        for option in self.compiler_options:
+            require("=" in option, "mesh.compiler_options", option, "NAME=VALUE")
+        at_least(self, "mesh.", 0, "sampler_tensor", note="auto")
+        at_least(self, "mesh.", 1, "dcn_data")
+        at_least(self, "mesh.", 1, "dcn_fsdp")
         for name in ("data", "fsdp", "tensor"):
             value = getattr(self, name)
-            require(value >= 1 or (name == "fsdp" and value == -1), f"mesh.{name}", value, "1 or more")
+            rest = ", or -1 for all devices that mesh.data and mesh.tensor leave" if name == "fsdp" else ""
+            require(value >= 1 or (rest != "" and value == -1), f"mesh.{name}", value, f"1 or more{rest}")
 
 
 @dataclass(frozen=True)

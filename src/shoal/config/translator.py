@@ -32,7 +32,8 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Late:
-    """A value computed from the final values of other keys: `compute` returns the keys it sets, and the reason."""
+    """A value computed from the final values of other keys: `compute` returns the keys it sets, and the reason. A key
+    that it leaves out keeps what lower layers say."""
 
     compute: Callable[[Get], tuple[Mapping[str, Any], str]]
 
@@ -67,6 +68,7 @@ class Translation:
     settings: Mapping[tuple[int, int], Sequence[Setting]]  # by layer and place in it, of each name that is not ours
     reports: Sequence[tuple[int, Report]]  # with the layer
     errors: Sequence[str]
+    notes: Sequence[str] = ()  # lines for the start
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,10 @@
 """Devices: meshes, the roles that use them, the programs that roles compile, and what accelerators can do."""
 
 from shoal.mesh.accelerators import peak_flops
+from shoal.mesh.devices import available_devices, devices_asked, role_devices
+from shoal.mesh.layout import listed_divisors, make_mesh
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program
-from shoal.mesh.roles import (
-    Role,
-    Roles,
-    available_devices,
-    devices_asked,
-    listed_divisors,
-    make_mesh,
-    make_roles,
-    shared_devices,
-)
+from shoal.mesh.roles import Role, Roles, make_roles
 
 __all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "available_devices", "devices_asked", "listed_divisors",
-           "make_mesh", "make_roles", "peak_flops", "shared_devices"]
+           "make_mesh", "make_roles", "peak_flops", "role_devices"]

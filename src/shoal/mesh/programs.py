@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 MAX_IN_FLIGHT = 2
 """Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
@@ -59,7 +60,7 @@ class Program:
         last = result[-1] if isinstance(result, tuple) else result
         # The smallest array stands for all: a program's outputs are ready at once, and a queue must hold no memory.
         leaves = sorted(jax.tree.leaves(last), key=lambda leaf: leaf.nbytes)
-        if leaves and not isinstance(leaves[0], jax.core.Tracer):  # traced: only the program's shapes are asked for
+        if leaves and not isinstance(leaves[0], Tracer):  # traced: only the program's shapes are asked for
             self._in_flight.append(leaves[0])
         return result
 

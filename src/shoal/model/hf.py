@@ -84,7 +84,7 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
     dtype, tensors = np.dtype(dtype), open_tensors(folder, architecture)
 
     def make(path: Any, declared: ParamSpec) -> jax.Array:
-        sharding = role.sharding(declared.axes, declared.shape)
+        sharding = declared.sharding(role)
         parts: dict[str, np.ndarray] = {}  # a part that several devices hold is read once
 
         def read(index: Any) -> np.ndarray:

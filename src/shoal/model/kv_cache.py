@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.model.attention import Keys, online_softmax
-from shoal.model.transformer import Architecture, AttentionFn
+from shoal.model.transformer import AttentionFn, Model
 
 KEY_BLOCK = 64
 """Keys in one block of decoding's online softmax; the sizes of caches are multiples of it."""
@@ -26,9 +26,10 @@ class LayerCache:
     own_v: Any
 
 
-def empty(a: Architecture, groups: int, siblings: int, prefix: int, own: int, dtype: Any) -> tuple[LayerCache, ...]:
-    """One cache of zeros for each layer."""
-    heads = (a.num_kv_heads, a.head_dim)
+def empty(model: Model, groups: int, siblings: int, prefix: int, own: int) -> tuple[LayerCache, ...]:
+    """One cache of zeros for each layer, in the type of the computation."""
+    a, dtype = model.architecture, model.dtype
+    heads = (model.key_heads, a.head_dim)
 
     def layer() -> LayerCache:
         of_group, of_slot = (groups, prefix, *heads), (groups, siblings, own, *heads)

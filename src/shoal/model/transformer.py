@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed_divisors
 from shoal.model.linear import Biased, Weight, linear
@@ -88,6 +89,15 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     stddev: float = 0.02
+    heads: int = 0  # that a dimension over `heads` is made of
+
+    def sharding(self, role: Role) -> NamedSharding:
+        """Split by whole heads. Key/value heads fewer than `tensor`, and a vocabulary that it does not divide (a
+        resized embedding may have any size), are whole on each of its devices."""
+        units = {"heads": self.heads, **{axis: size for axis, size in zip(self.axes, self.shape, strict=True)
+                                         if axis == "vocab"}}
+        axes = tuple(None if units.get(axis or "", 0) % role.tensor else axis for axis in self.axes)
+        return role.sharding(axes, self.shape)
 
     @property
     def weight_decay(self) -> bool:
@@ -99,22 +109,23 @@ def param_specs(a: Architecture) -> Parameters:
     """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them."""
     depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
-    def stacked(*shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0) -> ParamSpec:
-        return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale)
+    def stacked(*shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0,
+                heads: int = 0) -> ParamSpec:
+        return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale, heads)
 
-    def product(rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0) -> Any:
-        kernel = stacked(rows, columns, axes=axes, scale=scale)
-        return Biased(kernel, stacked(columns, axes=(axes[1],), init="zeros")) if bias else kernel
+    def product(rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0, heads: int = 0) -> Any:
+        kernel = stacked(rows, columns, axes=axes, scale=scale, heads=heads)
+        return Biased(kernel, stacked(columns, axes=(axes[1],), init="zeros", heads=heads)) if bias else kernel
 
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     norm = stacked(a.hidden_size, axes=("embed",), init="ones")
     head_norm = stacked(a.head_dim, axes=(None,), init="ones") if a.qk_norm else None
     blocks = Block(
         attention_norm=norm,
-        q=product(a.hidden_size, queries, ("embed", "heads"), a.qkv_bias),
-        k=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias),
-        v=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias),
-        o=product(queries, a.hidden_size, ("heads", "embed"), a.output_bias, depth),
+        q=product(a.hidden_size, queries, ("embed", "heads"), a.qkv_bias, heads=a.num_heads),
+        k=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
+        v=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
+        o=product(queries, a.hidden_size, ("heads", "embed"), a.output_bias, depth, a.num_heads),
         mlp_norm=norm,
         gate=product(a.hidden_size, a.intermediate_size, ("embed", "mlp"), a.mlp_bias),
         up=product(a.hidden_size, a.intermediate_size, ("embed", "mlp"), a.mlp_bias),
@@ -136,25 +147,25 @@ def is_param_spec(x: object) -> bool:
 
 def shardings(a: Architecture, role: Role) -> Parameters:
     """A NamedSharding for every parameter."""
-    return jax.tree.map(lambda d: role.sharding(d.axes, d.shape), param_specs(a), is_leaf=is_param_spec)
+    return jax.tree.map(lambda d: d.sharding(role), param_specs(a), is_leaf=is_param_spec)
 
 
 def check_mesh(a: Architecture, role: Role) -> None:
-    """ShoalError unless the mesh divides the model's heads, feed-forward and hidden size.
+    """ShoalError unless the mesh divides the model's heads, feed-forward size and hidden size.
 
-    Two things may stay whole on every device. Key/value heads fewer than `mesh.tensor` (it is then a multiple of
-    theirs): their caches are copied, as tensor-parallel engines do, while the products that make them stay split. And a
-    vocabulary that does not divide (a resized embedding may have any size): embeddings and logits are then copied.
+    Key/value heads may be fewer than `tensor`, which is then a multiple of theirs: they are repeated in groups. A
+    vocabulary that does not divide is whole on each device (a warning at the head of a run says so).
     """
-    tensor, fsdp = role.mesh.shape["tensor"], role.mesh.shape["fsdp"]
-    for axis, parts, name, size in (("tensor", tensor, "num_attention_heads", a.num_heads),
-                                    ("tensor", tensor, "intermediate_size", a.intermediate_size),
-                                    ("fsdp", fsdp, "hidden_size", a.hidden_size)):
+    tensor, fsdp = role.tensor, role.mesh.shape.get("fsdp", 1)
+    key = "mesh.sampler_tensor (or mesh.tensor)" if role.name == "sampler" else "mesh.tensor"
+    for axis, parts, name, size in ((key, tensor, "num_attention_heads", a.num_heads),
+                                    (key, tensor, "intermediate_size", a.intermediate_size),
+                                    ("mesh.fsdp", fsdp, "hidden_size", a.hidden_size)):
         if size % parts:
-            raise ShoalError(f"mesh.{axis}={parts} does not divide the model's {name}={size}; use "
+            raise ShoalError(f"{axis}={parts} does not divide the model's {name}={size}; use "
                              f"{listed_divisors(size, role.mesh.size)}")
     if a.num_kv_heads % tensor and tensor % a.num_kv_heads:
-        raise ShoalError(f"mesh.tensor={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "
+        raise ShoalError(f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "
                          f"is a multiple of it; use {listed_divisors(a.num_kv_heads, role.mesh.size)}")
 
 
@@ -184,6 +195,16 @@ class Model:
 
     def __post_init__(self) -> None:
         check_mesh(self.architecture, self.role)
+
+    @property
+    def key_heads(self) -> int:
+        """Key/value heads as attention and caches have them: repeated in groups where devices outnumber them."""
+        return max(self.architecture.num_kv_heads, self.role.tensor)
+
+    @property
+    def vocab_axis(self) -> str | None:
+        """The logical axis of logits: None where `tensor` does not divide the vocabulary."""
+        return None if self.architecture.vocab_size % self.role.tensor else "vocab"
 
     def on(self, role: Role) -> Model:
         return replace(self, role=role)
@@ -248,6 +269,8 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
     q, k = rotate(q, *rope), rotate(k, *rope)
+    if repeats := model.key_heads // a.num_kv_heads - 1:
+        k, v = (constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None) for x in (k, v))
     out, cache = attention(q, k, v, cache)
     x = x + linear(w.o, out.reshape(*out.shape[:-2], -1))
     h = rms_norm(x, w.mlp_norm, a.norm_eps)
@@ -308,19 +331,22 @@ def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array
 
 @jax.jit
 def checksum(parameters: Any) -> jax.Array:
-    """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices.
+    """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices."""
+    return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(jax.tree.leaves(parameters))),
+               jnp.uint32(0))
+
+
+def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
+    """The part of the array of this number (uint32, from 0) in the checksum of a tree.
 
     Each element's bits are mixed with its position first (one to one), so that any change of one element, and any
     exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
     """
-    total = jnp.uint32(0)
-    for number, leaf in enumerate(jax.tree.leaves(parameters)):
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if leaf.dtype.itemsize == 4 else jnp.uint16)
-        position = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis, size in enumerate(leaf.shape):
-            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        total += jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(position + _mixed(jnp.uint32(number + 1)))))
-    return total
+    bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if array.dtype.itemsize == 4 else jnp.uint16)
+    position = jnp.zeros(array.shape, jnp.uint32)
+    for axis, size in enumerate(array.shape):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(position + _mixed(number + jnp.uint32(1)))))
 
 
 def _mixed(x: jax.Array) -> jax.Array:

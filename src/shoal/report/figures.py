@@ -11,7 +11,7 @@ from shoal.text import count
 
 STEP_FIGURES = (
     ("reward/mean", "reward", "number"),
-    ("groups/nonzero_std", "nonzero std", "share"),
+    ("groups/nonzero_std", "mixed groups", "share"),
     ("kl", "kl", "number"),
     ("completions/length_mean", "length", "tokens"),
     ("completions/truncated", "truncated", "share"),

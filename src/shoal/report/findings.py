@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from shoal.config.keys import keys_of
@@ -35,46 +35,27 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Findings in the order of the checks, each printed once, when it is added. A run prints its `faults_only`: the
-    lines at its start say the rest."""
+    """Findings in the order of the checks, each printed once, when it is added. `of` gives the list of one check, whose
+    findings have the first key that their text names, unless given."""
 
     console: Console | None = None
-    faults_only: bool = False
-    found: list[Finding] = field(default_factory=list)
+    check: str = ""
+    key: str = ""  # the key of a finding whose text names none
+    among: tuple[str, ...] = ()  # the only keys that a finding may have; empty for all
+    found: list[Finding] = field(default_factory=list)  # of all checks
+
+    def of(self, check: str, key: str = "", among: tuple[str, ...] = ()) -> Findings:
+        return replace(self, check=check, key=key, among=among)
 
     def extend(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             self.found.append(finding)
-            if self.console and finding.level == "wrong":
-                self.console.wrong(str(finding))
-            elif self.console and finding.level == "warning":
-                self.console.warning(str(finding))
-            elif self.console and not self.faults_only:
-                self.console.note(str(finding))
-
-    def at(self, *levels: Level) -> list[Finding]:
-        return [finding for finding in self.found if finding.level in levels]
-
-    @property
-    def ok(self) -> bool:
-        """True if nothing is wrong; there may be warnings."""
-        return not self.at("wrong")
-
-    def records(self) -> list[dict[str, Any]]:
-        return [asdict(finding) for finding in self.found]
-
-
-@dataclass(frozen=True)
-class Check:
-    """Adds the findings of one check. A finding's key is the first one that its text names, unless given."""
-
-    findings: Findings
-    name: str
-    key: str = ""  # the key of a finding whose text names none
-    among: tuple[str, ...] = ()  # the only keys that a finding may have; empty for all
+            if self.console:
+                show = {"ok": self.console.note, "warning": self.console.warning, "wrong": self.console.wrong}
+                show[finding.level](str(finding))
 
     def ok(self, text: str) -> None:
-        self.findings.extend([Finding(self.name, "ok", one_line(text))])
+        self.extend([Finding(self.check, "ok", one_line(text))])
 
     def warning(self, text: str, key: str = "") -> None:
         self._add("warning", text, key)
@@ -93,7 +74,13 @@ class Check:
     def _add(self, level: Level, text: str, key: str) -> None:
         key = key or key_in(text, self.key)
         key = self.key if self.among and key not in self.among else key
-        self.findings.extend([Finding(self.name, level, one_line(text), key)])
+        self.extend([Finding(self.check, level, one_line(text), key)])
+
+    def at(self, *levels: Level) -> list[Finding]:
+        return [finding for finding in self.found if finding.level in levels]
+
+    def records(self) -> list[dict[str, Any]]:
+        return [asdict(finding) for finding in self.found]
 
 
 def key_in(text: str, default: str) -> str:

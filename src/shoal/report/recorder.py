@@ -68,6 +68,7 @@ class Recorder:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
     watch: Watch = field(default_factory=Watch)
+    warnings_stop: bool = False  # train.on_warning=stop: a warning becomes the run's error, and is printed once as that
     warned: list[Finding] = field(default_factory=list)  # since the loop last asked
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion, where nothing was compiled
@@ -136,10 +137,14 @@ class Recorder:
         self._warn(self.watch.failures(failures))
 
     def _warn(self, found: Sequence[Finding]) -> None:
+        self.warned += found
+        if not self.warnings_stop:
+            self._print(found)
+
+    def _print(self, found: Sequence[Finding]) -> None:
         for finding in found:
             if finding.level == "warning":  # what is wrong becomes the run's error
                 self.console.warning(finding.text)
-        self.warned += found
 
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
@@ -230,6 +235,8 @@ class Recorder:
     def finish(self, last: int) -> dict[str, Any]:
         """The summary of a run that ended after step `last`, written and shown."""
         self._groups.flush()
+        if self.warnings_stop:  # those of the last evaluation, which ends nothing
+            self._print(self.warned)
         summary = summarise(self.evaluations, last, self.started, self.seconds, self.totals) | {
             "steps": self.steps,
             "steps_made": last,

@@ -127,7 +127,7 @@ class Batch:
         prompt = self.prompts[i]
         asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
         answer = shorten(self.texts[i])
-        place = self.places[i] or f"example row {row}"
+        place = self.places[i] or f"data row {row}"
         return f"{place}, completion {index} (prompt {shorten(asked)!r}, completion {answer!r})"
 
 

@@ -58,7 +58,7 @@ def pickled(batch: Batch) -> bytes:
                 try:
                     ForkingPickler.dumps(value)
                 except Exception:
-                    raise ShoalError(f"column {name!r} of example row {row} holds a {type(value).__name__}, which "
+                    raise ShoalError(f"column {name!r} of data row {row} holds a {type(value).__name__}, which "
                                      f"cannot be sent to a reward process ({error}); leave it out, or call rewards in "
                                      "this process: reward.workers=0") from error
         raise

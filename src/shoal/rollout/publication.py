@@ -1,39 +1,54 @@
-"""How the trainer's weights become the sampler's: the same arrays where possible, else a verified copy."""
+"""How the trainer's weights become the sampler's: an array at a time, to its type, layout and devices, verified.
+
+    trainer's array -> cast and laid out as the sampler has it, on the trainer's devices (one program)
+                    -> the same devices: done; others: copied part by part, without a detour over the host
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program
-from shoal.model.transformer import Model, checksum, is_param_spec, param_specs, shardings
+from shoal.mesh.layout import as_mesh
+from shoal.mesh.reshard import reshard
+from shoal.mesh.roles import view_of
+from shoal.model.transformer import Model, array_checksum, is_param_spec, param_specs, shardings
 from shoal.types import Params
 
-PROGRAMS_KEPT = 4
-"""Programs (models) kept by this process."""
+PROGRAMS_KEPT = 64
+"""Programs (layouts of arrays) kept by this process."""
 
 
 def publish_to(model: Model, params: Params) -> Params:
-    """The sampler's parameters for `model`: `params` themselves on one device and in one type, else a copy.
+    """The sampler's parameters for `model`: the arrays themselves where type, layout and devices are its own.
 
-    A copy to another layout is compared with the original by checksum, so that sampling from old or missing weights
-    cannot go unnoticed. RuntimeError where they differ.
+    What is copied is compared with the original by checksum, so that sampling from old or missing weights cannot go
+    unnoticed. RuntimeError where they differ.
     """
-    mesh = model.role.mesh
-    # The arrays themselves where nothing changes: a copy would cost a model's memory at each step.
-    if mesh.size == 1 and all(leaf.dtype == model.dtype for leaf in jax.tree.leaves(params)):
-        return params
-    # Cast before the copy: half of the bytes move where the sampler computes in bfloat16.
-    cast = _cast_to(model)(params)
-    if mesh.size == 1:
-        return cast
-    copy = jax.device_put(cast, shardings(model.architecture, model.role))
-    sums = int(checksum(cast)), int(checksum(copy))
-    if sums[0] != sums[1]:
-        raise RuntimeError(f"the sampler's weights differ from the trainer's (checksums {sums[1]:#x}, {sums[0]:#x}): "
-                           "a copy between devices failed; resume the run from its newest checkpoint")
-    return copy
+    leaves, structure = jax.tree.flatten(params)
+    published, sums = [], []
+    for number, (leaf, place) in enumerate(zip(leaves, jax.tree.leaves(shardings(model.architecture, model.role)),
+                                               strict=True)):
+        # The array itself where nothing changes: a copy would cost a model's memory at each step.
+        if leaf.dtype == model.dtype and leaf.sharding.is_equivalent_to(place, leaf.ndim):
+            published.append(leaf)
+            continue
+        copy, expected = _publish(model, leaf, place, np.uint32(number))
+        published.append(copy)
+        sums.append((expected, _checksum(model)(copy, np.uint32(number))))
+    for expected, found in jax.device_get(sums):
+        if expected != found:
+            raise RuntimeError(f"the sampler's weights differ from the trainer's (checksums {found:#x}, "
+                               f"{expected:#x}): a copy between devices failed; resume the run from its newest "
+                               "checkpoint")
+    return jax.tree.unflatten(structure, published) if sums else params
 
 
 def published_shapes(model: Model) -> Params:
@@ -44,5 +59,61 @@ def published_shapes(model: Model) -> Params:
 
 
 @lru_cache(PROGRAMS_KEPT)
-def _cast_to(model: Model) -> Program:
-    return model.role.jit(lambda params: jax.tree.map(lambda x: x.astype(model.dtype), params))
+def publication_program(model: Model, source: NamedSharding, place: NamedSharding) -> Program:
+    """The program that lays an array of the trainer's out for the sampler on the trainer's devices, and gives its
+    checksum.
+
+    On other devices than the sampler's, each holds the part that a replica of as many devices would have there.
+    """
+    role = view_of(model.role, list(np.asarray(source.mesh.devices).flat))
+    target = NamedSharding(role.mesh, place.spec)
+
+    def convert(array: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cast = array.astype(model.dtype)
+        return reshard(cast, source, target), array_checksum(cast, number)
+
+    return role.jit(convert, out_shardings=(target, role.replicated))
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _checksum(model: Model) -> Program:
+    return model.role.jit(array_checksum, out_shardings=model.role.replicated)
+
+
+def _publish(model: Model, leaf: jax.Array, place: NamedSharding, number: np.uint32) -> tuple[jax.Array, jax.Array]:
+    """(the sampler's array, the checksum of the trainer's in the sampler's type)."""
+    source = leaf.sharding
+    if not isinstance(source, NamedSharding):  # of one device, made without a mesh
+        source = NamedSharding(as_mesh(np.asarray(list(leaf.devices())), ("data",)), PartitionSpec())
+    laid_out, expected = publication_program(model, source, place)(leaf, number)
+    if set(place.device_set) == set(laid_out.sharding.device_set):
+        return laid_out, expected
+    return _copied(laid_out, place), expected
+
+
+def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
+    """The array on other devices, each part from one that holds it, these in turn.
+
+    By parts, not by `jax.device_put` of the whole: where no part has exactly the bounds that are wanted, that would
+    gather the array on the host.
+    """
+    held: dict[tuple, list[Any]] = {}
+    for shard in array.addressable_shards:
+        held.setdefault(_bounds(shard.index, array.shape), []).append(shard.data)
+    turns = {bounds: itertools.cycle(shards) for bounds, shards in held.items()}
+    parts = []
+    for device, index in place.addressable_devices_indices_map(array.shape).items():
+        wanted = _bounds(index, array.shape)
+        outer = next(bounds for bounds in turns if all(
+            low <= first and last <= high for (low, high), (first, last) in zip(bounds, wanted, strict=True)))
+        data = next(turns[outer])
+        if outer != wanted:
+            data = data[tuple(slice(first - low, last - low)
+                              for (low, _), (first, last) in zip(outer, wanted, strict=True))]
+        parts.append(jax.device_put(data, device))
+    # Waited for: with all arrays under way at once, the trainer's devices would hold a whole replica's weights.
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(array.shape, place, parts))
+
+
+def _bounds(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))

@@ -29,7 +29,7 @@ from shoal.mesh import Roles, make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.findings import Check, Findings
+from shoal.report.findings import Findings
 from shoal.report.folder import RunFolder, is_run
 from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
@@ -41,7 +41,7 @@ from shoal.run.derived import with_prompts
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
-from shoal.run.parts import make_learner, make_updater, open_data, schedule_of, training_engine_maker
+from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of, training_engine_maker
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
 from shoal.run.profile import Profiler
@@ -50,9 +50,10 @@ from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, versions
+from shoal.trainer.compile_ahead import LEAST_STEPS, AheadCompiler
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
-from shoal.trainer.update import num_scorings
+from shoal.trainer.update import Updater, num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import RolloutSource, ShoalError, StopSignal
 
@@ -72,18 +73,18 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     config, roles = open_devices(plan, console)
     spec, findings = open_run_model(config.model, plan.run, None), Findings()
     model = make_model(config.model, spec, roles.trainer, config.batch.micro_tokens)
-    data = open_data(config, task, spec.tokenizer, Check(findings, "data").warning)
+    data = open_data(config, task, spec.tokenizer, findings.of("data").warning)
     print_head(config, roles, task, None if plan.run else pool, spec, model, data, console, findings)
     # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
-    has_reference = config.algorithm.kl_coef > 0
-    weights = spec.load(roles.trainer, np.float32) if has_reference or not plan.run else None
+    weights = None if plan.run else spec.load(roles.trainer, np.float32)
+    reference = open_reference(config, spec, model, roles.reference, weights)
     teacher = open_teacher(config, spec, roles.reference, console)
 
     folder, stop = open_folder(plan, console, stack), StopSignal()
     source = stack.enter_context(closing(make_source(
         config, model.on(roles.sampler), spec.tokenizer, task, pool, stop, console.answered)))
-    updater = make_updater(config, make_learner(config, model), weights, teacher)
-    facts = fingerprint(task, config.seed, weights if has_reference else None, teacher.parameters if teacher else None)
+    updater = make_updater(config, make_learner(config, model), reference, teacher)
+    facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     shapes = source.published_shapes()
     restored = restore_latest(folder, updater.learner, shapes, facts, config, console) if plan.run else None
     first = restored.version if restored else 0
@@ -104,7 +105,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     return Run(
         config=config,
         parameters=None if restored else weights,
-        updater=replace(updater, stop=stop),
+        updater=replace(updater, stop=stop, ahead=open_ahead(config, updater, first, stack)),
         source=source,
         prompts=data.prompts,
         evaluator=Evaluator(data.sets, config.sampling.params, config.pass_k, task),
@@ -164,6 +165,14 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFold
     return folder
 
 
+def open_ahead(config: Config, updater: Updater, first: int, stack: ExitStack) -> AheadCompiler | None:
+    """What compiles for later steps while training goes on; None where that does no good, or could do harm."""
+    # On a GPU a compilation tries kernels out on the device: beside training it would take its memory and be misled.
+    if jax.default_backend() == "gpu" or jax.process_count() > 1 or config.steps - first < LEAST_STEPS:
+        return None
+    return stack.enter_context(closing(AheadCompiler(updater.compile, config.sampling.max_completion_tokens)))
+
+
 def write_head(folder: RunFolder, spec: ModelSpec, config: Config, version: int) -> None:
     """Writes what a run folder holds from the start: the configuration (from `version` on) and the model's files, and
     makes `last` name this run."""
@@ -185,7 +194,7 @@ def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, sou
         stack.callback(sink.close)
     return stack.enter_context(closing(Recorder(
         folder, console, config.steps, config.report.groups, source.read_stats, compilations, peak_bytes, sinks,
-        utilisation and utilisation.share, started)))
+        utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop")))
 
 
 def resume_command(folder: Path, config: Config) -> str:

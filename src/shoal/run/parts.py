@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.config.schema import Config, SamplingSection, TrainSection
+from shoal.mesh import Role
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
+from shoal.rollout.publication import publish_to
 from shoal.run.derived import max_support, num_updates
+from shoal.run.loading import ModelSpec
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
 from shoal.trainer.loop import Schedule
-from shoal.trainer.step import Learner, ModelScorer, Objective, ParameterScorer
+from shoal.trainer.step import Learner, ModelScorer, Objective
 from shoal.trainer.update import Updater
 from shoal.types import Params, Purpose, ShoalError
 
@@ -53,11 +56,19 @@ def make_learner(config: Config, model: Model) -> Learner:
     return Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates(config))
 
 
-def make_updater(config: Config, learner: Learner, first: Params | None, teacher: ModelScorer | None) -> Updater:
-    """`first`: the weights of the reference, read only with a KL term."""
+def open_reference(config: Config, spec: ModelSpec, model: Model, role: Role,
+                   first: Params | None) -> ModelScorer | None:
+    """The reference on its role's devices, in the type of the computation; None without a KL term, where it would hold
+    a model's memory for nothing. `first`: the weights, if they have been read already."""
+    if config.algorithm.kl_coef == 0:
+        return None
+    model = model.on(role)
+    return ModelScorer(model, spec.load(role, model.dtype) if first is None else publish_to(model, first))
+
+
+def make_updater(config: Config, learner: Learner, reference: ModelScorer | None,
+                 teacher: ModelScorer | None) -> Updater:
     a = config.algorithm
-    # Only with a KL term: otherwise the first weights would hold a model's memory for nothing.
-    reference = ParameterScorer(learner, first) if a.kl_coef > 0 else None
     return Updater(
         learner, a, config.batch, temperature=config.sampling.temperature, seed=config.seed, reference=reference,
         teacher=teacher, teacher_coef=config.teacher.coef, max_tokens=config.sampling.max_completion_tokens,

@@ -98,7 +98,7 @@ def resolve_run(config: Config, console: Console) -> ResumePlan:
                                  f"these weights with model={run}")
             console.warning(f"{key} changes from {before} to {now}: from here on the run differs from the one that "
                             "was started")
-        _warn_of_schedule(stored, config, console)
+        _check_steps(run, stored, config, console)
         return ResumePlan(replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory,
                                   resume=""), run)
     if config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name)):
@@ -108,12 +108,17 @@ def resolve_run(config: Config, console: Console) -> ResumePlan:
             now = ", ".join(str(get_value(config, key)) for key in keys)
             raise ShoalError(f"the run {run} was started with {before}; given now: {now}. Choose another run_name, "
                              f"give the values that it was started with, or change them with resume={run}")
-        _warn_of_schedule(stored, config, console)
+        _check_steps(run, stored, config, console)
         return ResumePlan(replace(config, batch=stored.batch), run)
     return ResumePlan(config)
 
 
-def _warn_of_schedule(stored: Config, config: Config, console: Console) -> None:
+def _check_steps(run: Path, stored: Config, config: Config, console: Console) -> None:
+    """ShoalError for fewer steps than the run has made; a warning where they move the learning rate's schedule."""
+    from shoal.trainer.checkpoint import versions
+
+    if (made := max(versions(run), default=0)) > config.steps:
+        raise ShoalError(f"steps={config.steps}: the run {run} has made {made} already; give as many or more")
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         console.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
                         f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
@@ -143,8 +148,5 @@ def restore_latest(folder: RunFolder, learner: Learner, shapes: Params, facts: M
         folder.rewind(-1)
         return None
     compare_facts(restored.extra["facts"], facts, console)
-    if restored.version > config.steps:
-        raise ShoalError(f"steps={config.steps}: the run {folder.path} has made {restored.version} already; give as "
-                         "many or more")
     console.note(f"resumed from the checkpoint of step {restored.version}")
     return restored

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
+from shoal.tasks.data import prepared_hint
+from shoal.tasks.data_file import read_file
 from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
@@ -18,10 +21,13 @@ def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def no_reward(task: str) -> ShoalError:
+def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
-    return ShoalError(f"task {task}: it has no reward of its own; give a function that judges completions, "
-                      "reward=file.py:function with function(completions, **columns) -> list of numbers")
+    path = Path(task.path).expanduser()
+    row = next(read_file(path), ("", None))[1] if path.is_file() else None
+    return ShoalError(f"task {task.name}: it has no reward of its own; give a function that judges completions, "
+                      "reward=file.py:function with function(completions, **columns) -> list of numbers"
+                      f"{prepared_hint(row) if isinstance(row, dict) else ''}")
 
 
 def load_task(task: TaskSection, reward: RewardSection | None = None,
@@ -40,7 +46,7 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
     if not needs_reward and not loaded.rewards:
         return replace(loaded, rewards=(RewardFunction("unrewarded", _zero_reward, runs_in_process=True),))
     if judged and not loaded.rewards:
-        raise no_reward(task.name)
+        raise no_reward(task)
     return loaded
 
 
@@ -54,14 +60,20 @@ def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunc
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
                  functions: Sequence[Callable[..., Any]] = ()) -> Task:
     """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions given, if any."""
+    rewards = given_rewards(reward, functions) or _weigh(loaded.rewards, reward.weights)
+    return replace(with_fewer_questions(loaded, task), rewards=rewards)
+
+
+def given_rewards(reward: RewardSection, functions: Sequence[Callable[..., Any]] = ()) -> tuple[RewardFunction, ...]:
+    """The reward functions of `reward.functions` and those from Python, weighted; ShoalError for one that is missing,
+    or that came from Python and is not given again."""
     files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(f"reward.functions={list(reward.functions)}: this reward came from Python; give it again "
                          f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, reward=file.py:function")
     given = [*find_functions(files), *functions]
-    rewards = name_functions(given, reward.weights) if given else _weigh(loaded.rewards, reward.weights)
-    return replace(with_fewer_questions(loaded, task), rewards=rewards)
+    return name_functions(given, reward.weights) if given else ()
 
 
 def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:

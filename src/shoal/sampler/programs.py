@@ -85,7 +85,7 @@ def _idle_state(model: Model, groups: int, siblings: int, prefix: int, own: int)
     """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid
     for idle slots, which decoding computes along with the others."""
     shape = (groups, siblings)
-    caches = kv_cache.empty(model.architecture, groups, siblings, prefix, own, model.dtype)
+    caches = kv_cache.empty(model, groups, siblings, prefix, own)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
         caches=caches,

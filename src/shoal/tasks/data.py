@@ -243,7 +243,8 @@ def _checked(row: Any, place: str, renames: Mapping[str, str], published: Publis
     for column in published.columns:
         if column not in row:
             raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: "
-                             f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)")
+                             f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)"
+                             f"{prepared_hint(row)}")
         if column not in published.texts or isinstance(row[column], str):
             continue
         if column in published.numbers:
@@ -252,6 +253,17 @@ def _checked(row: Any, place: str, renames: Mapping[str, str], published: Publis
             raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(row[column]).__name__}; text is "
                              "needed")
     return row
+
+
+def prepared_hint(row: Mapping[str, Any]) -> str:
+    """What to do with a row that verl's scripts made of a published data set; empty for any other row."""
+    source = row.get("data_source")
+    if not (source and {"prompt", "reward_model"} <= row.keys()):
+        return ""
+    if "gsm8k" in str(source).lower():
+        return f"; verl made these rows of {source}: task=gsm8k reward.preset=verl, without this file, asks the same " \
+            "questions with verl's reward"
+    return f"; verl made these rows of {source}: task=custom reward=FILE:compute_score judges them, by verl's function"
 
 
 def _number_as_text(value: Any) -> Any:

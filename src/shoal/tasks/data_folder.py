@@ -215,10 +215,15 @@ def _is_inside(path: str) -> bool:
 # ---- the hub
 
 
+def is_hub_id(path: str) -> bool:
+    """True for what may name a data set of the hub, where there is no file or folder of that name."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not path.endswith(SUFFIXES)
+
+
 def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
     """The hub's files of the wanted splits, as a folder in its cache."""
     path = task.path
-    if path and (not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(SUFFIXES)):
+    if path and not is_hub_id(path):
         raise ShoalError(f"task.path={path!r}: there is no such file or folder")
     if not (path or published.hub_id):
         raise ShoalError(f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or a hub "

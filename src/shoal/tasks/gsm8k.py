@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a folder of them, or the hub.
 
 A row holds `question` and `answer`, the latter ending in `#### <number>` or `A: <number>`, or just a number. How
-questions are put and rewarded is chosen by `reward.preset` (`gsm8k_presets.py`).
+questions are put and rewarded is chosen by `reward.preset` (`reward_presets.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders.answer import parse_number
 from shoal.tasks.graders.final_answer import final_number, shown
-from shoal.tasks.gsm8k_presets import load_preset
 from shoal.tasks.gsm8k_rewards import answer_key
+from shoal.tasks.reward_presets import load_reward_preset
 from shoal.tasks.rows import has_answer, prompt_key, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
@@ -31,7 +31,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     Raises `ShoalError` for data that is missing, empty, unreadable or without the two columns.
     """
     empty = blank(task, reward)
-    prompt = load_preset((reward or RewardSection()).preset).prompt
+    prompt = load_reward_preset((reward or RewardSection()).preset).prompt
 
     def make(number: int, place: str, row: dict[str, Any]) -> Example:
         return Example(number, prompt(row["question"]), {"answer": gold(row["answer"]), "solution": row["answer"]})
@@ -44,7 +44,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """The task without data, for rows that hold their answer."""
-    preset = load_preset((reward or RewardSection()).preset)
+    preset = load_reward_preset((reward or RewardSection()).preset)
 
     def of_row(number: int, row: Mapping[str, Any]) -> Example:
         answer = gold(str(row.get("answer", "")))

@@ -18,7 +18,7 @@ from shoal.tasks.graders.answer import (
     well_formed,
 )
 from shoal.tasks.graders.final_answer import MAX_NUMBER_CHARS, shown
-from shoal.tasks.gsm8k_presets import Preset
+from shoal.tasks.reward_presets import RewardPreset
 from shoal.types import Messages, RewardFunction
 
 SYSTEM_PROMPT = (
@@ -57,7 +57,7 @@ def system_prompt(instructions: str, question: str) -> Messages:
     return [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
 
 
-SHOAL = Preset(
+SHOAL = RewardPreset(
     lambda question: system_prompt(SYSTEM_PROMPT, question),
     (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)),
      RewardFunction("format", format_reward, 0.1, runs_in_process=True)),

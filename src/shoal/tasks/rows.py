@@ -108,7 +108,7 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
     try:
         return bool(correct(text, example))
     except Exception as error:
-        raise ShoalError(f"correct raised {type(error).__name__}: {error} for example row {example.row}, "
+        raise ShoalError(f"correct raised {type(error).__name__}: {error} for data row {example.row}, "
                          f"completion {text[:80]!r}: it must accept any text") from error
 
 

@@ -90,13 +90,18 @@ def bucket(size: int, smallest: int = 16) -> int:
 
 def choose_shape(groups: Sequence[Group], num_prompts: int, group_size: int, micro_tokens: int,
                  row_shards: int) -> Shape:
-    """The shape for an update on these groups: as many rows as `micro_tokens` a device allows, at least one a device.
-
-    A group whose completions do not fit one row gets several; its prompt is then computed once a row.
-    """
+    """The shape for an update on these groups, by the buckets of the longest prompt and the longest completion."""
     # By the longest of this step: a bound by history would make a resumed run compile, and sum, differently.
     prefix = bucket(max(len(g.prompt_ids) for g in groups))
     length = bucket(max((len(c) for g in groups for c in g.completions), default=1))
+    return shape_of(prefix, length, num_prompts, group_size, micro_tokens, row_shards)
+
+
+def shape_of(prefix: int, length: int, num_prompts: int, group_size: int, micro_tokens: int, row_shards: int) -> Shape:
+    """The shape of micro-batches: as many rows as `micro_tokens` a device allows, at least one a device.
+
+    A group whose completions do not fit one row gets several; its prompt is then computed once a row.
+    """
     slots = _even(group_size, max(1, (micro_tokens - prefix) // length))
     rows = -(-num_prompts * -(-group_size // slots) // row_shards)
     return Shape(_even(rows, max(1, micro_tokens // (prefix + slots * length))) * row_shards, prefix, slots, length)

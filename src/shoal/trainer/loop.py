@@ -182,7 +182,8 @@ class Run:
         if warned and self.config.train.on_warning == "stop":
             self.save(version, state)
             key = f" {warned[0].key}=..., or" if warned[0].key else ""
-            raise ShoalError(f"stopped after step {version} by train.on_warning=stop: {warned[0].text}; resume: "
+            text = "; ".join(finding.text for finding in warned)
+            raise ShoalError(f"stopped after step {version} by train.on_warning=stop: {text}; resume: "
                              f"{self.resume_command}{key} train.on_warning=continue")
 
     def last_good(self) -> int | None:

@@ -87,7 +87,7 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
 
     def project(hidden: jax.Array) -> jax.Array:
-        return model.role.constrain(logits(model, parameters, hidden), "rows", None, "vocab")
+        return model.role.constrain(logits(model, parameters, hidden), "rows", None, model.vocab_axis)
 
     support_ids = None if batch.support_ids is None else batch.support_ids.reshape(rows, slots * size, -1)
     values = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk,

@@ -17,7 +17,7 @@ import optax
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import OptimizerSection
-from shoal.mesh import Role
+from shoal.mesh import Program, Role
 from shoal.model.transformer import Architecture, Model, ParamSpec, is_param_spec, param_specs, shardings
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss, metric_shapes
@@ -111,6 +111,14 @@ class Learner:
         """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
 
+    def compile(self, batch: LearnerBatch, with_score: bool) -> None:
+        """Compiles `accumulate`, and `score` if asked, for batches of this shape; nothing runs."""
+        programs: dict[str, Any] = self.programs
+        parameters, batch = self.shapes().trainable, put_batch(self.model, batch)
+        programs["accumulate"].compile(jax.eval_shape(programs["zero"]), parameters, batch)
+        if with_score:
+            programs["score"].compile(parameters, batch)
+
 
 @dataclass(frozen=True)
 class ParameterScorer:
@@ -123,15 +131,21 @@ class ParameterScorer:
         return self.learner.score(self.parameters, batch)
 
 
+@dataclass(frozen=True)
 class ModelScorer:
-    """The `Scorer` of another model with the same vocabulary: a teacher."""
+    """The `Scorer` of weights that are never trained, on devices of their own: the reference, or a teacher, which is
+    another model with the same vocabulary."""
 
-    def __init__(self, model: Model, parameters: Params):
-        self.model, self.parameters = model, parameters
-        self._score = model.role.jit(partial(_score, model, CHUNK_ELEMENTS))
+    model: Model
+    parameters: Params
 
     def score(self, batch: LearnerBatch) -> jax.Array:
-        return self._score(self.parameters, put_batch(self.model, batch))
+        rows = len(batch.prefix_len)
+        if empty := -rows % self.model.role.row_shards:
+            batch = replace(jax.tree.map(lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
+                                         replace(batch, temperature=None)), temperature=batch.temperature)
+        lp = score_program(self.model, CHUNK_ELEMENTS)(self.parameters, put_batch(self.model, batch))
+        return lp[:rows] if empty else lp
 
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
@@ -162,7 +176,13 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     sums = GradientSum(shardings(model.architecture, role), everywhere, everywhere, everywhere)
     zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
     accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
-    return zero, accumulate, role.jit(partial(_score, model, objective.chunk_elements))
+    return zero, accumulate, score_program(model, objective.chunk_elements)
+
+
+@lru_cache(PROGRAMS_KEPT)
+def score_program(model: Model, chunk_elements: int) -> Program:
+    """The program of log-probs alone: (parameters, batch) -> float32[R, S, C]."""
+    return model.role.jit(partial(_score, model, chunk_elements))
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:

@@ -19,7 +19,8 @@ from shoal.algorithm.kl import token_kl
 from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
-from shoal.trainer.batch import MicroBatch, Shape, TokenValues, choose_shape, pack
+from shoal.trainer.batch import MicroBatch, Shape, TokenValues, choose_shape, pack, shape_of
+from shoal.trainer.compile_ahead import AheadCompiler
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
@@ -71,7 +72,7 @@ class Updater:
 
     `reference` scores for the KL term, None without one. `teacher` gives on-policy distillation: its log-prob minus the
     policy's, times `teacher_coef`, is added to each token's advantage. `max_tokens` is the longest completion,
-    `max_support` the K of `pack`.
+    `max_support` the K of `pack`. `ahead` compiles what later steps may need.
     """
 
     learner: Learner
@@ -85,13 +86,14 @@ class Updater:
     max_tokens: int = 1
     max_support: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
+    ahead: AheadCompiler | None = None
 
     def update(self, state: TrainState, groups: Sequence[Group], step: int) -> tuple[TrainState, UpdateResult]:
         started, begun = time.perf_counter(), state
-        prompts = -(-self.batch.prompts_per_step // self.algorithm.num_minibatches)
         # One shape for all updates and scorings of the step: each compiles once.
-        shape = choose_shape(groups, prompts, self.batch.group_size, self.batch.micro_tokens,
-                             self.learner.model.role.row_shards)
+        shape = choose_shape(groups, *self._limits)
+        if self.ahead:
+            self.ahead.begin_step(shape)
         metrics, table = MetricSet(), StepTable.of(groups, self.algorithm)
         precomputed = self._precompute(state, groups, table, shape)
         # A KL in the reward needs log-probs, which need packed groups: the table is made twice, without and with it.
@@ -118,7 +120,23 @@ class Updater:
         seconds = time.perf_counter() - started
         metrics.add("time/update_seconds", seconds)
         metrics.add("throughput/train_tokens_per_second", trained, seconds)
+        if self.ahead:
+            self.ahead.end_step(shape)
         return state, result
+
+    @property
+    def _limits(self) -> tuple[int, int, int, int]:
+        """What bounds a step's shape besides its lengths: prompts of an update, siblings, tokens, shards."""
+        prompts = -(-self.batch.prompts_per_step // self.algorithm.num_minibatches)
+        return prompts, self.batch.group_size, self.batch.micro_tokens, self.learner.model.role.row_shards
+
+    def compile(self, prefix: int, length: int) -> None:
+        """Compiles the update's programs for batches of these buckets of prompts and completions."""
+        nothing = np.zeros((0, self.batch.group_size))
+        [empty] = pack([], [], nothing, nothing, shape_of(prefix, length, *self._limits), self.temperature,
+                       max_support=self.max_support)
+        has_score = needs_old_logprobs(self.algorithm, self.teacher is not None) or self.reference is not None
+        self.learner.compile(empty.arrays, has_score)
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
         """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed run repeats it."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.config.keys import keys_of
-from shoal.config.schema import Config, MeshSection, ModelSection
-from shoal.report.findings import Check, Finding, Findings
+from shoal.config.keys import command_of, keys_of
+from shoal.config.schema import Config, MeshSection, ModelSection, TaskSection
+from shoal.config.values import get_value
+from shoal.files import INPUTS, check_input, check_new_file, check_new_folder
+from shoal.report.findings import Finding, Findings
 from shoal.run.derived import with_prompts
-from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings
+from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
+from shoal.run.task import given_rewards
+from shoal.tasks.data import evaluating
+from shoal.tasks.data_folder import is_hub_id
 from shoal.tasks.task import Task, load_by_name
 
 LARGE_STEP = 1 << 24
@@ -21,22 +27,27 @@ GENERATED = ("words", "countdown")
 
 
 def check_dry_run(config: Any) -> list[Finding]:
-    """What a run would warn of; ShoalError for what it would refuse. The user's own model and data are checked if they
-    are on this machine. JAX is imported for these alone, and started for a mesh, a step of LARGE_STEP tokens, or
+    """What a run would warn of; ShoalError for what it would refuse. The user's own model and data are checked unless
+    they may be the hub's. JAX is imported for these alone, and started for a mesh, a step of LARGE_STEP tokens, or
     prompts a device that may be too few."""
     check_before_weights(config)
-    known, findings = keys_of(type(config)), Findings()
+    known, command, findings = keys_of(type(config)), command_of(type(config)), Findings()
     is_training = isinstance(config, Config)
+    check_files(config, findings)
     if is_training:
         check_settings(config, findings)
         check_run_folder(config)
     own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection()
     model_is_here = "model.path" in known and _is_here(config.model)
     own_model = model_is_here and config.model.path != ModelSection.path
-    own_data = "task.name" in known and config.task.path and Path(config.task.path).expanduser().exists()
-    task = load_by_name(config.task, config.reward) if own_data and (is_training or config.task.name == "custom") \
-        else None
-    if is_training and (own_data or own_model):
+    task = None
+    if "task.path" in known and is_local(config.task) and not (command == "eval" and config.responses) and (
+            is_training or command == "eval" or config.task.name == "custom"):
+        with nullcontext() if is_training else evaluating():
+            task = load_by_name(config.task, config.reward)
+    if "reward.functions" in known:
+        given_rewards(config.reward)
+    if is_training and (task or own_model):
         _check_inputs(config, task, model_is_here, findings)
     needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
     if own_mesh or needs_devices or (is_training and _tokens(config) > LARGE_STEP):
@@ -52,6 +63,30 @@ def check_dry_run(config: Any) -> list[Finding]:
             model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
             findings.extend([check_memory(config, model, roles, loaded.tokenizer)])
     return findings.at("wrong", "warning")
+
+
+def check_files(config: Any, findings: Findings) -> None:
+    """ShoalError for a file to read that is missing, and for one to write that is there. A warning for what looks like
+    a folder and would be looked for on the hub."""
+    known, command = keys_of(type(config)), command_of(type(config))
+    for key in (*INPUTS, "to", "output"):
+        if value := getattr(config, key, ""):
+            is_folder = key == "to" or command == "pretrain"
+            (check_input if key in INPUTS else check_new_folder if is_folder else check_new_file)(value, key)
+    if command == "export" and config.source:
+        check_model(ModelSection(path=config.source), key="from")
+    for key in ("model.path", "teacher.path", "task.path"):
+        path = Path(get_value(config, key)).expanduser() if key in known else Path()
+        if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():
+            findings.of("configuration").warning(
+                f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for it on the hub", key)
+
+
+def is_local(task: TaskSection) -> bool:
+    """True for a task whose data are files of this machine, or would be if they were there."""
+    if not task.path:
+        return task.name == "custom" and bool(task.files)
+    return Path(task.path).expanduser().exists() or not is_hub_id(task.path)
 
 
 def _is_here(section: ModelSection) -> bool:
@@ -87,5 +122,5 @@ def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findin
     task = with_fewer_questions(task, config.task)
     if each := config.batch.prompts_per_device:  # on one device at least
         config = replace(config, batch=replace(config.batch, prompts_per_step=each))
-    open_data(config, task, tokenizer, Check(findings, "data", "task.path").warning)
+    open_data(config, task, tokenizer, findings.of("data", "task.path").warning)
     check_prompts(config, task, tokenizer, findings)

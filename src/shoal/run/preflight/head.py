@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.config.schema import Config
+from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Roles
+from shoal.model.flops import model_flops
 from shoal.model.hf_config import read_config
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.findings import Findings
+from shoal.report.findings import Findings, seconds_text
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import step_text
 from shoal.run.loading import ModelSpec
 from shoal.run.parts import RunData
-from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, devices_text, set_sizes
+from shoal.run.preflight.inputs import (
+    check_devices,
+    check_prompts,
+    check_tokenizer,
+    check_vocabulary,
+    devices_text,
+    set_sizes,
+)
 from shoal.run.preflight.memory import check_memory, parameter_count
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_settings, check_size
 from shoal.tasks.task import Task
 from shoal.text import shorten
+from shoal.trainer.update import num_scorings
+from shoal.trainer.utilisation import Utilisation
+from shoal.types import ShoalError
 
 FIRST_PROMPT = 240
 """Characters of the first prompt that are shown."""
@@ -30,11 +41,13 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     """Checks what can be checked before weights are read, prints the head, then the warnings.
 
     `findings`: those that there are already. `pool`: None for a resumed run, whose reward was tried when it began.
-    Raises ShoalError for a reward that cannot work, and for a job that needs more memory than there is."""
+    Raises ShoalError for a reward that cannot work, for a job that needs more memory than there is, and with
+    train.on_warning=stop for what would be warned of."""
     tokenizer = loaded.tokenizer
     check_settings(config, findings)
     check_size(config, parameter_count(model.architecture), findings)
     check_devices(config, roles, findings)
+    check_vocabulary(model.architecture.vocab_size, roles, findings)
     check_tokenizer(tokenizer, (*loaded.notes, *tokenizer.notes), findings)
     lengths = check_prompts(config, task, tokenizer, findings)
     rewards = check_first_prompt(config, tokenizer, data.first, pool) if pool else []
@@ -43,27 +56,48 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
         "devices": devices_text(roles),
-        "model": model_text(config, loaded, model),
+        "model": model_text(config.model, loaded, model),
         **data_lines(task),
         "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
         or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
+        "time": least_time_text(config, roles, model),
         "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings
     }
     for name, line in lines.items():
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
-    Findings(console).extend(findings.at("wrong", "warning"))
+    faults = findings.at("wrong", "warning")
+    if faults and config.train.on_warning == "stop":
+        raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
+                         "set train.on_warning=continue to train nevertheless")
+    Findings(console).extend(faults)
 
 
-def model_text(config: Config, loaded: ModelSpec, model: Model) -> str:
+def least_time_text(config: Config, roles: Roles, model: Model) -> str:
+    """`at least 1.3 s a step where every completion reaches its limit ...`; empty where the devices' peak rate is not
+    known, as a CPU's."""
+    devices, b = list(roles.trainer.mesh.devices.flat), config.batch
+    scorings = num_scorings(config.algorithm, bool(config.teacher.path))
+    peak = Utilisation.on(devices, model.architecture, model.dtype)
+    if peak is None:
+        return ""
+    # without the prompts, whose lengths differ: what follows is a bound and no estimate, which takes a trial
+    groups = [(0, [config.sampling.max_completion_tokens] * b.group_size)] * b.prompts_per_step
+    flops = model_flops(model.architecture, groups, groups, config.algorithm.num_epochs, scorings)
+    return (f"at least {seconds_text(flops / peak.peak)} a step where every completion reaches its limit and is "
+            f"trained on ({flops:.2g} operations at the peak rate of {len(devices)} x {devices[0].device_kind}); "
+            "shoal doctor measures a step")
+
+
+def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
     """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
-    place = "" if str(loaded.folder) == config.model.path else f", from {loaded.folder}"
-    return f"{config.model.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
+    place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
+    return f"{section.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
            f"{model.dtype.name}{place}"
 
 

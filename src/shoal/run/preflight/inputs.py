@@ -13,7 +13,7 @@ import numpy as np
 from shoal.config.schema import Config
 from shoal.mesh import Roles
 from shoal.model.tokenizer import Tokenizer
-from shoal.report.findings import Check, Findings
+from shoal.report.findings import Findings
 from shoal.run.preflight.estimate import evaluation_completions
 from shoal.run.preflight.reward import right_answer
 from shoal.tasks.task import Task
@@ -29,7 +29,8 @@ NUM_RENDERED = 8
 
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
-    check, used, count = Check(findings, "devices"), roles.trainer.mesh.size, jax.device_count()
+    check, count = findings.of("devices"), jax.device_count()
+    used = len({device for role in roles.all for device in role.mesh.devices.flat})
     check.ok(devices_text(roles))
     if used < count:
         check.warning(f"{used} of {count} devices are used: mesh.fsdp=-1 takes them all")
@@ -46,15 +47,25 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
                       f"{roles.trainer.row_shards} parts of the mesh without a prompt: raise it")
 
 
+def check_vocabulary(vocab_size: int, roles: Roles, findings: Findings) -> None:
+    for key, role in (("mesh.tensor", roles.trainer), ("mesh.sampler_tensor", roles.sampler)):
+        if vocab_size % role.tensor:
+            findings.of("devices", key).warning(
+                f"{key}={role.tensor} does not divide the model's vocab_size={vocab_size}: the {role.name}'s embedding "
+                "and output head are whole on each device")
+
+
 def devices_text(roles: Roles) -> str:
-    device = jax.devices()[0]
-    return f"{roles.trainer.mesh.size} of {jax.device_count()} x {device.device_kind} ({device.platform}), " \
-           f"JAX {jax.__version__}"
+    device, sampler = jax.devices()[0], roles.sampler.mesh
+    where = f" for the trainer, {sampler.size} others for the sampler" if roles.apart else ""
+    split = f", {sampler.shape['data']} samplers of {sampler.shape['tensor']}" if sampler.shape["tensor"] > 1 else ""
+    return f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} ({device.platform})" \
+           f"{split}, JAX {jax.__version__}"
 
 
 def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findings) -> None:
     """`notes`: what was noticed when the model was opened."""
-    check, before = Check(findings, "tokenizer"), len(findings.found)
+    check, before = findings.of("tokenizer"), len(findings.found)
     if not tokenizer.eos_ids:
         check.wrong("the model has no end-of-sequence token: every completion would run to "
                     "sampling.max_completion_tokens; put eos_token_id into its generation_config.json", "model.path")
@@ -70,7 +81,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     """Checks the training prompts and right answers against the template and the limits; returns the prompts' lengths
     as text. Raises ShoalError where the template refuses all of them, or one with `sampling.long_prompts=error`."""
     size, limit, refused = len(task.train), config.sampling.max_prompt_tokens, []
-    check = Check(findings, "data", "task.path")
+    check = findings.of("data", "task.path")
 
     def readable(rows: Sequence[int]) -> list[TokenizedExample]:
         found = (prepare(task.train[row], tokenizer.encode_prompt, sys.maxsize, "drop", refused.append) for row in rows)
@@ -101,7 +112,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
 
 def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: Findings) -> None:
     """Reports faults of the chat template in prompts. Raises ShoalError if the template does."""
-    check, before = Check(findings, "template", "model.template"), len(findings.found)
+    check, before = findings.of("template", "model.template"), len(findings.found)
     ids = [tokenizer.encode_prompt(example.prompt).tolist() for example in examples]
     first, prompt = ids[0], examples[0].prompt
     text = tokenizer.decode(first, skip_special_tokens=False)
@@ -134,7 +145,7 @@ def set_sizes(task: Task) -> dict[str, int]:
     return {name: len(questions) for name, questions in task.evaluations.items()}
 
 
-def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Check) -> None:
+def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
     """Reports right answers in the data that the model cannot give: too long, or truncated by a stop string."""
     s, grave = config.sampling, check.warning if config.reward.functions else check.wrong
     known = [text for example in (task.train[row] for row in range(min(NUM_ANSWERS, len(task.train))))

@@ -1,4 +1,4 @@
-"""Checks a reward on known answers: a right, a wrong, an empty, a repeated and a tag-stuffed one.
+"""Checks a reward on known answers: a right, a wrong, an empty, a repeated one, and many at once.
 
 They are made from the data's gold answers. As the form that a reward expects is unknown, each answer is written in
 several (tags, `####`, a box, bare), and the form in which the right answer scores best counts.
@@ -22,7 +22,7 @@ from shoal.tasks.graders.answer import extract_answer, parse_number
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError, ground_truth
 
-KINDS = ("right", "wrong", "empty", "repeated", "tag-stuffed")
+KINDS = ("right", "wrong", "empty", "repeated", "many at once")
 NUM_EXAMPLES = 3
 REPEATS = 8
 _KEY = "reward.functions"
@@ -62,7 +62,7 @@ class Probe:
         return [{"answer": kind, "text": self.texts[kind], **values} for kind, values in self.rows.items()]
 
     def describe(self) -> str:
-        """One line: `right 1.1, wrong 0.1, empty 0, repeated 0, tag-stuffed 0`."""
+        """One line: `right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0`."""
         if all(np.isnan(self.total(kind)) for kind in self.rows):
             return "no score (None or NaN) for any of them"
         return ", ".join(f"{kind} {score_text(self.total(kind))}" for kind in self.rows)
@@ -235,12 +235,12 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
     scored = {kind: total for kind, total in totals.items() if not np.isnan(total)}
     if probe.form and len(scored) < len(totals) and len({round(total, 9) for total in scored.values()}) == 1:
         silent = [kind for kind in totals if kind not in scored]
-        yield ("wrong", f"{_listed(silent)} answers get no score, {_listed(list(scored))} answers get "
-               f"{next(iter(scored.values())):.3g}: without differences in a group nothing is learned; set "
+        yield ("wrong", f"answers get no score ({_listed(silent)}) or {next(iter(scored.values())):.3g} "
+               f"({_listed(list(scored))}): without differences in a group nothing is learned; set "
                "reward.functions to one that tells them apart")
         return
     if len(scored) == len(totals) and len({round(total, 9) for total in scored.values()}) == 1:
-        yield ("wrong", f"right, wrong, empty, repeated and tag-stuffed answers all score {totals['right']:.3g}: "
+        yield ("wrong", f"right, wrong, empty and repeated answers, and many at once, all score {totals['right']:.3g}: "
                "without differences in a group nothing is learned; set reward.functions to one that tells them apart"
                ) if probe.form else (
             "warning", f"an empty answer and some text score the same, {totals['empty']:.3g} (the data has no gold "
@@ -254,7 +254,7 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
         yield "warning", (f"an empty answer scores {totals['empty']:.3g}: the model may learn to say nothing; give it "
                           "0 or less")
     for kind, what in (("repeated", f"the right answer written {REPEATS} times"),
-                       ("tag-stuffed", "many answers at once, right and wrong")):
+                       ("many at once", "many answers at once, right and wrong")):
         if probe.form and right > totals["wrong"] and totals[kind] >= right:
             yield "warning", (f"{what} ({kind}) scores {totals[kind]:.3g}, no less than the right answer alone "
                               f"({right:.3g}): the model will find that out; count one answer only")

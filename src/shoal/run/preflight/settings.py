@@ -14,7 +14,7 @@ from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSection
 from shoal.files import check_local, check_place
-from shoal.report.findings import Check, Findings
+from shoal.report.findings import Findings
 from shoal.report.folder import is_run, named_folder
 from shoal.run.derived import max_support, num_updates, step_text
 from shoal.run.task import no_reward
@@ -46,7 +46,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         check_trainable(config)
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
-            raise no_reward(config.task.name)
+            raise no_reward(config.task)
         named = config.run_name and named_folder(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))
     if "model.path" in known:
@@ -83,6 +83,12 @@ def checkpoints_beside(path: Path) -> str:
     return ", ".join(map(str, sorted(int(one.name) for one in path.parent.iterdir() if one.name.isdigit())))
 
 
+def runs_beside(path: Path, most: int = 5) -> str:
+    """The newest runs in the folder of a path that is missing; empty where it has none."""
+    found = [one for one in path.parent.iterdir() if is_run(one)] if path.parent.is_dir() else []
+    return ", ".join(one.name for one in sorted(found, key=lambda one: -one.stat().st_mtime)[:most])
+
+
 def check_model(section: ModelSection, exists: bool = False, key: str = "model.path") -> None:
     """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing (unless it is
     known that the model `exists`), or in a local folder of an unknown family."""
@@ -90,10 +96,13 @@ def check_model(section: ModelSection, exists: bool = False, key: str = "model.p
 
     local = check_local(section.path, key)
     shown = local if section.path.startswith("~") else section.path
-    if not (exists or section.path == ModelSection.path or local.exists() or HUB_ID.fullmatch(section.path)):
+    runs = runs_beside(local)
+    is_hub_id = HUB_ID.fullmatch(section.path) and not runs and local.parent.name != Config.base_output_directory
+    if not (exists or section.path == ModelSection.path or local.exists() or is_hub_id):
         there = checkpoints_beside(local)
         raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. "
                          + (f"This run has checkpoints {there}." if there else
+                            f"{local.parent} holds the runs {runs}." if runs else
                             "Give a folder, a hub id (org/name), or `tiny`."))
     tokenizer = check_local(section.tokenizer, "model.tokenizer")
     if not (exists or tokenizer.exists() or section.tokenizer == ModelSection.path
@@ -205,7 +214,7 @@ def unread_parts(config: Config) -> Iterator[str]:
 
 def check_settings(config: Config, findings: Findings) -> None:
     """Reports settings that the run would refuse, and those that are probably mistakes."""
-    check, before = Check(findings, "configuration"), len(findings.found)
+    check, before = findings.of("configuration"), len(findings.found)
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
     with check.errors():
         check_trainable(config)
@@ -250,6 +259,6 @@ def check_run_folder(config: Config) -> str:
 def check_size(config: Config, parameters: int, findings: Findings) -> None:
     """Reports settings that do not suit the model's size."""
     if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
-        Check(findings, "configuration").warning(
+        findings.of("configuration").warning(
             f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
             "usual")

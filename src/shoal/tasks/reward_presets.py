@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.config.sections import GSM8K_PRESETS
+from shoal.config.sections import REWARD_PRESETS
 from shoal.types import Messages, RewardFunction
 
 
 @dataclass(frozen=True)
-class Preset:
+class RewardPreset:
     """How a system puts a question and judges completions.
 
     `answer` finds what counts as the answer, None where the text has none; `right` tells whether it is the gold number,
@@ -25,7 +25,7 @@ class Preset:
     right: Callable[[str | None, str], bool]
 
 
-def load_preset(name: str) -> Preset:
+def load_reward_preset(name: str) -> RewardPreset:
     """The preset of a name."""
-    module, _, preset = GSM8K_PRESETS[name].partition(":")
+    module, _, preset = REWARD_PRESETS[name].partition(":")
     return getattr(importlib.import_module(module), preset)

@@ -1,0 +1,99 @@
+"""Which devices a role uses: all, a fraction, a number or a list, as `mesh.trainer`, `.sampler`, `.reference` say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shoal.config.schema import MeshSection
+from shoal.types import ShoalError
+
+
+def available_devices() -> list[Any]:
+    """JAX's devices; ShoalError where JAX finds none of the platform that JAX_PLATFORMS names."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
+        asked = jax.config.values["jax_platforms"]
+        reason = str(error).partition(" (set JAX_PLATFORMS")[0]
+        extras = [f"'shoal[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
+        install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
+        raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
+                         f"set JAX_PLATFORMS=cpu{install}") from error
+
+
+@dataclass(frozen=True)
+class RoleDevices:
+    """Numbers of the devices of each role."""
+
+    trainer: list[int]
+    sampler: list[int]
+    reference: list[int]
+
+
+def role_devices(section: MeshSection, available: int) -> RoleDevices:
+    """The devices of each role: of counts and fractions the trainer has the first and the sampler the last.
+
+    Trainer and sampler share all of theirs or none. A role that is not mentioned shares: the sampler with the trainer,
+    the reference with the sampler; a trainer that is not mentioned has what the sampler leaves, or all.
+    ShoalError for devices that are not there, and for roles that overlap in part.
+    """
+    texts = {name: text for name in ("trainer", "sampler", "reference") if (text := getattr(section, name))}
+    sizes = {name: devices_asked(f"mesh.{name}", text, available) for name, text in texts.items()}
+    shown = ", ".join(f"mesh.{name}={text}" for name, text in texts.items())
+    devices = f"{available} device{'s' * (available > 1)}"
+    numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
+    if beyond := [number for number in numbered if number >= available]:
+        raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0")
+    counts = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    pair = [size for name, size in counts.items() if name != "reference"]
+    if max(counts.values(), default=0) > available or (sum(pair) > available and set(pair) != {available}):
+        raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
+                         f"requested, but JAX finds {devices}. Lower them, or leave them out: all "
+                         "roles then share all devices")
+    everything = list(range(available))
+
+    def numbers(name: str, others: Sequence[int], counted: Sequence[int]) -> list[int]:
+        size = sizes.get(name)
+        return list(others) if size is None else size if isinstance(size, list) else list(counted[:size])
+
+    sampler = numbers("sampler", [], everything[available - counts.get("sampler", 0):])
+    left = [number for number in everything if number not in sampler]
+    trainer = numbers("trainer", left or everything, everything)
+    sampler = sampler or trainer
+    common = set(trainer) & set(sampler)
+    if common and set(trainer) != set(sampler):
+        raise ShoalError(f"{shown}: device{'s' * (len(common) > 1)} {', '.join(map(str, sorted(common)))} would be "
+                         "both the trainer's and the sampler's; they share all of their devices or none")
+    # After the trainer's, where there are so many.
+    after = everything[len(trainer):] if len(trainer) + counts.get("reference", 0) <= available else everything
+    return RoleDevices(trainer, sampler, numbers("reference", sampler, after))
+
+
+def devices_asked(key: str, text: str, available: int) -> int | list[int]:
+    """A role's setting as a number of devices, or as a list of their numbers.
+
+    >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
+    (4, [0, 2])
+    """
+    wrong = ShoalError(f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their numbers "
+                       "as [0,1]")
+    try:
+        if text.startswith("["):
+            numbers = [int(item) for item in text.strip("[]").split(",")]
+            if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+                raise wrong
+            return numbers
+        if "." in text or "e" in text:
+            share = float(text)
+            if not 0 < share <= 1:
+                raise wrong
+            return max(1, int(share * available))
+        if int(text) < 1:
+            raise wrong
+        return int(text)
+    except ValueError:
+        raise wrong from None

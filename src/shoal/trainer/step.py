@@ -115,7 +115,7 @@ class Learner:
         """Compiles `accumulate`, and `score` if asked, for batches of this shape; nothing runs."""
         programs: dict[str, Any] = self.programs
         parameters, batch = self.shapes().trainable, put_batch(self.model, batch)
-        programs["accumulate"].compile(jax.eval_shape(programs["zero"]), parameters, batch)
+        programs["accumulate"].compile(programs["zero"].eval_shape(), parameters, batch)
         if with_score:
             programs["score"].compile(parameters, batch)
 

@@ -15,6 +15,7 @@ from shoal.run.preflight.memory import MemoryBudget, suggest_saving
 
 PHASES: Mapping[str, tuple[str, str]] = {
     "prefill": ("sampling", "sampling"), "decode": ("sampling", "sampling"), "score": ("scoring", "always"),
+    "reference": ("scoring", "always"), "teacher": ("scoring", "always"),
     "accumulate": ("update", "update"), "apply": ("update", "update"), "publish": ("publication", "always")}
 """Program -> the phase of a step in which it runs, and what roles hold then besides what they always hold."""
 
@@ -53,9 +54,9 @@ class Figures:
         """Kind -> bytes on a device while a program runs."""
         held = self.held(self.job["programs"][program]["role"], PHASES[program][1])
         extra = self.programs[program]["extra_bytes"] if program in self.programs else 0
-        if program == "publish":  # its result is the copy that is counted already
-            extra = max(0, extra - held.get("the sampler's copy", 0))
-        name = {"accumulate": "activations", "score": "activations"}.get(program, "temporaries")
+        if program == "publish" and "sampler" in self.shared_roles("trainer") and extra:
+            extra -= self.programs[program]["memory"].get("output", 0)  # a part of the copy, which is counted
+        name = "activations" if program == "accumulate" else "temporaries"
         return {**held, name: extra}
 
     @property

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from shoal.config.schema import Config, ModelSection
-from shoal.mesh import Program, Role, make_roles
+from shoal.algorithm.logprobs import CHUNK_ELEMENTS
+from shoal.mesh import Program, Role, available_devices, make_roles
 from shoal.mesh.accelerators import Accelerator, accelerator_of
-from shoal.mesh.roles import available_devices
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
@@ -26,18 +26,18 @@ from shoal.model.hub import locate
 from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.names import MODELS, model_named
 from shoal.model.transformer import Architecture, Model
-from shoal.rollout import publication
+from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
 from shoal.run.loading import ModelSpec, make_model, model_path
 from shoal.run.parts import make_learner
 from shoal.run.preflight.estimate import longest_shape
-from shoal.run.preflight.memory import available_memory, bytes_per_device, parameter_count, run_engines, weight_bytes
+from shoal.run.preflight.memory import available_memory, bytes_per_device, parameter_count, run_engines
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.sample_tokens import SamplingArrays
 from shoal.trainer.batch import LearnerBatch, Shape
-from shoal.trainer.step import Learner
-from shoal.trainer.update import num_scorings
+from shoal.trainer.step import Learner, score_program
+from shoal.trainer.update import needs_old_logprobs, num_scorings
 from shoal.types import ShoalError
 
 
@@ -112,26 +112,32 @@ class Job:
         found["trainer"]["always"] = {"parameters": bytes_per_device(state.trainable),
                                       "Adam's moments": bytes_per_device(state.optimizer)}
         found["trainer"]["update"] = {"gradient": bytes_per_device(self._total().gradient)}
-        if self.config.algorithm.kl_coef > 0:
-            found["reference"]["always"]["reference"] = weight_bytes(self.model.architecture, self.roles.reference,
-                                                                     jnp.float32)
-        if self.config.teacher.path:
-            teacher = planned_architecture(ModelSection(path=self.config.teacher.path))
-            found["reference"]["always"]["teacher"] = weight_bytes(teacher, self.roles.reference, self.model.dtype)
-        if self._is_copied:
-            found["sampler"]["always"]["the sampler's copy"] = bytes_per_device(self._published())
+        found["reference"]["always"] = {name: bytes_per_device(published_shapes(model))
+                                        for name, model in self._scorers().items()}
+        if copied := [place for _, place in self._copied()]:
+            found["sampler"]["always"]["the sampler's copy"] = bytes_per_device(copied)
         size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in self.engines.items())
         found["sampler"]["sampling"][f"KV caches ({name})"] = size
         return found
 
-    @property
-    def _is_copied(self) -> bool:
-        """False where the sampler reads the trainer's own arrays."""
-        apart = self.roles.sampler.mesh.devices.tolist() != self.roles.trainer.mesh.devices.tolist()
-        return apart or self.roles.sampler.mesh.size > 1 or self.model.dtype != jnp.float32
+    def _copied(self) -> list[tuple[Any, Any]]:
+        """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's."""
+        pairs = zip(jax.tree.leaves(self.learner.shapes().trainable), jax.tree.leaves(self._published()), strict=True)
+        return [(mine, own) for mine, own in pairs
+                if mine.dtype != own.dtype or not mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))]
 
     def _published(self) -> Any:
-        return publication.published_shapes(self.sampler_model)
+        return published_shapes(self.sampler_model)
+
+    def _scorers(self) -> dict[str, Model]:
+        """The models whose weights are only scored with, on the reference's devices."""
+        found, model = {}, self.model.on(self.roles.reference)
+        if self.config.algorithm.kl_coef > 0:
+            found["reference"] = model
+        if self.config.teacher.path:
+            found["teacher"] = replace(model, architecture=planned_architecture(
+                ModelSection(path=self.config.teacher.path)))
+        return found
 
     def _total(self) -> Any:
         return self._programs["zero"].eval_shape()
@@ -180,9 +186,13 @@ class Job:
         batches = -(-prompts * -(-c.batch.group_size // self.shape.slots) // self.shape.rows)
         updates = a.num_epochs * a.num_minibatches
         total, programs, found = self._total(), self._programs, {}
-        if scorings := num_scorings(a, bool(c.teacher.path)):
-            found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scorings * batches
-                                     * a.num_minibatches, batch_bytes=size)
+        scored = batches * a.num_minibatches
+        if needs_old_logprobs(a, bool(c.teacher.path)):
+            found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored, batch_bytes=size)
+        for name, model in self._scorers().items():
+            own = self._batch(model.role)
+            found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (published_shapes(model), own),
+                                  runs=scored, batch_bytes=bytes_per_device(own))
         found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
                                       runs=batches * updates, batch_bytes=size)
         found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),
@@ -190,15 +200,20 @@ class Job:
         return found
 
     def _publishing(self) -> dict[str, Planned]:
-        if self.model.dtype == jnp.float32:
+        """The largest array's program, as often as all arrays together are larger: there is one for each array."""
+        pairs = self._copied()
+        if not pairs:
             return {}
-        program, shapes = publication._cast_to(self.sampler_model), self.learner.shapes().trainable
-        return {"publish": Planned(program, self.roles.sampler, (shapes,),
-                                   runs=1 / self.config.train.weight_sync_interval)}
+        mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
+        program = publication_program(self.sampler_model, mine.sharding, own.sharding)
+        arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)
+        return {"publish": Planned(program, self.roles.trainer, (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
+                                   runs=arrays / self.config.train.weight_sync_interval)}
 
-    def _batch(self) -> LearnerBatch:
-        """The shapes of a micro-batch, laid out as `put_batch` does it."""
-        role, shape = self.roles.trainer, self.shape
+    def _batch(self, role: Role | None = None) -> LearnerBatch:
+        """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
+        role, shape = role or self.roles.trainer, self.shape
+        shape = replace(shape, rows=shape.rows + -shape.rows % role.row_shards)
         grid = (shape.rows, shape.slots, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
@@ -241,7 +256,8 @@ class Job:
                        "prompts": c.batch.prompts_per_step * group[0]},
             "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
                                        num_scorings(c.algorithm, bool(c.teacher.path))),
-            "published_bytes": bytes_per_device(self._published()) if self._is_copied else 0,
+            "published_bytes": bytes_per_device([own for _, own in self._copied()]) if self.roles.apart else 0,
+            "links": _links(kind),
         }
 
     def _roles(self) -> dict[str, Role]:
@@ -250,6 +266,11 @@ class Job:
 
 def _place_of(device: Any) -> int:
     return int(device.id)
+
+
+def _links(kind: Accelerator | None) -> float | None:
+    """Bytes a second that one device can receive from others of its slice or machine over one way."""
+    return kind.link if kind else None
 
 
 def _no_weights(role: Role, dtype: Any) -> Any:

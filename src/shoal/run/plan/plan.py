@@ -29,6 +29,9 @@ COMPILER_BYTES = 3 << 29
 LARGE_BYTES = 3 << 30
 """Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters (measured)."""
 
+_LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "prefill", "apply", "publish")
+"""Programs in the order in which they are compiled."""
+
 MOST_TRIES = 4
 """Compilations that `fit=true` makes at most."""
 
@@ -50,8 +53,7 @@ def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -
     found.count = max(1, min(found.count, int(free / each)))
     layers, deep = job["model"]["layers"], job["model"]["layers"] > DEEP
     requests: dict[tuple[str, int], dict[str, Any]] = {}
-    # The longest compilations first.
-    for name in sorted(job["programs"], key=("accumulate", "decode", "score", "prefill", "apply", "publish").index):
+    for name in sorted(job["programs"], key=_LONGEST_FIRST.index):
         shallow = deep and (config.layers == "shallow" or (config.layers == "auto" and name == "decode"))
         for number in reversed(SHALLOW) if shallow else (0,):
             requests[name, number] = _request(config, name, number)

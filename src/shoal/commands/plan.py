@@ -99,7 +99,7 @@ def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, .
     for name, one in figures.programs.items():
         moved = sum(row["bytes"] for row in one["collectives"])
         times = [seconds_text(seconds) for seconds in figures.seconds(name)] if figures.is_timed else [""] * 3
-        rows.append((f"{PHASES[name][0]}: {name}", f"{figures.job['programs'][name]['runs']:g}",
+        rows.append((f"{PHASES[name][0]}: {name}", f"{figures.job['programs'][name]['runs']:.3g}",
                      f"{one['flops'] / 1e12:,.1f}", gib(moved), *times))
     if figures.is_timed:
         rows.append(("all", "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
@@ -130,6 +130,8 @@ def _unknown(figures: Figures) -> Iterator[str]:
         if step and seconds > NAMED * step:
             yield (f"{100 * seconds / step:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
                    f"{row['axis']} in {program} ({row['source']})")
+    if copied := figures.job["published_bytes"]:
+        yield f"publication copies {gib(copied)} to each of the sampler's devices, counted at the rate of one link"
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
     if shallow:
         yield f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every layer"

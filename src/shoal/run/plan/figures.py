@@ -91,8 +91,10 @@ class Figures:
     def seconds(self, program: str) -> tuple[float, float, float]:
         """(floor, with transfers wholly hidden, with none hidden) of all its runs in a step."""
         one, runs = self.programs[program], self.job["programs"][program]["runs"]
-        compute, transfer = one["compute_seconds"], one["transfer_seconds"]
-        return runs * one["floor_seconds"], runs * max(compute, transfer), runs * (compute + transfer)
+        compute, transfer = runs * one["compute_seconds"], runs * one["transfer_seconds"]
+        if program == "publish" and self.job["published_bytes"]:  # to other devices: no program of theirs
+            transfer += self.job["published_bytes"] / self.job["link"] / self.config.train.weight_sync_interval
+        return runs * one["floor_seconds"], max(compute, transfer), compute + transfer
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ These are the run's own learner and engines, made as a run makes them; nothing i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.config.schema import Config, ModelSection
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
+from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Program, Role, available_devices, make_roles
 from shoal.mesh.accelerators import Accelerator, accelerator_of
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
@@ -31,7 +31,14 @@ from shoal.run.derived import max_support, with_prompts
 from shoal.run.loading import ModelSpec, make_model, model_path
 from shoal.run.parts import make_learner
 from shoal.run.preflight.estimate import longest_shape
-from shoal.run.preflight.memory import available_memory, bytes_per_device, parameter_count, run_engines
+from shoal.run.preflight.memory import (
+    available_memory,
+    bytes_per_device,
+    copied_shapes,
+    held_bytes,
+    parameter_count,
+    run_engines,
+)
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.sample_tokens import SamplingArrays
@@ -106,25 +113,13 @@ class Job:
 
     def held(self) -> dict[str, dict[str, dict[str, int]]]:
         """Role -> `always`, `sampling` and `update` -> kind -> bytes on each of the role's devices."""
-        state = self.learner.shapes()
-        found: dict[str, dict[str, dict[str, int]]] = {
-            role: {"always": {}, "sampling": {}, "update": {}} for role in ("trainer", "sampler", "reference")}
-        found["trainer"]["always"] = {"parameters": bytes_per_device(state.trainable),
-                                      "Adam's moments": bytes_per_device(state.optimizer)}
-        found["trainer"]["update"] = {"gradient": bytes_per_device(self._total().gradient)}
-        found["reference"]["always"] = {name: bytes_per_device(published_shapes(model))
-                                        for name, model in self._scorers().items()}
-        if copied := [place for _, place in self._copied()]:
-            found["sampler"]["always"]["the sampler's copy"] = bytes_per_device(copied)
-        size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in self.engines.items())
-        found["sampler"]["sampling"][f"KV caches ({name})"] = size
-        return found
+        path = self.config.teacher.path
+        teacher = planned_architecture(ModelSection(path=path)) if path else None
+        return {role: asdict(budget) for role, budget in held_bytes(
+            self.config, self.model, self.roles, teacher, self.engines).items()}
 
     def _copied(self) -> list[tuple[Any, Any]]:
-        """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's."""
-        pairs = zip(jax.tree.leaves(self.learner.shapes().trainable), jax.tree.leaves(self._published()), strict=True)
-        return [(mine, own) for mine, own in pairs
-                if mine.dtype != own.dtype or not mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))]
+        return copied_shapes(self.learner.shapes().trainable, self.sampler_model)
 
     def _published(self) -> Any:
         return published_shapes(self.sampler_model)
@@ -257,7 +252,7 @@ class Job:
             "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
                                        num_scorings(c.algorithm, bool(c.teacher.path))),
             "published_bytes": bytes_per_device([own for _, own in self._copied()]) if self.roles.apart else 0,
-            "links": _links(kind),
+            "link": kind.link if kind else None,
         }
 
     def _roles(self) -> dict[str, Role]:
@@ -266,11 +261,6 @@ class Job:
 
 def _place_of(device: Any) -> int:
     return int(device.id)
-
-
-def _links(kind: Accelerator | None) -> float | None:
-    """Bytes a second that one device can receive from others of its slice or machine over one way."""
-    return kind.link if kind else None
 
 
 def _no_weights(role: Role, dtype: Any) -> Any:

@@ -54,7 +54,9 @@ def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -
     layers, deep = job["model"]["layers"], job["model"]["layers"] > DEEP
     requests: dict[tuple[str, int], dict[str, Any]] = {}
     for name in sorted(job["programs"], key=_LONGEST_FIRST.index):
-        shallow = deep and (config.layers == "shallow" or (config.layers == "auto" and name == "decode"))
+        # Publication goes by arrays, and which is the largest depends on the layers.
+        shallow = deep and name != "publish" and (config.layers == "shallow" or
+                                                  (config.layers == "auto" and name == "decode"))
         for number in reversed(SHALLOW) if shallow else (0,):
             requests[name, number] = _request(config, name, number)
     say(f"{job['devices']}: compiling {len(requests)} programs, {found.count} at once")

@@ -86,7 +86,9 @@ class Figures:
 
     @property
     def is_timed(self) -> bool:
-        return self.job["peak_flops"] is not None and bool(self.programs) and self.fits
+        """False where the devices are unknown, or a program was not compiled."""
+        compiled = bool(self.programs) and not any(one["error"] for one in self.programs.values())
+        return self.job["peak_flops"] is not None and compiled
 
     def seconds(self, program: str) -> tuple[float, float, float]:
         """(floor, with transfers wholly hidden, with none hidden) of all its runs in a step."""
@@ -183,9 +185,9 @@ def verdict(figures: Figures) -> str:
     """The last line: fits or not, the seconds of a step, the key."""
     used = f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} ({figures.fullest})"
     advice = figures.advice()
-    if not figures.fits:
-        return f"does not fit: {used}. {advice[0]['text']}"
-    text = f"{'fits' if figures.peak <= FULL * figures.memory else 'fits, but is tight'}: {used}"
+    text = "does not fit" if not figures.fits else "fits" if figures.peak <= FULL * figures.memory else \
+        "fits, but is tight"
+    text += f": {used}"
     if figures.is_timed:
         _, low, high = figures.step_seconds
         shown = dict.fromkeys((seconds_text(low), seconds_text(high)))

@@ -331,8 +331,9 @@ def _closing(text: str, start: int) -> int:
 
 
 def _place(file: str, line: str) -> str:
-    """`model/linear.py:29`; empty outside of the package."""
-    return f"{file.rpartition('/shoal/')[2]}:{line}" if "/shoal/" in file else ""
+    """`model/linear.py:29`; empty outside of the package, and for what calls programs."""
+    name = file.rpartition("/shoal/")[2] if "/shoal/" in file else ""
+    return f"{name}:{line}" if name and not name.startswith(("mesh/", "run/")) else ""
 
 
 # ---- which devices

@@ -38,6 +38,13 @@ def report(figures: Figures, console: Console) -> None:
     if figures.programs:
         console.heading("a step" if figures.is_timed else "programs")
         console.table(*_program_table(figures))
+    if figures.is_timed:
+        longest = max(figures.programs, key=lambda name: figures.seconds(name)[1])
+        console.heading(f"where {longest} takes its time, without transfers")
+        runs, step = figures.job["programs"][longest]["runs"], figures.step_seconds[1]
+        console.table(("made by", "seconds", "share of a step"), [
+            (source, seconds_text(runs * seconds), f"{100 * runs * seconds / step:.1f}%")
+            for source, seconds in list(figures.programs[longest]["sources"].items())[:SHOWN]])
     if rows := _transfer_rows(figures):
         console.heading("transfers between devices, a step")
         console.table(("kind", "program", "axis", "bytes", "seconds", "share", "made by"), rows)

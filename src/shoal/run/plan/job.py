@@ -28,7 +28,7 @@ from shoal.model.names import MODELS, model_named
 from shoal.model.transformer import Architecture, Model
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
-from shoal.run.loading import ModelSpec, make_model, model_path
+from shoal.run.loading import ModelSpec, make_model, model_path, resolve_model
 from shoal.run.parts import make_learner
 from shoal.run.preflight.estimate import longest_shape
 from shoal.run.preflight.memory import (
@@ -52,7 +52,7 @@ def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path == ModelSection.path:
-        return architecture_of(locate(path))
+        return resolve_model(section).architecture
     if section.name and "/" not in section.name:
         return model_named(section.name).architecture
     for known in MODELS.values():

@@ -519,3 +519,15 @@ def test_every_key_is_read_somewhere():
             if key not in PACKAGED:  # read by what composes
                 unread |= {f"{command}: {key}" for part in key.split(".") if part not in names}
     assert not unread, f"keys that nothing reads: {sorted(unread)}"
+
+
+def test_compiler_options_have_names_of_their_own(tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text("mesh:\n  compiler_options:\n    xla_one: true\n    xla_two: 3\n")
+    given = ["mesh.compiler_options.xla_one=true", "mesh.compiler_options.xla_two=3"]
+    listed = ["mesh.compiler_options=[xla_one=true,xla_two=3]"]
+    for words in (given, [f"--{word}" for word in given], [str(file)], listed):
+        config, _ = compose("train", words)
+        assert config.mesh.compiler_options == ("xla_one=true", "xla_two=3")
+    with pytest.raises(ShoalError, match="no such key"):
+        compose("train", ["mesh.compiler_option.xla_one=true"])

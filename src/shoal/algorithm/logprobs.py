@@ -6,6 +6,7 @@ For 64k tokens of a vocabulary of 152k they would take 37 GiB in float32, forwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,9 @@ def token_logprobs(
         padded = jnp.pad(x, ((0, 0), (0, count * chunk - size), *((0, 0),) * (x.ndim - 2)))
         return padded.reshape(rows, count, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    @jax.checkpoint  # else the backward pass would keep every chunk's logits, all of [tokens, V]
+    # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs no barrier against common
+    # subexpressions, which would hold what `project` never reads.
+    @partial(jax.checkpoint, prevent_cse=count == 1)
     def of_chunk(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         states, ids, *support = inputs
         scores = project(states) / temperature

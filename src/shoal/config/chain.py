@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import Arguments, find_key, names_of
+from shoal.config.arguments import OPTIONS, Arguments, find_key, names_of
 from shoal.config.files import find_file, interpolate, is_interpolated, is_packaged, packaged, presets_of, read_files
 from shoal.config.keys import command_of, keys_of, sections_of
 from shoal.config.schema import Config
@@ -187,6 +187,7 @@ def _foreign_value(config_type: type, entry: Entry, raw: Mapping[str, Any]) -> A
 
 def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
     """The chain of layers with every name as a key, other systems' names translated."""
+    layers = [replace(layer, entries=_with_options(layer.entries)) for layer in layers]
     translation = translator().translate(config_type, [layer.entries for layer in layers])
     chain = Chain(layers, translation.reports, list(translation.errors), notes=list(translation.notes))
     for number, layer in enumerate(layers):
@@ -207,6 +208,20 @@ def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
                     (weak if setting.rank == "weak" else chain.lowest)[setting.key] = setting
         chain.settings.append({**{key: one for key, one in weak.items() if key not in found}, **found})
     return chain
+
+
+def _with_options(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries with all `mesh.compiler_options.NAME=VALUE`, and a file's section of them, as one list."""
+    head, named, others = f"{OPTIONS}.", {}, []
+    for entry in entries:
+        if entry.name.startswith(head):
+            named[entry.name.removeprefix(head)] = entry
+        elif entry.name == OPTIONS and isinstance(entry.value, Mapping):
+            named |= {name: replace(entry, value=value) for name, value in entry.value.items()}
+        else:
+            others.append(entry)
+    given = [f"{name}={text_of(entry.value)}" for name, entry in named.items()]
+    return [*others, *(Entry(OPTIONS, given, entry.origin) for entry in [*named.values()][:1])]
 
 
 def _own_setting(config_type: type, layer: Layer, entry: Entry, errors: list[str]) -> list[Setting]:

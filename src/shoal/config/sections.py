@@ -326,6 +326,9 @@ class OptimizerSection:
     """Decay of AdamW's second moment."""
     eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the gradients of several devices are summed; those of norms and biases always are in float32.
+    bfloat16 halves what moves; it needs a computation in bfloat16."""
 
     def __post_init__(self) -> None:
         at_least(self, "optimizer.", 0, "lr", "eps", "warmup_steps", "weight_decay")

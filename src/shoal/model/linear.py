@@ -1,8 +1,9 @@
-"""The one matrix product of the model: kinds of weight (plain, biased) differ here and nowhere else."""
+"""The one matrix product of the model: kinds of weight (plain, biased, cast) differ here and nowhere else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -18,13 +19,72 @@ class Biased:
     bias: Any
 
 
-Weight: TypeAlias = "jax.Array | Biased"
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cast:
+    """A kernel in the type of the computation. Its gradient goes to `master` (same shape, never read) in that one's
+    type, and is summed over devices in `reduce_dtype`.
+
+    Autodiff alone would give the gradient the kernel's type: rounded to bfloat16 before every sum.
+    """
+
+    kernel: Any
+    master: Any
+    reduce_dtype: Any = field(default=jnp.float32, metadata={"static": True})
+
+
+Weight: TypeAlias = "jax.Array | Biased | Cast"
 
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
     """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless `out_dtype` is given."""
     if isinstance(weight, Biased):
-        return linear(weight.kernel, x, out_dtype) + weight.bias.astype(out_dtype or x.dtype)
+        product = linear(weight.kernel, x, out_dtype)
+        return product + spread(weight.bias, product)
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
     flat = x.reshape(-1, x.shape[-1])
-    return jnp.matmul(flat, weight.astype(x.dtype), preferred_element_type=out_dtype).reshape(*x.shape[:-1], -1)
+    if isinstance(weight, Cast):
+        product: jax.Array = cast_product(flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype)
+    else:
+        product = jnp.matmul(flat, weight.astype(x.dtype), preferred_element_type=out_dtype)
+    return product.reshape(*x.shape[:-1], -1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cast_product(x: jax.Array, kernel: jax.Array, master: jax.Array, out_dtype: Any, reduce_dtype: Any) -> jax.Array:
+    """x[..., T, in] times `Cast`'s kernel[..., in, out]."""
+    return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
+
+
+def _cast_product_forward(x: jax.Array, kernel: jax.Array, master: jax.Array, out_dtype: Any,
+                          reduce_dtype: Any) -> tuple[jax.Array, Any]:
+    return cast_product(x, kernel, master, out_dtype, reduce_dtype), (x, kernel)
+
+
+def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array) -> tuple:
+    x, kernel = kept
+    # Of x's type also where the product is float32 (logits): the kernel would be converted whole for float32 products.
+    gradient = gradient.astype(x.dtype)
+    # The partitioner sums over devices what the product gives, so its type is that of the reduction.
+    of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
+    return jnp.matmul(gradient, kernel.mT), None, of_kernel.astype(jnp.float32)
+
+
+cast_product.defvjp(_cast_product_forward, _cast_product_backward)
+
+
+def spread(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """A norm's weight or a bias in another array's type, ready to meet it; the gradient is summed in the vector's."""
+    if vector.dtype != jnp.float32 or like.dtype == jnp.float32:
+        return vector.astype(like.dtype)
+    return _spread(vector, like.shape, like.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _spread(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.broadcast_to(vector.astype(dtype), shape)
+
+
+_spread.defvjp(lambda vector, shape, dtype: (_spread(vector, shape, dtype), None),
+               lambda shape, dtype, _, gradient: (
+                   gradient.astype(jnp.float32).sum(tuple(range(gradient.ndim - 1))),))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed_divisors
-from shoal.model.linear import Biased, Weight, linear
+from shoal.model.linear import Biased, Cast, Weight, cast_product, linear, spread
 from shoal.types import ShoalError
 
 
@@ -92,12 +92,13 @@ class ParamSpec:
     heads: int = 0  # that a dimension over `heads` is made of
 
     def sharding(self, role: Role) -> NamedSharding:
-        """Split by whole heads. Key/value heads fewer than `tensor`, and a vocabulary that it does not divide (a
-        resized embedding may have any size), are whole on each of its devices."""
-        units = {"heads": self.heads, **{axis: size for axis, size in zip(self.axes, self.shape, strict=True)
-                                         if axis == "vocab"}}
-        axes = tuple(None if units.get(axis or "", 0) % role.tensor else axis for axis in self.axes)
-        return role.sharding(axes, self.shape)
+        return role.sharding(self.axes_on(role), self.shape)
+
+    def axes_on(self, role: Role) -> tuple[str | None, ...]:
+        """The axes that a role splits, by whole heads. Key/value heads fewer than `tensor`, and a vocabulary that it
+        does not divide (a resized embedding may have any size), are whole on each of its devices: None."""
+        units = dict(zip(self.axes, self.shape, strict=True)) | {"heads": self.heads}
+        return tuple(None if axis in ("heads", "vocab") and units[axis] % role.tensor else axis for axis in self.axes)
 
     @property
     def weight_decay(self) -> bool:
@@ -192,6 +193,7 @@ class Model:
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
     remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again, see REMAT
+    reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
 
     def __post_init__(self) -> None:
         check_mesh(self.architecture, self.role)
@@ -249,8 +251,14 @@ def forward(
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
     # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
     if caches is None:
-        step = REMAT[model.remat](layer)
-        x, aux = jax.lax.scan(lambda x, weights: step(x, weights, None), x, parameters.blocks)
+        specs = param_specs(a).blocks
+
+        @REMAT[model.remat]
+        def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
+            cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:]), weights, specs)
+            return layer(x, cast, None)
+
+        x, aux = jax.lax.scan(step, x, parameters.blocks)
     else:
         new = []
         for number, cache in enumerate(caches):
@@ -279,6 +287,16 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     return constrain(x, "rows", None, None), cache
 
 
+def _cast(model: Model, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array | Cast:
+    """A kernel in the type of the computation, with its master; vectors and what has that type stay as they are."""
+    if weight.ndim == 1 or weight.dtype == model.dtype:
+        return weight
+    # Split as the master is, then gathered: with the second alone XLA may gather the master, twice the bytes.
+    kernel = model.role.constrain(jax.lax.stop_gradient(weight).astype(model.dtype), *axes)
+    kernel = model.role.constrain(kernel, *(None if axis == "embed" else axis for axis in axes))
+    return Cast(kernel, weight, model.reduce_dtype)
+
+
 def _heads(x: jax.Array, head_dim: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, head_dim)
 
@@ -288,7 +306,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     # Rounded before the weight, as transformers' LlamaRMSNorm does: parity in bfloat16 needs the same order.
-    return weight.astype(x.dtype) * wide.astype(x.dtype)
+    return spread(weight, x) * wide.astype(x.dtype)
 
 
 def frequencies(a: Architecture) -> jax.Array:
@@ -324,9 +342,55 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
     """hidden[..., D] -> float32[..., V]."""
-    weight: Weight = parameters.embed_tokens.T if parameters.lm_head is None else parameters.lm_head
+    return _project(_head(parameters), hidden.astype(model.dtype))
+
+
+def _head(parameters: Parameters) -> jax.Array:
+    return parameters.embed_tokens.T if parameters.lm_head is None else parameters.lm_head
+
+
+def _project(head: Weight, hidden: jax.Array) -> jax.Array:
     # float32 out: bfloat16 has 8 significant bits, and ratios are made of differences of these.
-    return linear(weight, hidden.astype(model.dtype), jnp.float32)
+    return linear(head, hidden, jnp.float32)
+
+
+def head_projection(model: Model, parameters: Parameters) -> Callable[[jax.Array], jax.Array]:
+    """`logits` for many chunks hidden[R, T, D] of a batch: the head is cast and gathered once, before the first, and
+    its gradient is summed over the devices once, after the last."""
+    head, role = _head(parameters), model.role
+    shards = role.row_shards
+    if shards == 1:
+        return partial(_project, _cast(model, head, ("embed", model.vocab_axis)))
+    # A copy for each part of the rows, each on that part's devices: in a loop over chunks the products are then local,
+    # and so is the sum of their gradients. One head for all would be summed over the devices in every chunk.
+    kernel = jax.lax.stop_gradient(_copies(model, jnp.float32, head.astype(model.dtype)))
+    master = _copies(model, model.reduce_dtype, head)
+
+    def project(hidden: jax.Array) -> jax.Array:
+        flat = role.constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
+        product: jax.Array = cast_product(flat, kernel, master, jnp.float32, jnp.float32)
+        return role.constrain(product.reshape(*hidden.shape[:-1], -1), "rows", None, model.vocab_axis)
+
+    return project
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _copies(model: Model, reduce_dtype: Any, head: jax.Array) -> jax.Array:
+    """[D, V] -> a copy for each part of the rows, on its devices; the gradient is summed over them in
+    `reduce_dtype`."""
+    copies = jnp.broadcast_to(head, (model.role.row_shards, *head.shape))
+    return model.role.constrain(copies, "rows", None, model.vocab_axis)
+
+
+def _copies_backward(model: Model, reduce_dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    role, vocab = model.role, model.vocab_axis
+    gradient = role.constrain(gradient, "rows", None, vocab).astype(reduce_dtype)
+    # Not jnp.sum: it would sum bfloat16 in float32.
+    total = jax.lax.reduce(gradient, jnp.zeros((), reduce_dtype), jax.lax.add, (0,))
+    return (role.constrain(total, "embed", vocab).astype(jnp.float32),)
+
+
+_copies.defvjp(lambda *arguments: (_copies(*arguments), None), _copies_backward)
 
 
 @jax.jit

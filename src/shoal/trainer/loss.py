@@ -22,7 +22,7 @@ from shoal.algorithm.policy_loss import policy_log_ratio, policy_loss
 from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 from shoal.model.attention import segment_index, shared_prefix_attention
-from shoal.model.transformer import Model, forward, logits
+from shoal.model.transformer import Model, forward, head_projection
 from shoal.trainer.batch import LearnerBatch
 from shoal.types import Params
 
@@ -85,13 +85,9 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     before = jnp.pad(own, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
     chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
-
-    def project(hidden: jax.Array) -> jax.Array:
-        return model.role.constrain(logits(model, parameters, hidden), "rows", None, model.vocab_axis)
-
     support_ids = None if batch.support_ids is None else batch.support_ids.reshape(rows, slots * size, -1)
-    values = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature, project, chunk,
-                            support_ids, entropy_gradient)
+    values = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature,
+                            head_projection(model, parameters), chunk, support_ids, entropy_gradient)
     return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in values)
 
 

@@ -72,7 +72,10 @@ class Learner:
     """
 
     def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int):
-        self.model, self.objective = model, objective
+        self.objective = objective
+        # In a float32 computation the partitioner sums layers in float32, whatever is asked.
+        reduce_dtype = jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
+        self.model = model = replace(model, reduce_dtype=reduce_dtype)
         self.optimizer, self.layout, init, apply = _optimizer_programs(
             model.architecture, model.role, section, num_updates)
         zero, accumulate, score = _gradient_programs(model, objective)
@@ -97,7 +100,8 @@ class Learner:
 
     def accumulate(self, total: GradientSum | None, state: TrainState, batch: LearnerBatch) -> tuple[GradientSum, Any]:
         """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, S, C])."""
-        # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s).
+        # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s), and the
+        # buffer is the only one, as layers add to it where they stand.
         before = self.programs["zero"]() if total is None else total
         return self.programs["accumulate"](before, state.trainable, put_batch(self.model, batch))
 
@@ -204,10 +208,15 @@ def _accumulate(model: Model, objective: Objective, total: GradientSum, trainabl
         return batch_loss(model, objective, trainable, batch)
 
     # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8 of the gradient.
-    (value, (sums, maxima, lp)), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
-    new = GradientSum(gradient, value, sums, maxima)
-    added = jax.tree.map(jnp.add, replace(total, maxima=None), replace(new, maxima=None))
-    return replace(added, maxima=jax.tree.map(jnp.maximum, total.maxima, maxima)), lp
+    backward: Any
+    value, backward, (sums, maxima, lp) = jax.vjp(loss, trainable, has_aux=True)
+    # The backward pass adds each layer's gradient to the sum's own buffer: stacked, they would be a second gradient.
+    layers = jax.tree.map(jax.new_ref, total.gradient.blocks)
+    (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(jnp.ones_like(value))
+    gradient = jax.tree.map(jnp.add, replace(total.gradient, blocks=None), replace(rest, blocks=None))
+    value, sums = jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums))
+    maxima = jax.tree.map(jnp.maximum, total.maxima, maxima)
+    return GradientSum(replace(gradient, blocks=jax.tree.map(jax.freeze, layers)), value, sums, maxima), lp
 
 
 def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, trainable: Params,

@@ -1,0 +1,64 @@
+"""The compiled update: how often weights and gradients move between devices, in which type, and how many are held."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import compiled
+import jax
+import pytest
+from compiled import SMALL, Collective, arrays, collectives, compiled_update
+
+from shoal.model.transformer import is_param_spec, param_specs
+
+HEAD = SMALL.vocab_size * SMALL.hidden_size
+WEIGHTS = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(SMALL), is_leaf=is_param_spec))
+SIZES = {"bf16": 2, "f32": 4}
+
+
+def of_weights(text: str) -> list[Collective]:
+    """Collectives of matrices: of the head, and of layers (the smallest matrix has hidden_size^2 elements)."""
+    return [one for one in collectives(text, 4) if one.elements >= SMALL.hidden_size**2]
+
+
+def check_movement(text: str, dtype: str, reduce_dtype: str) -> None:
+    found = of_weights(text)
+    gathered = [one for one in found if one.kind == "all-gather"]
+    summed = [one for one in found if one.kind != "all-gather"]
+    assert {one.dtype for one in gathered} == {dtype} and {one.dtype for one in summed} == {reduce_dtype}
+    assert 0.99 * (WEIGHTS - HEAD) < sum(one.elements * one.times for one in summed) <= 1.05 * WEIGHTS
+    assert sum(one.elements * one.times for one in gathered) <= 2.3 * WEIGHTS
+    head = [one for one in found if one.elements >= HEAD]
+    assert {one.times for one in head} == {1}  # in no loop over tokens
+    assert sum(one.elements * SIZES[one.dtype] for one in head) <= 3 * HEAD * SIZES[dtype]
+    assert max(elements for line in text.splitlines() if " = " in line and " parameter(" not in line
+               for _, elements in arrays(line.split(" = ")[1].split("(")[0])) <= HEAD
+
+
+@pytest.mark.parametrize(("tied", "tensor"), [(False, 1), (True, 2)])
+def test_weights_are_gathered_twice_the_head_once_and_gradients_summed_once(tied, tensor):
+    text = compiled_update(jax.devices()[: 4 * tensor], "float32", tensor=tensor, tie_embeddings=tied).as_text()
+    if tensor == 1:
+        check_movement(text, "f32", "f32")
+    vocabulary = [one for one in collectives(text, 4) if one.elements >= HEAD // tensor]
+    assert vocabulary and {(one.elements, one.times) for one in vocabulary} == {(HEAD // tensor, 1)}
+
+
+@pytest.mark.parametrize(("platform", "reduce_dtype"), [("gpu", "float32"), ("gpu", "bfloat16"), ("tpu", "float32")])
+def test_accelerators_gather_bfloat16_and_sum_gradients_in_reduce_dtype(platform, reduce_dtype):
+    pytest.importorskip({"gpu": "jax_cuda13_plugin", "tpu": "libtpu"}[platform], reason="its compiler is not installed")
+    # A process of its own: the compiler's settings stand in the environment.
+    command = [sys.executable, compiled.__file__, platform, "bfloat16", reduce_dtype]
+    text = subprocess.run(command, text=True, check=True, stdout=subprocess.PIPE,
+                          env={**os.environ, **compiled.ENVIRONMENT}).stdout
+    check_movement(text, "bf16", {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype])
+
+
+def test_the_update_holds_one_gradient():
+    """Each layer adds to the sum where it stands: a stack of new gradients beside it would be as large as the sum."""
+    memory = compiled_update(jax.devices()[:1], "float32", num_layers=24).memory_analysis()
+    gradient = 4 * (WEIGHTS - 2 * HEAD) // SMALL.num_layers * 24
+    assert memory.temp_size_in_bytes < 0.8 * gradient < memory.alias_size_in_bytes

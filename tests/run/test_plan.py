@@ -17,6 +17,7 @@ from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection,
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
 from shoal.run.plan import plan as plan_module
+from shoal.run.plan.compilers import compilers
 from shoal.run.plan.figures import Figures, verdict
 from shoal.run.plan.job import Job
 from shoal.run.plan.plan import extrapolate, make_plan
@@ -192,6 +193,12 @@ def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
     for topology, needed in (("v5p-8", "libtpu"), ("h100:8", "jax_cuda13_plugin")):
         with pytest.raises(ShoalError, match=rf"{needed}: pip install 'shoal\[plan\]'"):
             Job(Config(model=ModelSection(name="llama3.1-8b")), topology)
+
+
+def test_a_compiler_that_dies_names_its_program(monkeypatch):
+    monkeypatch.setattr("shoal.run.plan.compilers.sys.executable", "/bin/true")
+    with compilers(1, "v5p-8") as found, pytest.raises(ShoalError, match=r"decode: .*layers=shallow"):
+        found.answer([{"config": {}, "topology": "v5p-8", "program": "decode", "layers": 0}])
 
 
 @pytest.mark.parametrize(("topology", "needed"), [("v5p-8", "libtpu"), ("h200:4", "jax_cuda13_plugin")])

@@ -21,11 +21,14 @@ NAMED = 0.05
 
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
-    """Prints the plan and returns it; `ok` is False where the job does not fit."""
+    """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not fit."""
     check_trainable(config)
     with console:
         figures = make_plan(config, console.note)
         report(figures, console)
+        if config.fit:
+            console.note(_fit_text(config.batch.micro_tokens, figures))
+        console.text(verdict(figures), "bold" if figures.fits else "bold red")
     return record(figures)
 
 
@@ -57,7 +60,13 @@ def report(figures: Figures, console: Console) -> None:
         console.note(line)
     for one in figures.advice()[1:]:
         console.note(f"or {one['text']}")
-    console.text(verdict(figures), "bold" if figures.fits else "bold red")
+
+
+def _fit_text(now: int, figures: Figures) -> str:
+    micro = figures.config.batch.micro_tokens
+    if not figures.fits:
+        return "no batch.micro_tokens makes it fit"
+    return f"batch.micro_tokens={micro} (now {now}) is the largest that was found to fit: this plan is of its programs"
 
 
 def _head(figures: Figures) -> Iterator[str]:

@@ -82,7 +82,7 @@ class _Compiler:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 @contextmanager

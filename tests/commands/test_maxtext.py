@@ -308,24 +308,57 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     folder = folder_of(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
     a, open_source = find_source(str(folder))
     read = open_source(ROLE)
-    asked: list[tuple[str, int, int]] = []
+    asked: list[tuple[str, int]] = []
 
-    def counted(path: str, part: tuple[slice, ...]) -> np.ndarray:
-        asked.append((path, part[0].start, part[0].stop))
-        return read(path, part)
+    def counted(path: str, layer: int, rows: slice) -> np.ndarray:
+        asked.append((path, layer))
+        return read(path, layer, rows)
 
     arrays = maxtext.arrays_to_write(counted, a, True, True, np.dtype(np.float32))
     sizes: list[int] = []
     (tmp_path / "m").mkdir()
     monkeypatch.setattr(array_tree, "CHUNK_BYTES", 7000)  # a layer's largest tensor has 6144
     array_tree.write_tree(tmp_path / "m", tmp_path / "m", arrays, {}, sizes.append)
-    assert [part for path, *part in asked if path == "blocks.down"] == [[n, n + 1] for n in range(3)]
-    assert len([path for path, *_ in asked if path == "embed_tokens"]) > 4
+    assert [layer for path, layer in asked if path == "blocks.down"] == [*range(3)]
+    assert len([path for path, _ in asked if path == "embed_tokens"]) > 4
     assert sum(sizes) == sum(array.nbytes for array in arrays.values())
     assert max(sizes) <= 7000
     found, wanted = arrays_of(tmp_path / "m" / "0" / "items"), flat(maxtext_tree(folder, True, True))
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
+    """To two devices, and back to files: no part is larger than a window, or a piece of the file with whole heads."""
+    from shoal.model import spread
+    from shoal.trainer import array_tree
+
+    sizes: list[int] = []
+    plain_read = array_tree.StoredArray.read
+
+    def counted(array: Any, part: tuple[slice, ...]) -> np.ndarray:
+        values = plain_read(array, part)
+        sizes.append(values.nbytes)
+        return values
+
+    folder = folder_of(tmp_path / "hf", tie_word_embeddings=False, head_dim=16)
+    section = ModelSection(path=str(tmp_path / "items"), tokenizer=str(folder), scan_layers=scan_layers)
+    monkeypatch.setattr(array_tree, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(array_tree.StoredArray, "read", counted)
+    monkeypatch.setattr(spread, "SMALL_BYTES", 0)
+    monkeypatch.setattr(maxtext, "WINDOW_BYTES", 3000)
+    run_convert(source=folder, to=section.path, scan_layers=scan_layers)
+    a, role = hf.architecture_of(folder), make_roles(MeshSection(fsdp=2), jax.devices()[:2]).trainer
+    read = load(section, role)
+    assert max(sizes) <= 4096 and sum(sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    assert [leaf.sharding for leaf in jax.tree.leaves(read)] == jax.tree.leaves(shardings(a, role))
+    run_convert(source=section.path, to=tmp_path / "back", format="huggingface", tokenizer=folder,
+                scan_layers=scan_layers)
+    monkeypatch.undo()
+    expected = by_path(load(ModelSection(path=str(folder))))
+    assert same_bits(by_path(read), expected)
+    assert same_bits(by_path(load(ModelSection(path=str(tmp_path / "back")))), expected)
 
 
 def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
@@ -557,7 +590,7 @@ def test_nothing_is_left_of_a_conversion_that_failed(place, tmp_path, monkeypatc
     def fails(*_: Any, **__: Any) -> np.ndarray:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf.Tensors, "read", fails)
+    monkeypatch.setattr(hf.StoredTensors, "read", fails)
     with pytest.raises(ShoalError, match="No space left on device"):
         run_convert(source=place / "hf", base_output_directory=tmp_path / "deep" / "er", run_name="r")
     assert list(tmp_path.iterdir()) == []

@@ -6,13 +6,21 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import compiled
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from compiled import SMALL, Collective, arrays, collectives, compiled_update
+from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
 
-from shoal.model.transformer import is_param_spec, param_specs
+from shoal.config.schema import OptimizerSection
+from shoal.mesh import Roles
+from shoal.model.transformer import Model, is_param_spec, param_specs, shardings
+from shoal.trainer.step import Learner, TrainState
 
 HEAD = SMALL.vocab_size * SMALL.hidden_size
 WEIGHTS = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(SMALL), is_leaf=is_param_spec))
@@ -62,3 +70,22 @@ def test_the_update_holds_one_gradient():
     memory = compiled_update(jax.devices()[:1], "float32", num_layers=24).memory_analysis()
     gradient = 4 * (WEIGHTS - 2 * HEAD) // SMALL.num_layers * 24
     assert memory.temp_size_in_bytes < 0.8 * gradient < memory.alias_size_in_bytes
+
+
+@pytest.mark.compile_quickly
+def test_in_bfloat16_a_mesh_gives_the_gradient_of_one_device():
+    """Both types of reduction, the head's products by parts of the rows included."""
+    groups = random_groups(QWEN3, 8, 2, 9, 12)
+    (batch,) = batches(groups, shards=4)
+    objective = replace(ON_POLICY, chunk_elements=8 * QWEN3.vocab_size)
+
+    def gradient(where: Roles, reduce_dtype: Any = "float32", dtype: Any = jnp.bfloat16) -> np.ndarray:
+        one = Learner(Model(QWEN3, where.trainer, dtype), objective, OptimizerSection(reduce_dtype=reduce_dtype), 10)
+        parameters = jax.device_put(random_parameters(QWEN3), shardings(QWEN3, where.trainer))
+        total, _ = one.accumulate(None, TrainState(parameters, None, None), batch)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(total.gradient)])
+
+    exact = gradient(roles(), dtype=jnp.float32)
+    rounding = relative(gradient(roles()), exact)
+    for reduce_dtype in ("float32", "bfloat16"):
+        assert 0 < relative(gradient(roles(fsdp=4, tensor=2), reduce_dtype), exact) < 1.5 * rounding

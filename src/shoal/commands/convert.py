@@ -1,14 +1,15 @@
 """`shoal convert`: converts a checkpoint of Hugging Face or Shoal to MaxText's layout, and back.
 
-Nothing is in memory but the part being written: one layer of a tensor on the way to MaxText's layout; on the way back
-one tensor of all layers, twice (of one layer, where they are not stacked). A run's own checkpoint is read whole.
+Values pass in windows. On the way back one tensor of all layers at a time is in a temporary file beside the target:
+pieces of a MaxText checkpoint may hold a part of every layer, and each is decompressed once. A run's own checkpoint is
+read whole.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from shoal.files import check_local, check_new_folder, move_folder, scratch_fold
 from shoal.mesh import Role, make_roles
 from shoal.model import hf, hf_config, hub
 from shoal.model.names import check_name, model_named
-from shoal.model.transformer import Architecture
+from shoal.model.spread import take_rows
+from shoal.model.transformer import Architecture, is_param_spec, param_specs
 from shoal.report.console import Console
 from shoal.report.findings import gib
 from shoal.report.folder import named_folder
-from shoal.run.checkpoint_formats import ReadPart, load_format
+from shoal.run.checkpoint_formats import ReadRows, load_format
 from shoal.run.loading import model_path
 from shoal.run.preflight.settings import check_model
 from shoal.text import count
@@ -63,7 +65,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
             if found is None:
                 raise ShoalError(f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
                                  "export`, which writes a run's weights in Hugging Face's format")
-            written = _to_hugging_face(config, found, target, role, console)
+            written = _to_hugging_face(config, found, target, console)
         console.note(f"wrote {target}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
                      f"{time.perf_counter() - started:.1f} s")
     return {"to": str(target), **written}
@@ -119,24 +121,27 @@ def _to_maxtext(config: ConvertConfig, source: str, target: Path, role: Role, co
     return {"tensors": len(made.arrays), "bytes": size}
 
 
-def find_source(source: str) -> tuple[Architecture, Callable[[Role], ReadPart]]:
+def find_source(source: str) -> tuple[Architecture, Callable[[Role], ReadRows]]:
     """The architecture of a folder of Hugging Face's or of a run, and a function that opens it to be read in parts."""
     local = Path(source).expanduser()
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(source)
     a = hf_config.architecture_of(folder)
 
-    def open_source(role: Role) -> ReadPart:
+    def open_source(role: Role) -> ReadRows:
         if checkpoint is None:
-            return partial(hf.open_tensors(folder, a).read, dtype=np.float32)
-        parameters = load_parameters(*checkpoint, a, role)
-        leaves = {hf.dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)}
-        return lambda path, part: np.asarray(leaves[path][part])
+            tensors = hf.open_tensors(folder, a)
+            return lambda path, layer, rows: tensors[path].read(slice(layer, layer + 1), rows)[0]
+        leaves = jax.tree_util.tree_leaves_with_path(load_parameters(*checkpoint, a, role))
+        declared = jax.tree.leaves(param_specs(a), is_leaf=is_param_spec)
+        arrays = {hf.dotted(path): (leaf, hf.layout_of(hf.dotted(path), one, role))
+                  for (path, leaf), one in zip(leaves, declared, strict=True)}
+        return lambda path, layer, rows: take_rows(*arrays[path], layer, rows)
 
     return a, open_source
 
 
-def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, role: Role, console: Console) -> dict[str, Any]:
+def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: Console) -> dict[str, Any]:
     maxtext = load_format("maxtext")
     if not (config.tokenizer or config.model_name):
         raise maxtext.unnamed(found, "model_name", "tokenizer")
@@ -150,11 +155,11 @@ def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, role: Rol
                         "give tokenizer=FOLDER or a hub id")
     a, dtype = checkpoint.architecture, jnp.dtype(config.dtype)
     made = None if tokenizer and hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
-    parameters = checkpoint.load_lazily(role, dtype)
     with writing(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
-        hf.save(target, parameters, a, tokenizer, config.dtype, config=made)
-    values = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(parameters))
+        with checkpoint.open_lazily(target.parent, dtype) as parameters:
+            hf.save(target, parameters, a, tokenizer, config.dtype, config=made)
+    values = sum(math.prod(one.shape) for one in jax.tree.leaves(param_specs(a), is_leaf=is_param_spec))
     return {"tensors": len(list(hf.names_of(a))), "bytes": values * dtype.itemsize}
 
 

@@ -66,7 +66,7 @@ class Config:
     def __post_init__(self) -> None:
         at_least(self, "", 0, "steps")
         require(self.optimizer.reduce_dtype == "float32" or self.model.dtype != "float32", "optimizer.reduce_dtype",
-                self.optimizer.reduce_dtype, "float32 with model.dtype=float32")
+                self.optimizer.reduce_dtype, "float32, or model.dtype=bfloat16 beside it")
         require(self.algorithm.num_minibatches <= self.batch.prompts_per_step or self.batch.prompts_per_device > 0,
                 "algorithm.num_minibatches", self.algorithm.num_minibatches,
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")

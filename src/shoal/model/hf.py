@@ -3,8 +3,8 @@
     load    its safetensors -> Parameters, each array created on the devices that hold it
     save    Parameters -> a folder that transformers loads
 
-One table, `NAMES`, holds each parameter's name in the files. One stacked parameter is read at a time and one tensor
-written at a time, so the host never holds a second copy of the model.
+One table, `NAMES`, holds each parameter's name in the files. Values pass in windows (`shoal.model.spread`), so the host
+never holds a second copy of the model, nor of one parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from shoal.files import read_json
 from shoal.mesh import Role
 from shoal.model.hf_config import architecture_of as architecture_of  # callers read and load through this module
 from shoal.model.hf_config import config_to_save
+from shoal.model.param_layout import ParamLayout
+from shoal.model.spread import collect, spread
 from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
 from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError
@@ -77,56 +80,56 @@ TOKENIZER_FILES = (
 def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32) -> Parameters:
     """The parameters in a folder's safetensors (bf16, f16 or f32) as `dtype`, in the role's sharding.
 
-    Each is stacked shard by shard, from the slices that the shard needs. ShoalError names every tensor that is missing,
-    left over or misshapen, and a truncated file.
+    Every byte is read once, by one of the processes. ShoalError names every tensor that is missing, left over or
+    misshapen, and a truncated file.
     """
     # Checked whole before the first read: a wrong file is refused in a second, not after half of 100 GB.
-    dtype, tensors = np.dtype(dtype), open_tensors(folder, architecture)
+    tensors = open_tensors(folder, architecture)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, declared: spread(tensors[dotted(path)], layout_of(dotted(path), declared, role), dtype),
+        param_specs(architecture), is_leaf=is_param_spec)
 
-    def make(path: Any, declared: ParamSpec) -> jax.Array:
-        sharding = declared.sharding(role)
-        parts: dict[str, np.ndarray] = {}  # a part that several devices hold is read once
 
-        def read(index: Any) -> np.ndarray:
-            key = str(index)
-            if key not in parts:
-                parts[key] = tensors.read(dotted(path), index, dtype)
-            return parts[key]
-
-        array = jax.make_array_from_callback(declared.shape, sharding, read)
-        return array.block_until_ready()  # else the host keeps copies of several arrays until they are transferred
-
-    return jax.tree_util.tree_map_with_path(make, param_specs(architecture), is_leaf=is_param_spec)
+def layout_of(path: str, declared: ParamSpec, role: Role) -> ParamLayout:
+    """How a parameter lies on a role's devices and in files."""
+    return ParamLayout.of(declared, role, NAMES[path].transposed)
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """The tensors of a folder, matched to the parameters of an architecture; their values are read on demand."""
+class StoredTensors:
+    """A parameter in the files: one tensor, or one a layer."""
 
-    stored: Mapping[str, Sequence[StoredTensor]]
+    tensors: Sequence[StoredTensor]
 
-    def read(self, path: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-        """A part of the parameter at a dotted path; `index` is in its own dimensions, with L first if it is stacked."""
-        name, tensors = NAMES[path], self.stored[path]
-        # The slice of L picks layers; the rest is a slice of each layer's tensor.
-        chosen, within = (tensors[index[0]], index[1:]) if name.stacked else (tensors, index)
-        parts = None
-        for number, tensor in enumerate(chosen):
-            part = tensor.read(within[::-1]).T if name.transposed else tensor.read(within)
-            if parts is None:
-                parts = np.empty((len(chosen), *part.shape), dtype)
-            parts[number] = part
-        assert parts is not None
-        return parts if name.stacked else parts[0]
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        rows, columns = (*self.tensors[0].shape, 1)[:2]
+        return len(self.tensors), rows, columns
+
+    @property
+    def dtype(self) -> np.dtype:
+        types = {DTYPES[tensor.dtype] for tensor in self.tensors}
+        return types.pop() if len(types) == 1 else np.dtype(np.float32)  # it holds the values of all of them
+
+    def read(self, layers: slice, rows: slice) -> np.ndarray:
+        """Some rows of some layers, [layers, rows, columns]."""
+        chosen, (_, _, columns) = self.tensors[layers], self.shape
+        values = np.empty((len(chosen), rows.stop - rows.start, columns), self.dtype)
+        for tensor, part in zip(chosen, values, strict=True):
+            stored = part if DTYPES[tensor.dtype] == part.dtype else np.empty(part.shape, DTYPES[tensor.dtype])
+            tensor.read(rows.start, stored)
+            part[...] = stored
+        return values
 
 
-def open_tensors(folder: str | Path, architecture: Architecture) -> Tensors:
-    """The tensors in a folder's safetensors; ShoalError unless they are exactly those of the architecture."""
+def open_tensors(folder: str | Path, architecture: Architecture) -> dict[str, StoredTensors]:
+    """The parameters in a folder's safetensors, by dotted path; ShoalError unless they are exactly those of the
+    architecture."""
     folder = Path(folder)
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored.update(read_header(file))
-    return Tensors(_match(stored, architecture, folder))
+    return {path: StoredTensors(found) for path, found in _match(stored, architecture, folder).items()}
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -205,35 +208,20 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 @dataclass(frozen=True)
 class LazyParameter:
-    """A parameter to be written that is not in memory: `read` gets a layer's number, or None if it has no layers."""
+    """A parameter to be written that is not in memory: `read` gets a layer's number, or None if it has no layers, and
+    gives the tensor as the files hold it, in runs of rows, each with the number of its first row."""
 
     shape: tuple[int, ...]
-    read: Callable[[int | None], Any]
+    read: Callable[[int | None], Iterator[tuple[int, np.ndarray]]]
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written: its parameter, or one layer of a stacked one."""
+    """A tensor to be written, a parameter or one layer of a stacked one: its rows in runs, in a type."""
 
     name: str
-    leaf: Any
     shape: tuple[int, ...]
-    transposed: bool
-    layer: int | None
-
-    def fetch(self, dtype: np.dtype) -> np.ndarray:
-        """The tensor on the host, in the file's layout."""
-        # Of another system's checkpoint, which may be larger than this host's memory.
-        if isinstance(self.leaf, LazyParameter):
-            value = np.asarray(self.leaf.read(self.layer))
-        else:  # a new array either way: a jax.Array keeps the host copy that np.asarray made, all layers in the end
-            value = np.asarray(jnp.copy(self.leaf) if self.layer is None else _layer_of(self.leaf, self.layer))
-        return np.ascontiguousarray(value.T if self.transposed else value, dtype=dtype)
-
-
-@jax.jit
-def _layer_of(leaf: jax.Array, layer: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)  # the number is traced: one program for all
+    runs: Callable[[np.dtype], Iterator[tuple[int, np.ndarray]]]
 
 
 def save(
@@ -274,15 +262,22 @@ def save(
 
 
 def _output_tensors(parameters: Parameters, a: Architecture) -> Iterator[OutputTensor]:
-    leaves = jax.tree.leaves(parameters)
-    for leaf, (path, name, shape, numbers) in zip(leaves, _tensor_specs(a), strict=True):
-        full = (len(numbers), *shape) if name.stacked else shape
-        wanted = (*full[:-2], full[-1], full[-2]) if name.transposed else full
-        if tuple(leaf.shape) != wanted:
-            raise ValueError(f"parameter {path} is {tuple(leaf.shape)}; the architecture has {wanted}")
+    declared = jax.tree.leaves(param_specs(a), is_leaf=is_param_spec)
+    for leaf, one, (path, name, shape, numbers) in zip(jax.tree.leaves(parameters), declared, _tensor_specs(a),
+                                                       strict=True):
+        if tuple(leaf.shape) != one.shape:
+            raise ValueError(f"parameter {path} is {tuple(leaf.shape)}; the architecture has {one.shape}")
+        read = _reader(leaf, one, name)
         for layer in numbers:
-            text = name.template.format(layer=layer)
-            yield OutputTensor(text, leaf, shape, name.transposed, layer if name.stacked else None)
+            yield OutputTensor(name.template.format(layer=layer), shape, partial(read, layer))
+
+
+def _reader(leaf: Any, declared: ParamSpec, name: TensorName) -> Callable[[int, np.dtype], Iterator]:
+    """A function of layer and type that gives a parameter's tensor in runs of rows."""
+    # Of another system's checkpoint, which may be larger than this host's memory.
+    if isinstance(leaf, LazyParameter):
+        return lambda layer, _: leaf.read(layer if name.stacked else None)
+    return partial(collect, leaf, ParamLayout.on(leaf, declared, name.transposed))
 
 
 def _write_shards(folder: Path, tensors: Iterator[OutputTensor], dtype: np.dtype, shard_bytes: int) -> None:

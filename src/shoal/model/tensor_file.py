@@ -1,13 +1,14 @@
-"""Safetensors files: read by the library, slice by slice, and written tensor by tensor.
+"""Safetensors files: headers checked by the library, rows read by position, tensors written by runs of rows.
 
-Writing is done here because the library takes all tensors of a file at once, which would need a second copy of a small
-model in memory, and 4 GB of a large one. Format: https://github.com/huggingface/safetensors#format
+The library maps files, and pages that were read count as this process's memory; its writer takes all tensors of a file
+at once. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,27 +28,37 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, of which slices can be read."""
+    """A tensor in a safetensors file, of which rows can be read."""
 
     file: Path
     name: str
     dtype: str  # by the format's names, as in DTYPES
     shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of the tensor, copied from the file."""
-        # Opened for each read: the library maps the file, and pages that were read stay in memory while it is open.
-        with safe_open(self.file, "np") as opened:
-            return opened.get_slice(self.name)[index]
+    def read(self, start: int, values: np.ndarray) -> None:
+        """Fills `values` with rows from `start` on. ShoalError with the byte where the file cannot be read further."""
+        position = self.offset + start * values[0].nbytes
+        end, left = position + values.nbytes, values.reshape(-1).view(np.uint8).data
+        try:
+            with open(self.file, "rb", buffering=0) as stream:
+                stream.seek(position)
+                while left:
+                    count = stream.readinto(left)
+                    if not count:  # checked at the start, but a copy may still run, or a network disk lose a part
+                        raise ShoalError(f"{self.file} ends at byte {position}, within the tensor {self.name}: bytes "
+                                         f"up to {end} were expected. Download it again.")
+                    position, left = position + count, left[count:]
+        except OSError as error:
+            raise ShoalError(f"{self.file} cannot be read at byte {position}, in the tensor {self.name} "
+                             f"({error.strerror}): check the disk, then repeat the command.") from error
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name. ShoalError if the file is truncated or is something else."""
     try:
-        with safe_open(file, "np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: StoredTensor(file, name, one.get_dtype(), tuple(one.get_shape()))
-                    for name, one in slices.items()}
+        with safe_open(file, "np"):
+            pass
     except SafetensorError as error:
         text = str(error)
         if "not fully covered" in text or "invalid header length" in text:
@@ -56,6 +67,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise ShoalError(f"{file} is not a safetensors file ({file.stat().st_size} bytes). Download it again."
                              ) from error
         raise ShoalError(f"{file} has a damaged header ({text}). Download it again.") from error
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    return {name: StoredTensor(file, name, one["dtype"], tuple(one["shape"]), 8 + size + one["data_offsets"][0])
+            for name, one in header.items() if name != "__metadata__"}
 
 
 class Writable(Protocol):
@@ -65,22 +81,26 @@ class Writable(Protocol):
     def name(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def fetch(self, dtype: np.dtype) -> np.ndarray:
-        """Its values, C-contiguous."""
+    def runs(self, dtype: np.dtype, /) -> Iterator[tuple[int, np.ndarray]]:
+        """All its rows in runs, each with the number of its first row."""
         ...
 
 
 def write_file(file: Path, tensors: Sequence[Writable], dtype: np.dtype) -> None:
-    """Writes a file; each tensor is fetched when it is written."""
+    """Writes a file; each run of rows is fetched when it is written."""
     kind = next(kind for kind, value in DTYPES.items() if value == dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    starts, end = [], 0
     for tensor in tensors:
-        start, end = end, end + dtype.itemsize * int(np.prod(tensor.shape))
-        header[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        starts.append(end)
+        end += dtype.itemsize * math.prod(tensor.shape)
+        header[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [starts[-1], end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            stream.write(tensor.fetch(dtype).view(np.uint8).data)
+        for tensor, start in zip(tensors, starts, strict=True):
+            row_bytes = dtype.itemsize * math.prod(tensor.shape[1:])
+            for row, values in tensor.runs(dtype):
+                stream.seek(8 + len(text) + start + row * row_bytes)
+                stream.write(np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8).data)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 FORMATS: dict[str, str] = {}
 """Name of a format -> `module:object` of its CheckpointFormat."""
 
-ReadPart = Callable[[str, "tuple[slice, ...]"], "np.ndarray"]
-"""Dotted path of a parameter, part of it -> its values, float32: layers first, kernels as [in, out]."""
+ReadRows = Callable[[str, int, slice], "np.ndarray"]
+"""Dotted path of a parameter, layer (0 if it has none), rows -> values [rows, columns] as in Hugging Face's files."""
 
 
 class ForeignCheckpoint(Protocol):
@@ -35,8 +36,8 @@ class ForeignCheckpoint(Protocol):
     def architecture(self) -> Architecture: ...
     def describe(self) -> str: ...
     def load(self, role: Role, dtype: Any) -> Params: ...
-    def load_lazily(self, role: Role, dtype: Any) -> Any:
-        """Parameters as `hf.LazyParameter`s, each read when it is used."""
+    def open_lazily(self, scratch: Path, dtype: Any) -> AbstractContextManager[Any]:
+        """Parameters as `hf.LazyParameter`s, each read when it is used; `scratch` is a folder for temporary files."""
         ...
 
 
@@ -65,7 +66,7 @@ class CheckpointFormat(Protocol):
         """The checkpoint, checked against the model of a name, else of the config.json in `reference`."""
         ...
 
-    def arrays(self, read: ReadPart, a: Architecture, model_name: str, scan_layers: bool,
+    def arrays(self, read: ReadRows, a: Architecture, model_name: str, scan_layers: bool,
                dtype: np.dtype) -> ForeignArrays: ...
 
     def unnamed(self, found: Path, name_key: str, tokenizer_key: str) -> ShoalError:

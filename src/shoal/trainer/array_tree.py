@@ -6,7 +6,7 @@ Arrays are named by their path, with `/` between its parts.
 from __future__ import annotations
 
 import functools
-import operator
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,14 +36,54 @@ class StoredTree:
 
 
 @dataclass(frozen=True)
+class StoredArray:
+    """An array of a tree, of which parts can be read."""
+
+    folder: Path
+    name: str
+
+    @functools.cached_property
+    def opened(self) -> Any:
+        import tensorstore
+
+        # As Orbax stores it: in one store with all arrays, or in a folder of its own; Zarr of either version.
+        name, base = self.name.replace("/", "."), self.folder.absolute()
+        store = {"driver": "ocdbt", "base": f"file://{base}/", "path": f"{name}/"}
+        if not (self.folder / "manifest.ocdbt").exists():
+            store = {"driver": "file", "path": f"{base / name}/"}
+        with reading(self.folder):
+            return tensorstore.open({"driver": "auto", "kvstore": store}).result()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.opened.shape)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Shape of its pieces on disk: to read a part of one, all of it is decompressed."""
+        return tuple(self.opened.chunk_layout.read_chunk.shape)
+
+    def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        with reading(self.folder):
+            return self.opened[part].read().result()
+
+
+def grid(shape: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """The parts of an array in steps along its axes, in order."""
+    ranges = [[slice(start, min(start + step, size)) for start in range(0, size, step)]
+              for size, step in zip(shape, steps, strict=True)]
+    return itertools.product(*ranges)
+
+
+@dataclass(frozen=True)
 class LazyArray:
-    """An array to be written whose values are read in slices along an axis; None reads it at once."""
+    """An array to be written whose values are read in parts: in steps of the pieces on disk along `axes`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    axis: int | None
-    read: Callable[[slice], np.ndarray]
-    one_by_one: bool = False  # on disk, a large array has separate pieces for each index of the axis
+    axes: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+    one_by_one: int | None = None  # on disk, a large array has separate pieces for each index of this axis
 
     @property
     def ndim(self) -> int:
@@ -64,7 +104,8 @@ class LazyArray:
     def save_args(self) -> dict[str, Any]:
         if self.nbytes <= CHUNK_BYTES:
             return {}
-        return {"chunk_byte_size": CHUNK_BYTES} | ({"shard_axes": (self.axis,)} if self.one_by_one else {})
+        axes = () if self.one_by_one is None else (self.one_by_one,)
+        return {"chunk_byte_size": CHUNK_BYTES, "shard_axes": axes}
 
 
 def find_tree(folder: Path) -> Path | None:
@@ -88,15 +129,6 @@ def inspect_tree(folder: Path) -> StoredTree:
 
 def _key(key: Any) -> str:
     return str(next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)))
-
-
-def read_leaves(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads some arrays of a tree, each to the devices of its sharding."""
-    ocp, tree = load_orbax(), _nested(wanted)
-    with reading(folder), ocp.PyTreeCheckpointer() as reader:
-        read = reader.restore(folder.absolute(), args=ocp.args.PyTreeRestore(
-            item=tree, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)))
-        return {name: functools.reduce(operator.getitem, name.split("/"), read) for name in wanted}
 
 
 def write_tree(folder: Path, target: Path, arrays: Mapping[str, LazyArray], metadata: Mapping[str, Any],
@@ -135,15 +167,12 @@ def _slice_by_slice(type_handlers: Any, on_written: Callable[[int], None]) -> An
 
         async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
             array: Any = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
-            axis = value.axis or 0
-            size = value.shape[axis]
-            # Steps are the file's own pieces: a piece written twice in part is read, merged and compressed twice.
-            step = size if value.axis is None else array.chunk_layout.write_chunk.shape[axis]
-            for start in range(0, size, step):
-                part = slice(start, min(start + step, size))
+            # In the file's own pieces: one written twice in part is read, merged and compressed twice.
+            pieces = array.chunk_layout.write_chunk.shape
+            steps = [pieces[axis] if axis in value.axes else size for axis, size in enumerate(value.shape)]
+            for part in grid(value.shape, steps):
                 values = np.ascontiguousarray(value.read(part), value.dtype)
-                where = array[(slice(None),) * axis + (part,)]
-                await where.write(values, can_reference_source_data_indefinitely=True)
+                await array[part].write(values, can_reference_source_data_indefinitely=True)
                 on_written(values.nbytes)
 
     return type_handlers.create_type_handler_registry(

@@ -1,0 +1,195 @@
+"""Parameters between files and a role's devices, a window at a time.
+
+    spread     rows of a stored parameter -> the devices -> transposed, cast and written into its array
+    collect    the same way back
+
+Each device is given an equal run of a window's rows: every byte is read once, by one process, and reaches
+the devices that hold it through the devices; no host holds more than some windows (decision 0015).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from shoal.model.param_layout import ParamLayout
+
+SMALL_BYTES = 32 << 20
+"""Largest parameter that one process lays out on the host: no program is compiled for norms and tiny models."""
+
+
+class StoredParameter(Protocol):
+    """A parameter where it is stored."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers (1 if it has none), rows, columns (1 for a vector)."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def read(self, layers: slice, rows: slice) -> np.ndarray:
+        """Some rows of some layers, [layers, rows, columns]."""
+        ...
+
+
+def carrier(dtype: Any, mesh: Any) -> np.dtype:
+    """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even for that: a whole array to write
+    a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange (five times the cost)."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.uint16) if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu" else dtype
+
+
+def is_small(layout: ParamLayout, itemsize: int) -> bool:
+    return math.prod(layout.declared.shape) * itemsize <= SMALL_BYTES and not layout.mesh.is_multi_process
+
+
+# Files to devices
+
+
+def spread(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
+    """The parameter as `dtype`, in its layout."""
+    shape = layout.declared.shape
+    if is_small(layout, stored.dtype.itemsize):
+        values = layout.to_parameter(stored.read(slice(0, stored.shape[0]), slice(0, stored.shape[1]))).astype(dtype)
+        return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
+    array = zeros(shape, carrier(dtype, layout.mesh), layout.sharding)
+    windows = list(layout.windows(stored.dtype.itemsize))
+    # One window is read while the one before it is on its way; a thread, because reading holds no lock.
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(_put_rows, stored, layout, *windows[0])
+        for number, (layers, rows) in enumerate(windows):
+            block = ahead.result()
+            if number + 1 < len(windows):
+                ahead = reader.submit(_put_rows, stored, layout, *windows[number + 1])
+            moved = _move(block, layout, rows.stop - rows.start, stored.dtype, np.dtype(dtype))
+            array = _write(array, moved, layers.start, rows.start, layout)
+            del block, moved
+            array.block_until_ready()  # else windows, and steps with collectives, queue up
+    return finished(array, layout.sharding, np.dtype(dtype))
+
+
+def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
+    """An array of a carrier type as what it means, in the same memory."""
+    parts = [shard.data for shard in array.addressable_shards]
+    if array.dtype != dtype:  # through NumPy's views: a compiled cast would need the memory twice
+        parts = [jax.device_put(np.asarray(part).view(dtype), part.sharding) for part in parts]
+    # Compiled programs leave mesh axes of size 1 out of a sharding: another spelling, for which others compile again.
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
+
+
+def _put_rows(stored: StoredParameter, layout: ParamLayout, layers: slice, rows: slice) -> jax.Array:
+    """A window on the devices in the file's form, a run of rows each; the last runs are filled up."""
+    _, all_rows, columns = stored.shape
+    parts = layout.parts(layout.row_axes)
+    height, sharers = rows.stop - rows.start, layout.mesh.size // parts
+    moved = carrier(stored.dtype, layout.mesh)
+    padded = -(-height // sharers) * sharers
+
+    def read(index: Any) -> np.ndarray:
+        start, stop, _ = index[1].indices(parts * padded)
+        part, first = divmod(start, padded)
+        origin = part * (all_rows // parts) + rows.start
+        wanted = slice(origin + min(first, height), origin + min(first + stop - start, height))
+        values = stored.read(layers, wanted).view(moved)  # never used again: JAX on CPU may keep it as the array
+        missing = stop - start - values.shape[1]
+        return np.pad(values, ((0, 0), (0, missing), (0, 0))) if missing else values
+
+    shape = (layers.stop - layers.start, parts * padded, columns)
+    return jax.make_array_from_callback(shape, NamedSharding(layout.mesh, layout.runs), read, moved)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _move(block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, dtype: np.dtype) -> jax.Array:
+    """A window from runs of rows to the array's layout, transposed and cast."""
+
+    def local(x: jax.Array) -> jax.Array:
+        if layout.copy_axes:
+            x = lax.all_gather(x, layout.copy_axes, axis=1, tiled=True)
+        if layout.column_axes:
+            # A dimension of its own for the parts: split within one, on CPU it takes three times as long.
+            apart = x.reshape(*x.shape[:2], layout.parts(layout.column_axes), -1)
+            x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
+            x = x.reshape(x.shape[0], -1, x.shape[-1])
+        x = lax.bitcast_convert_type(layout.to_parameter(x[:, :height]), stored).astype(dtype)
+        return lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
+
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=layout.runs, out_specs=layout.spec, check_vma=False)(block)
+
+
+# A program of its own: in one with the transposition XLA writes element by element on CPU (81 ms for 16 MiB; apart 12).
+@partial(jax.jit, static_argnums=4, donate_argnums=0)
+def _write(array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: ParamLayout) -> jax.Array:
+    def local(array: jax.Array, moved: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(array, moved, layout.starts(layer, row))
+
+    everywhere = PartitionSpec()
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, layout.spec, everywhere, everywhere),
+                         out_specs=layout.spec, check_vma=False)(array, moved, layer, row)
+
+
+# Devices to files
+
+
+def collect(array: Any, layout: ParamLayout, layer: int, dtype: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """One layer in the file's form: runs of rows, each with the number of its first row."""
+    if is_small(layout, array.dtype.itemsize):
+        yield 0, layout.from_parameter(np.asarray(array))[layer]
+        return
+    _, all_rows, _ = layout.stored_shape
+    parts, sharers = layout.parts(layout.row_axes), layout.parts(layout.column_axes)
+    for layers, rows in layout.windows(max(array.dtype.itemsize, np.dtype(dtype).itemsize)):
+        if not layers.start <= layer < layers.stop:
+            continue
+        height = rows.stop - rows.start
+        block = _take(array, layer, rows.start, layout, height, np.dtype(dtype))
+        padded = block.shape[1] // parts
+        for shard in block.addressable_shards:
+            if shard.replica_id:
+                continue
+            part, first = divmod(shard.index[1].start or 0, padded)
+            last = min(first + padded // sharers, height)
+            if first < last:
+                yield part * (all_rows // parts) + rows.start + first, np.asarray(shard.data)[0, : last - first]
+
+
+def take_rows(array: Any, layout: ParamLayout, layer: int, rows: slice) -> np.ndarray:
+    """Some rows of one layer in the file's form, [rows, columns], of an array on one device."""
+    part = lax.dynamic_slice(array, layout.starts(layer, rows.start), layout.sizes(rows.stop - rows.start, array.shape))
+    return layout.from_parameter(np.asarray(part))[0]
+
+
+@partial(jax.jit, static_argnums=(3, 4, 5))
+def _take(array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: int, dtype: np.dtype) -> jax.Array:
+    """A window of one layer as runs of rows, over `row_axes` and in them over `column_axes`."""
+
+    def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice(array, layout.starts(layer, row), layout.sizes(height, array.shape))
+        x = layout.from_parameter(part).astype(dtype)
+        if layout.column_axes:
+            parts = layout.parts(layout.column_axes)
+            x = lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
+            x = jnp.pad(x, ((0, 0), (0, -height % parts), (0, 0)))
+            x = x.reshape(1, parts, -1, x.shape[-1])
+            x = lax.all_to_all(x, layout.column_axes, split_axis=1, concat_axis=3, tiled=True)
+            x = lax.bitcast_convert_type(x.reshape(1, -1, x.shape[-1]), dtype)
+        return x
+
+    everywhere, split = PartitionSpec(), (*layout.row_axes, *layout.column_axes)
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, everywhere, everywhere),
+                         out_specs=PartitionSpec(None, split or None, None), check_vma=False)(array, layer, row)

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
 from shoal.run.plan.flops import jaxpr_flops
-from shoal.run.plan.hlo import Module, device_groups, group_size
+from shoal.run.plan.groups import device_groups, group_size
+from shoal.run.plan.hlo import Module
 
 pytestmark = pytest.mark.compile_quickly
 

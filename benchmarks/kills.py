@@ -1,10 +1,11 @@
 """Kills runs with SIGKILL at random moments, saving included, gives the same command again, and compares the ends.
 
-    python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0]
+    python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0] [--processes 2 --devices 4]
 
 Each is compared with an unbroken run. It is killed up to `--kills-a-run` times, each time at a moment drawn evenly
 from the time of a whole run (every third time: later, while a checkpoint is being written), and then left to its end;
-a run that ended before its moment was not killed. Equal means: parameters, optimizer, metrics (clocks aside), groups
+a run that ended before its moment was not killed. Of several processes one is killed, drawn each time; the others
+must end by themselves, and all are started again. Equal means: parameters, optimizer, metrics (clocks aside), groups
 and evaluations, bit for bit; each step once.
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,21 +26,38 @@ from pathlib import Path
 CLOCKS = ("time/", "throughput/", "memory/", "compilations", "mfu")
 
 
+MOST_SECONDS_TO_END = 60
+"""What the other processes may take to end when one was killed."""
+
+
 def command(base: Path, name: str, extra: list[str]) -> list[str]:
     return [sys.executable, "-m", "shoal", "train", f"base_output_directory={base}", f"run_name={name}", "steps=12",
             "task.num_eval_questions=16", "train.pass_k=0", "batch.prompts_per_step=4", "batch.group_size=4",
             "checkpoint.every=2", "train.evaluate_every=5", "sampling.max_completion_tokens=48", *extra]
 
 
-def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(words: list[str], log: Path, count: int) -> list[subprocess.Popen[bytes]]:
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    keys = [f"mesh.coordinator=localhost:{port}", f"mesh.processes={count}"] if count > 1 else []
     with log.open("ab") as file:
-        return subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
+        return [subprocess.Popen([*words, *keys, *([f"mesh.process={number}"] if keys else [])], stdout=file,
+                                 stderr=file, start_new_session=True) for number in range(count)]
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the whole of it."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def kill(processes: list[subprocess.Popen[bytes]], random_: random.Random) -> str:
+    """SIGKILL to the whole of one; the others end by themselves. Which it was, and after how long all had ended."""
+    number = random_.randrange(len(processes))
+    os.killpg(processes[number].pid, signal.SIGKILL)
+    began = time.monotonic()
+    for process in processes:
+        process.wait(MOST_SECONDS_TO_END)
+    seconds = time.monotonic() - began
+    return f", process {number}, the others ended {seconds:.1f} s later" if len(processes) > 1 else ""
+
+
+def ended(processes: list[subprocess.Popen[bytes]]) -> bool:
+    return any(process.poll() is not None for process in processes)
 
 
 def is_saving(run: Path) -> bool:
@@ -46,28 +65,32 @@ def is_saving(run: Path) -> bool:
     return folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())
 
 
-def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: random.Random, log: Path) -> list[str]:
+def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: random.Random, log: Path,
+              count: int) -> list[str]:
     """Kills the command `kills` times on its way, then lets it end; where it was each time."""
     places = []
     for number in range(kills):
-        process = start(words, log)
+        processes = start(words, log, count)
         moment = time.monotonic() + random_.uniform(0, seconds)
         aim_at_saving = number % 3 == 2
-        while process.poll() is None and (time.monotonic() < moment or (aim_at_saving and not is_saving(run))):
+        while not ended(processes) and (time.monotonic() < moment or (aim_at_saving and not is_saving(run))):
             time.sleep(0.0005)
-        if process.poll() is not None:
-            if process.returncode:
-                raise SystemExit(f"a run failed by itself, exit {process.returncode}: {log.read_text()[-2000:]}")
+        if ended(processes):
+            check_ends(processes, "a run failed by itself", log)
             break
         saving = is_saving(run)
-        kill(process)
+        killed = kill(processes, random_)
         lines = run / "metrics.jsonl"
         step = len(lines.read_text().splitlines()) if lines.is_file() else 0
-        places.append(f"after step {step}" + (", saving" if saving else ""))
-    process = start(words, log)  # to its end; where it has ended, it says so
-    if process.wait():
-        raise SystemExit(f"the run did not resume, exit {process.returncode}: {log.read_text()[-2000:]}")
+        places.append(f"after step {step}" + (", saving" if saving else "") + killed)
+    # To its end; where it has ended, it says so.
+    check_ends(start(words, log, count), "the run did not resume", log)
     return places
+
+
+def check_ends(processes: list[subprocess.Popen[bytes]], text: str, log: Path) -> None:
+    if any(codes := [process.wait() for process in processes]):
+        raise SystemExit(f"{text}, exit {codes}: {log.read_text()[-2000:]}")
 
 
 def without_clocks(file: Path) -> list[dict[str, object]]:
@@ -95,21 +118,26 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--kills-a-run", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=0, help="simulated CPU devices of each process, all trained on")
     options, extra = parser.parse_known_args()
+    if options.devices:
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
+        extra = ["mesh.fsdp=-1", *extra]
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
         log, random_ = base / "log.txt", random.Random(options.seed)
-        start(command(base, "warm", extra), log).wait()  # fills the compile cache
+        count = options.processes
+        check_ends(start(command(base, "warm", extra), log, count), "a run failed", log)  # fills the compile cache
         began = time.monotonic()
-        if start(command(base, "whole", extra), log).wait():
-            raise SystemExit(log.read_text()[-2000:])
+        check_ends(start(command(base, "whole", extra), log, count), "a run failed", log)
         seconds = time.monotonic() - began
         print(f"the unbroken run: {seconds:.1f} s\n\nrun  kills  equal  killed")
         equal = total = killed = 0
         while killed < options.kills:
             run = base / f"broken{total}"
             most = min(options.kills_a_run, options.kills - killed)
-            places = break_run(command(base, run.name, extra), run, most, seconds, random_, log)
+            places = break_run(command(base, run.name, extra), run, most, seconds, random_, log, count)
             different = differences(base / "whole", run)
             total, equal, killed = total + 1, equal + (not different), killed + len(places)
             print(f"{total:>3}  {len(places):>5}  {'no: ' + ', '.join(different) if different else 'yes':>5}  "

@@ -26,6 +26,8 @@ ALIKE = 0.6
 CLOCK = re.compile(r"\d+:\d\d|[\d.]+k?( tokens/s| s\b| GiB\b)")
 """What differs from one day to the next; an output that differs in nothing else stays."""
 
+PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
+
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -129,7 +131,8 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> list[str]:
         return []
     done = subprocess.run(command, shell=True, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, check=False)
-    return done.stdout.splitlines()
+    # Where the package lies is this machine's own.
+    return done.stdout.replace(str(PACKAGE.parent), "...").splitlines()
 
 
 def renew(page: Path, quick: bool) -> None:

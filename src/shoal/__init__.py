@@ -52,13 +52,15 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     from shoal.config.schema import Config
     from shoal.report.result import Result
     from shoal.run.cache import cache_by_configuration
+    from shoal.run.processes import open_console
     from shoal.run.resume import on_run
 
     config, resolved, functions = from_overrides(Config, **on_run(_named(task, held_out, correct, overrides)))
     config = _with_functions_named(config, functions)
     data = _task_of_data(task, held_out, correct, config, functions)
     cache_by_configuration()
-    summary = run(config, functions, _console(resolved), data)
+    config, console = open_console(config)
+    summary = run(config, functions, _noted(console, resolved), data)
     return Result(Path(summary["run_folder"]), summary)
 
 
@@ -147,7 +149,10 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
 def _console(resolved: Any) -> Any:
     from shoal.report.console import Console
 
-    console = Console()
+    return _noted(Console(), resolved)
+
+
+def _noted(console: Any, resolved: Any) -> Any:
     for note in resolved.start_lines:
         console.note(note)
     return console

@@ -250,9 +250,14 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
-    from shoal.report.console import Console
+    if command == "train":
+        from shoal.run.processes import open_console
 
-    console = Console()
+        config, console = open_console(config)
+    else:
+        from shoal.report.console import Console
+
+        console = Console()
     for note in resolved.start_lines:
         console.note(note)
     entry = "responses:score_responses" if command == "eval" and config.responses else ENTRIES[command]

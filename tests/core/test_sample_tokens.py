@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import roles
 
 from shoal.sampler.sample_tokens import SamplingArrays, inverse, sample_tokens, sampling_support, uniform
 from shoal.types import Address
@@ -125,6 +126,17 @@ def test_inverse_follows_the_distribution(size):
     tokens = drawn(masses, grid(count))
     expected = count * masses.astype(np.float64) / masses.sum(dtype=np.float64)
     assert np.abs(np.bincount(tokens, minlength=size) - expected).max() < 1.01  # a grid point more or less
+
+
+@pytest.mark.compile_quickly
+def test_a_split_vocabulary_is_searched_by_part():
+    """12,000 tokens on eight devices: 1,500 on each, so that its third block is not full."""
+    role, size = roles(tensor=8).sampler, 12_000
+    masses = np.random.default_rng(1).integers(0, 3, (64, size)).astype(np.float32)  # whole: their sums are exact
+    u = jnp.asarray(grid(64))
+    split = jax.device_put(masses, role.sharding((None, "vocab"), masses.shape))
+    found = role.jit(lambda masses, u: inverse(masses, u, role))(split, u)
+    assert found.tolist() == inverse(jnp.asarray(masses), u).tolist()
 
 
 def test_drawing_by_address_follows_the_distribution():

@@ -15,9 +15,11 @@ import pytest
 from small import FULLEST, PLAINEST, QWEN3, roles
 from test_sample_tokens import truncated_probabilities
 
+from shoal.mesh import Role
 from shoal.model.attention import prefill_attention
 from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.transformer import Architecture, Model, Parameters, forward, is_param_spec, logits, param_specs
+from shoal.rollout.publication import publish_to, published_shapes
 from shoal.run.compilation import CompilationCounter
 from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
 from shoal.sampler.programs import CHUNK
@@ -125,6 +127,25 @@ def engine() -> Engine:
 def base(engine: Engine) -> dict[tuple[int, int], Completion]:
     """Seven prompts through room for four groups: slots are filled again."""
     return play(engine, [request(row) for row in range(len(LENGTHS))])
+
+
+def test_a_gpus_programs_draw_the_same_tokens(monkeypatch, base):
+    """Layers apart, caches in another order in memory, larger blocks of keys: all of it runs on a CPU too."""
+    monkeypatch.setattr(Role, "platform", "gpu")
+    ours = Engine(model(SMALL), slots=16, group_size=4, max_prompt_tokens=100, max_completion_tokens=250, eos_ids=EOS,
+                  decode=text)
+    parameters = publish_to(ours.model, weights(SMALL))
+    assert len(parameters.blocks) == 2 and parameters.blocks[1].gate.shape == (32, 64)
+    declared, made = (jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+                      for tree in (published_shapes(ours.model), parameters))
+    assert declared == made
+    ours.load(0, parameters)
+    found = play(ours, [request(row) for row in range(len(LENGTHS))])
+    assert {key: c.token_ids.tolist() for key, c in found.items()} == {
+        key: c.token_ids.tolist() for key, c in base.items()}
+    assert max(np.abs(found[key].logprobs - base[key].logprobs).max() for key in base) < TOLERANCE
+    assert ours._state.caches[0].own_k.format.layout.major_to_minor == (0, 1, 3, 2, 4)  # type: ignore[union-attr]
+    assert ours.programs["decode"].num_compiled == 1
 
 
 # The sampler's log-probs are the trainer's

@@ -406,6 +406,13 @@ class MeshSection:
     """Slices (or hosts) that each have a copy of the model, times mesh.data copies within each."""
     dcn_fsdp: int = 1
     """Slices (or hosts) that share parameters, times mesh.fsdp devices within each."""
+    coordinator: str = ""
+    """Of a run in several processes: HOST:PORT where process 0 waits for the others. Slurm and TPU slices give it."""
+    processes: int = 0
+    """Number of processes, each with its own devices and started with the same command; 0 for one, or as Slurm or a TPU
+    slice says."""
+    process: int = -1
+    """Number of this process, from 0; process 0 writes the run folder. Slurm and TPU slices give it."""
     compiler_options: tuple[str, ...] = ()
     """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the platform."""
 
@@ -413,6 +420,8 @@ class MeshSection:
         for option in self.compiler_options:
             require("=" in option, "mesh.compiler_options", option, "NAME=VALUE")
         at_least(self, "mesh.", 0, "sampler_tensor", note="auto")
+        at_least(self, "mesh.", 0, "processes", note="one")
+        at_least(self, "mesh.", -1, "process", note="one process")
         at_least(self, "mesh.", 1, "dcn_data")
         at_least(self, "mesh.", 1, "dcn_fsdp")
         for name in ("data", "fsdp", "tensor"):

@@ -3,8 +3,9 @@
 from shoal.mesh.accelerators import peak_flops
 from shoal.mesh.devices import available_devices, devices_asked, role_devices
 from shoal.mesh.layout import listed_divisors, make_mesh
+from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program
-from shoal.mesh.roles import Role, Roles, make_roles
+from shoal.mesh.roles import Role, Roles, make_roles, put
 
-__all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "available_devices", "devices_asked", "listed_divisors",
-           "make_mesh", "make_roles", "peak_flops", "role_devices"]
+__all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "World", "available_devices", "devices_asked",
+           "listed_divisors", "make_mesh", "make_roles", "peak_flops", "put", "role_devices"]

@@ -27,6 +27,9 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "xla_enable_async_all_gather": True,
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
+    # Products of one input are not joined: for that the weights of q, k and v (of a small model also gate and up) would
+    # be copied beside each other, in decoding at every token.
+    "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
 """Platform -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather of weights into
 an all-reduce; with these they are gathers, and run under the products."""

@@ -89,9 +89,20 @@ class Role:
 
     def put_rows(self, tree: Any) -> Any:
         """Host arrays whose first dimension is rows, split over the devices."""
-        return jax.tree.map(
-            lambda x: jax.device_put(x, self.sharding(("rows",) + (None,) * (np.ndim(x) - 1), np.shape(x))), tree
-        )
+        return jax.tree.map(lambda x: put(x, self.sharding(("rows",) + (None,) * (np.ndim(x) - 1), np.shape(x))), tree)
+
+    @property
+    def host_layout(self) -> NamedSharding | None:
+        """Of an output that the host reads: whole in each of several processes; of one, as the compiler has it."""
+        return self.replicated if jax.process_count() > 1 else None
+
+    @property
+    def local(self) -> Role:
+        """The role on this process's devices alone, whole parts of its first axis; itself with one process."""
+        if jax.process_count() == 1:
+            return self
+        own = [part for part in self.mesh.devices if part.flat[0].process_index == jax.process_index()]
+        return replace(self, mesh=as_mesh(np.stack(own), self.mesh.axis_names))
 
     @property
     def row_shards(self) -> int:
@@ -107,6 +118,15 @@ class Role:
     def tensor(self) -> int:
         """Devices that share heads, feed-forward layers and vocabulary."""
         return self.mesh.shape["tensor"]
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A host array on the devices of a sharding; of several processes, each has the same array."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    # device_put would compare the processes' arrays each time.
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 @dataclass(frozen=True)
@@ -128,8 +148,12 @@ class Roles:
 def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
     """The roles on their devices; two that share devices may divide them differently.
 
-    ShoalError for devices that are not there, roles that overlap in part, and sizes that do not divide.
+    ShoalError for devices that are not there, roles that overlap in part, sizes that do not divide, and what several
+    processes cannot do.
     """
+    if section.processes > 1:
+        raise ShoalError(f"mesh.processes={section.processes}: only shoal train runs in several processes; leave out "
+                         "mesh.coordinator, mesh.processes and mesh.process")
     devices = devices if devices is not None else available_devices()
     numbers = role_devices(section, len(devices))
     mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
@@ -141,6 +165,8 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Ro
 
     trainer = role("trainer", mesh, TRAINER_RULES)
     sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), SAMPLER_RULES)
+    if jax.process_count() > 1:
+        _check_processes(section, numbers, trainer, sampler, len(devices))
     if set(numbers.reference) == set(numbers.trainer):
         return Roles(trainer, sampler, trainer)  # one layout, and so one program for its log-probs and the trainer's
     scoring = [devices[number] for number in numbers.reference]
@@ -168,6 +194,22 @@ def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], n
         return as_mesh(trainer.devices.reshape(-1, tensor), SAMPLER_AXES)
     own = [devices[number] for number in numbers.sampler]
     return as_mesh(arrange(own, (count // tensor, tensor), (1, 1)), SAMPLER_AXES)
+
+
+def _check_processes(section: MeshSection, numbers: RoleDevices, trainer: Role, sampler: Role, count: int) -> None:
+    """ShoalError for what a run in several processes refuses: idle devices, roles apart, a replica over processes."""
+    processes = jax.process_count()
+    if numbers.sampler != numbers.trainer or set(numbers.reference) != set(numbers.trainer):
+        raise ShoalError(f"a run in {processes} processes has all roles on all devices, since each process samples on "
+                         "its own: leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process")
+    if trainer.mesh.size != count:
+        raise ShoalError(f"mesh.data={section.data} x mesh.fsdp={section.fsdp} x mesh.tensor={section.tensor} uses "
+                         f"{trainer.mesh.size} of {count} devices, but {processes} processes train on all of theirs: "
+                         "set mesh.fsdp=-1")
+    if any(len({device.process_index for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
+        raise ShoalError(f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have "
+                         f"{count // processes} devices each: set mesh.sampler_tensor="
+                         f"{math.gcd(sampler.tensor, count // processes)}")
 
 
 def view_of(role: Role, devices: Sequence[Any]) -> Role:

@@ -7,6 +7,7 @@ does not depend, to the bit, on how far the caches are padded or on who else is 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -38,9 +39,10 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     # jax.nn.dot_product_attention returns for merging carries no gradient and has the keys' type, 1.5-3% off in
     # bfloat16 (docs/decisions).
     q = _by_key_head(q, own.k.shape[-2])  # [R, S, C, K, g, A]
-    scores = [_masked(_own_scores(q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
+    scores = [_masked(_einsum("rsckga,rstka->rskgct", q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
     if prefix is not None:
-        scores.append(_masked(_prefix_scores(q, prefix.k), prefix.mask[:, None, None, None, None]))
+        prefix_scores = _einsum("rsckga,rtka->rskgct", q, prefix.k)
+        scores.append(_masked(prefix_scores, prefix.mask[:, None, None, None, None]))
     # The maximum cancels in the quotient, so it needs no gradient.
     top = jax.lax.stop_gradient(jnp.maximum(*(s.max(-1) for s in scores)) if prefix else scores[0].max(-1))
     # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh padding by 1.
@@ -65,14 +67,6 @@ def _einsum(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
 
-def _own_scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    return _einsum("rsckga,rstka->rskgct", q, k)
-
-
-def _prefix_scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    return _einsum("rsckga,rtka->rskgct", q, k)
-
-
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, LOWEST)
 
@@ -83,7 +77,7 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
 
     Of each set only the first `num_*` keys (int32 scalars) are read, rounded up to blocks; the others must be masked. A
     wholly masked block changes no bit of a row that already has a key, so neither the padding of a row nor the other
-    rows of the batch show in its result. T of both sets is a multiple of `block`. No gradient.
+    rows of the batch show in its result. A block has `block` keys, or fewer where that does not divide T. No gradient.
     """
     q = _by_key_head(q, own.k.shape[-2])
     rows, slots, _, heads, share, head_dim = q.shape
@@ -91,29 +85,26 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
     start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32),
              jnp.zeros((*shape, head_dim), jnp.float32))
 
-    def block_of(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis)
+    def over(keys: Keys, form: str, num_keys: jax.Array, carry: tuple) -> tuple:
+        size = math.gcd(keys.k.shape[-3], block)
 
-    def add(carry: tuple, scores: jax.Array, v: jax.Array, form: str) -> tuple:
-        top, total, out = carry
-        # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
-        new_top = jnp.maximum(top, scores.max(-1))
-        shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
-        out = out * shrink[..., None] + _einsum(form, p.astype(v.dtype), v)
-        return new_top, total * shrink + p.sum(-1), out
+        def block_of(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
 
-    def prefix_block(number: jax.Array, carry: tuple) -> tuple:
-        mask = block_of(prefix.mask, number, 1)[:, None, None, None, None]
-        scores = _masked(_prefix_scores(q, block_of(prefix.k, number, 1)), mask)
-        return add(carry, scores, block_of(prefix.v, number, 1), "rskgct,rtka->rskgca")
+        def add(number: jax.Array, carry: tuple) -> tuple:
+            top, total, out = carry
+            mask = block_of(keys.mask, number, -1).reshape(rows, -1, 1, 1, 1, size)
+            scores = _masked(_einsum(f"rsckga,{form}->rskgct", q, block_of(keys.k, number, -3)), mask)
+            # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
+            new_top = jnp.maximum(top, scores.max(-1))
+            shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
+            v = block_of(keys.v, number, -3)
+            out = out * shrink[..., None] + _einsum(f"rskgct,{form}->rskgca", p.astype(v.dtype), v)
+            return new_top, total * shrink + p.sum(-1), out
 
-    def own_block(number: jax.Array, carry: tuple) -> tuple:
-        mask = block_of(own.mask, number, 3)[:, :, None, None]
-        scores = _masked(_own_scores(q, block_of(own.k, number, 2)), mask)
-        return add(carry, scores, block_of(own.v, number, 2), "rskgct,rstka->rskgca")
+        return jax.lax.fori_loop(0, -(-num_keys // size), add, carry)
 
-    carry = jax.lax.fori_loop(0, -(-num_prefix // block), prefix_block, start)
-    _, total, out = jax.lax.fori_loop(0, -(-num_own // block), own_block, carry)
+    _, total, out = over(own, "rstka", num_own, over(prefix, "rtka", num_prefix, start))
     out = jnp.moveaxis(out / total[..., None], 4, 2)
     return out.reshape(rows, slots, 1, -1, head_dim).astype(q.dtype)
 

@@ -76,7 +76,7 @@ class Block:
 @dataclass(frozen=True)
 class Parameters:
     embed_tokens: Any  # [V, D]
-    blocks: Block  # stacked: each leaf has L in front
+    blocks: Any  # a Block whose leaves have L in front; or, where a sampler reads layers apart, L Blocks
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]; None where tied to the embedding
 
@@ -149,6 +149,36 @@ def is_param_spec(x: object) -> bool:
 def shardings(a: Architecture, role: Role) -> Parameters:
     """A NamedSharding for every parameter."""
     return jax.tree.map(lambda d: d.sharding(role), param_specs(a), is_leaf=is_param_spec)
+
+
+def layers_apart(parameters: Parameters, num_layers: int) -> Parameters:
+    """Parameters with a tuple of L blocks in place of the stacked one: of ParamSpecs, of arrays, and of tuples of each
+    layer's array in place of a stacked one."""
+
+    def layer(leaf: Any, number: int) -> Any:
+        return replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:]) if is_param_spec(leaf) else leaf[number]
+
+    def is_leaf(x: object) -> bool:
+        return is_param_spec(x) or isinstance(x, tuple)
+
+    blocks = (jax.tree.map(partial(layer, number=number), parameters.blocks, is_leaf=is_leaf)
+              for number in range(num_layers))
+    return replace(parameters, blocks=tuple(blocks))
+
+
+def reads_layers_apart(role: Role) -> bool:
+    """True if a sampler on these devices is given `layers_apart`.
+
+    XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every token; for TPU and CPU
+    it reads them in place, and prefill, which scans stacked layers, compiles in one layer's time.
+    """
+    return role.platform == "gpu"
+
+
+def published_specs(model: Model) -> Parameters:
+    """The `param_specs` of what the sampler of a model is given."""
+    specs = param_specs(model.architecture)
+    return layers_apart(specs, model.architecture.num_layers) if reads_layers_apart(model.role) else specs
 
 
 def check_mesh(a: Architecture, role: Role) -> None:
@@ -232,12 +262,12 @@ def forward(
     positions: jax.Array,
     attention: AttentionFn,
     caches: tuple[Any, ...] | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
 
-    With `caches`, one a layer, the layers are unrolled and aux is the tuple of new caches (decoding). Without, the
-    layers are scanned and aux is what `attention` returned next to its output, stacked over layers: nothing in
-    training, keys and values in prefill.
+    aux is what `attention` returned next to its output, an entry a layer: nothing in training, keys and values in
+    prefill, new caches in decoding. The layers are scanned, but unrolled with `caches`, one a layer, and where the
+    parameters hold layers apart.
     """
     a = model.architecture
     # Gathered, then cast: the other way round would copy the whole table.
@@ -250,7 +280,8 @@ def forward(
 
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
     # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
-    if caches is None:
+    stacked = isinstance(parameters.blocks, Block)
+    if caches is None and stacked:
         specs = param_specs(a).blocks
 
         @REMAT[model.remat]
@@ -259,13 +290,19 @@ def forward(
             return layer(x, cast, None)
 
         x, aux = jax.lax.scan(step, x, parameters.blocks)
+        aux = unstacked(aux, a.num_layers)
     else:
-        new = []
-        for number, cache in enumerate(caches):
-            x, cache = layer(x, jax.tree.map(itemgetter(number), parameters.blocks), cache)
-            new.append(cache)
-        aux = tuple(new)
+        blocks = unstacked(parameters.blocks, a.num_layers) if stacked else parameters.blocks
+        aux = ()
+        for weights, cache in zip(blocks, caches or (None,) * a.num_layers, strict=True):
+            x, new = layer(x, weights, cache)
+            aux += (new,)
     return rms_norm(x, parameters.final_norm, a.norm_eps), aux
+
+
+def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
+    """The layers of a tree whose leaves have L in front, one by one."""
+    return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))
 
 
 def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,
@@ -273,7 +310,11 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
     a, constrain = model.architecture, model.role.constrain
     h = rms_norm(x, w.attention_norm, a.norm_eps)
-    q, k, v = (_heads(linear(weight, h), a.head_dim) for weight in (w.q, w.k, w.v))
+    q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
+    if cache is not None:
+        # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
+        q = jax.lax.optimization_barrier(q)
+    q, k, v = (_heads(x, a.head_dim) for x in (q, k, v))
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
     q, k = rotate(q, *rope), rotate(k, *rope)

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -169,6 +170,9 @@ class RunFolder:
         self.first_answers_path = self.path / "first_answers.json"
         self.log_path = self.path / "log.txt"
         self.summary_path = self.path / SUMMARY
+        self._open()
+
+    def _open(self) -> None:
         self._lock = Lock(self.path)
         self.metrics = JsonlSink(self.path / "metrics.jsonl")
         self.evaluations = JsonlSink(self.path / "evaluations.jsonl")
@@ -220,8 +224,12 @@ class RunFolder:
 
     def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
         """version -> data set -> figures."""
+        return self._read_evaluations(self.evaluations.path)
+
+    @staticmethod
+    def _read_evaluations(path: Path) -> dict[int, dict[str, dict[str, Any]]]:
         found: dict[int, dict[str, dict[str, Any]]] = {}
-        for line in read_lines(self.evaluations.path):
+        for line in read_lines(path):
             figures = {name: value for name, value in line.items() if name not in ("step", "name")}
             found.setdefault(line["step"], {})[line["name"]] = figures
         return found
@@ -287,3 +295,29 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ReadFolder(RunFolder):
+    """A run folder in a process that writes nothing there, since process 0 does."""
+
+    last_evaluation = sys.maxsize
+
+    def _open(self) -> None:
+        pass
+
+    def rewind(self, version: int, evaluated: bool = True) -> None:
+        self.last_evaluation = version if evaluated else version - 1
+
+    def missing_steps(self, version: int) -> list[int]:
+        return []
+
+    def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
+        # As they will be when process 0 has removed the later ones.
+        found = self._read_evaluations(self.path / "evaluations.jsonl")
+        return {version: figures for version, figures in found.items() if version <= self.last_evaluation}
+
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        pass
+
+    remember = write_first_answers = write_config = write_metrics = write_evaluation = _nothing
+    write_groups = write_pass_rates = write_summary = close = sync = _nothing

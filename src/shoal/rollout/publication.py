@@ -19,7 +19,15 @@ from shoal.mesh import Program
 from shoal.mesh.layout import as_mesh
 from shoal.mesh.reshard import reshard
 from shoal.mesh.roles import view_of
-from shoal.model.transformer import Model, array_checksum, is_param_spec, param_specs, shardings
+from shoal.model.transformer import (
+    Model,
+    array_checksum,
+    is_param_spec,
+    layers_apart,
+    param_specs,
+    published_specs,
+    reads_layers_apart,
+)
 from shoal.types import Params
 
 PROGRAMS_KEPT = 64
@@ -32,30 +40,44 @@ def publish_to(model: Model, params: Params) -> Params:
     What is copied is compared with the original by checksum, so that sampling from old or missing weights cannot go
     unnoticed. RuntimeError where they differ.
     """
+    if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
+        return params
     leaves, structure = jax.tree.flatten(params)
-    published, sums = [], []
-    for number, (leaf, place) in enumerate(zip(leaves, jax.tree.leaves(shardings(model.architecture, model.role)),
-                                               strict=True)):
+    specs = jax.tree.leaves(param_specs(model.architecture), is_leaf=is_param_spec)
+    published, sums, is_apart = [], [], reads_layers_apart(model.role)
+    for number, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        copy, place = leaf, spec.sharding(model.role)
         # The array itself where nothing changes: a copy would cost a model's memory at each step.
-        if leaf.dtype == model.dtype and leaf.sharding.is_equivalent_to(place, leaf.ndim):
-            published.append(leaf)
-            continue
-        copy, expected = _publish(model, leaf, place, np.uint32(number))
-        published.append(copy)
-        sums.append((expected, _checksum(model)(copy, np.uint32(number))))
+        if leaf.dtype != model.dtype or not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+            copy, expected = _publish(model, leaf, place, np.uint32(number))
+            sums.append((expected, _checksum(model)(copy, np.uint32(number))))
+        # One by one: of one array alone are there both the stacked layers and the layers apart.
+        published.append(_layers(model)(copy) if is_apart and spec.axes[0] == "layers" else copy)
     for expected, found in jax.device_get(sums):
         if expected != found:
             raise RuntimeError(f"the sampler's weights differ from the trainer's (checksums {found:#x}, "
                                f"{expected:#x}): a copy between devices failed; resume the run from its newest "
                                "checkpoint")
+    if is_apart:
+        return layers_apart(jax.tree.unflatten(structure, published), model.architecture.num_layers)
     return jax.tree.unflatten(structure, published) if sums else params
+
+
+def local_part(model: Model, params: Params) -> Params:
+    """Published parameters as arrays of this process's devices, which hold whole replicas; nothing is copied."""
+
+    def part(leaf: jax.Array, place: NamedSharding) -> jax.Array:
+        held = {shard.device: shard.data for shard in leaf.addressable_shards}
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, place, [held[device] for device in place.addressable_devices_indices_map(leaf.shape)])
+
+    return jax.tree.map(part, params, shardings(model.architecture, model.role.local))
 
 
 def published_shapes(model: Model) -> Params:
     """Shapes, type and layout of what `publish_to` returns."""
-    return jax.tree.map(
-        lambda d, sharding: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=sharding),
-        param_specs(model.architecture), shardings(model.architecture, model.role), is_leaf=is_param_spec)
+    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=d.sharding(model.role)),
+                        published_specs(model), is_leaf=is_param_spec)
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -78,6 +100,11 @@ def publication_program(model: Model, source: NamedSharding, place: NamedShardin
 @lru_cache(PROGRAMS_KEPT)
 def _checksum(model: Model) -> Program:
     return model.role.jit(array_checksum, out_shardings=model.role.replicated)
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _layers(model: Model) -> Program:
+    return model.role.jit(lambda stacked: tuple(stacked))
 
 
 def _publish(model: Model, leaf: jax.Array, place: NamedSharding, number: np.uint32) -> tuple[jax.Array, jax.Array]:

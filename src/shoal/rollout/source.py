@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.model.transformer import Model
+from shoal.rollout.dealt import DealtPlayer
 from shoal.rollout.player import Player
 from shoal.rollout.publication import publish_to, published_shapes
 from shoal.types import Group, GroupRequest, Params, Purpose, RolloutStats, ShoalError
@@ -22,7 +23,7 @@ class LocalSource:
     """
 
     model: Model
-    player: Player
+    player: Player | DealtPlayer
     pending: list[GroupRequest] = field(default_factory=list)
     versions: dict[int, Params] = field(default_factory=dict)
     keep_from: int = 0  # the oldest version that may yet be requested

@@ -1,6 +1,7 @@
 """Assembles a training run: from a configuration to its parts, each opened before what needs it.
 
     open_task       questions, and the reward pool: forked before JAX has threads
+    open_world      the processes, if there are several
     open_devices    the mesh, and the configuration with the prompts of its devices
     open_data       the tokenised prompts and evaluation sets
     print_head      what the run will do with what, and warnings
@@ -25,15 +26,16 @@ import numpy as np
 from shoal.config.schema import Config
 from shoal.config.text import texts_of, to_dict
 from shoal.files import writing
-from shoal.mesh import Roles, make_roles
+from shoal.mesh import Roles, World, make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings
-from shoal.report.folder import RunFolder, is_run
+from shoal.report.folder import ReadFolder, RunFolder, is_run
 from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
 from shoal.rewards.pool import RewardPool
+from shoal.rollout.dealt import DealtPlayer
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
@@ -44,6 +46,7 @@ from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_
 from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of, training_engine_maker
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
+from shoal.run.processes import check_same, open_world
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.task import load_task, with_overlong
@@ -65,11 +68,14 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     started, compilations = time.perf_counter(), CompilationCounter()
     check_before_weights(plan.config, bool(reward_functions) or task is not None, resumed=plan.run is not None)
     check_sinks(plan.config.report)
-    # Before the devices: the pool's server is forked while this process has no threads of JAX (decision 0006).
+    # Before the processes and devices: the pool's server is forked while this process has no threads of JAX (decision
+    # 0006).
     with showing_progress(console.note):
         task, pool = open_task(plan.config, reward_functions, stack, task)
     for note in task.notes:
         console.note(note)
+    world, plan = open_world(plan)
+    stack.enter_context(world)
     config, roles = open_devices(plan, console)
     spec, findings = open_run_model(config.model, plan.run, None), Findings()
     model = make_model(config.model, spec, roles.trainer, config.batch.micro_tokens)
@@ -80,20 +86,22 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     reference = open_reference(config, spec, model, roles.reference, weights)
     teacher = open_teacher(config, spec, roles.reference, console)
 
-    folder, stop = open_folder(plan, console, stack), StopSignal()
+    folder, stop = open_folder(plan, console, stack, world), StopSignal()
     source = stack.enter_context(closing(make_source(
-        config, model.on(roles.sampler), spec.tokenizer, task, pool, stop, console.answered)))
+        config, model.on(roles.sampler), spec.tokenizer, task, pool, stop, console.answered, world)))
     updater = make_updater(config, make_learner(config, model), reference, teacher)
     facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
+    check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
     shapes = source.published_shapes()
     restored = restore_latest(folder, updater.learner, shapes, facts, config, console) if plan.run else None
     first = restored.version if restored else 0
-    write_head(folder, spec, config, first)
-    console.keep_log(folder.log_path)
+    if world.is_main:
+        write_head(folder, spec, config, first)
+        console.keep_log(folder.log_path)
     utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, model.architecture, model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
     recorder = open_recorder(config, folder, first if plan.run else None, source, console, stack, started=started,
-                             compilations=compilations.read, utilisation=utilisation)
+                             compilations=compilations.read, utilisation=utilisation, is_main=world.is_main)
     checkpoints = stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:
@@ -102,6 +110,8 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     command = resume_command(folder.path, config)
     # Last: before this a signal ends the process at once.
     stack.enter_context(stop_on_signals(stop, lambda: kept_text(folder.path, command)))
+    # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.
+    stop = stop if world.count == 1 else StopSignal()
     return Run(
         config=config,
         parameters=None if restored else weights,
@@ -116,7 +126,8 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         fingerprint=facts,
         stop=stop,
         resume_command=command,
-        around_step=Profiler(config.report.profile, folder.path / "profile", console.warning).step,
+        around_step=Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
+                             console.warning).step,
     )
 
 
@@ -142,16 +153,18 @@ def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
 
 
 def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool, stop: StopSignal,
-                on_progress: Callable[[str, int, int], None]) -> RolloutSource:
+                on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
     """The source of groups in this process; `model` is the sampler's."""
     player = Player(training_engine_maker(config, model, tokenizer), task, pool, tokenizer.decode, config.seed, stop,
                     on_progress)
-    return LocalSource(model, player)
+    return LocalSource(model, DealtPlayer(player, world, model) if world.count > 1 else player)
 
 
-def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFolder:
-    """The run's folder, locked: a new one, or the resumed run's."""
+def open_folder(plan: ResumePlan, console: Console, stack: ExitStack, world: World) -> RunFolder:
+    """The run's folder, locked: a new one, or the resumed run's. Of several processes the first has it, for all."""
     config = plan.config
+    if not world.is_main:
+        return stack.enter_context(ReadFolder(world.exchange_json("the run folder's name", "")[0]))
     folder = stack.enter_context(
         RunFolder(plan.run) if plan.run else RunFolder.create(config.base_output_directory, config.run_name))
     # Given twice at once, a command finds no run in either process; the lock decides which of them makes it.
@@ -162,6 +175,7 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack) -> RunFold
         console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
                         "process out of this run")
     console.note(f"run folder {folder.path}")
+    world.exchange_json("the run folder's name", str(folder.path))
     return folder
 
 
@@ -185,16 +199,16 @@ def write_head(folder: RunFolder, spec: ModelSpec, config: Config, version: int)
 
 def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, source: RolloutSource,
                   console: Console, stack: ExitStack, *, started: float,
-                  compilations: Callable[[], int], utilisation: Utilisation | None) -> Recorder:
+                  compilations: Callable[[], int], utilisation: Utilisation | None, is_main: bool) -> Recorder:
     """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
     console.steps_a_line = config.report.print_every
     sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
-                       console.note, console.warning)
+                       console.note, console.warning) if is_main else []
     for sink in sinks:
         stack.callback(sink.close)
     return stack.enter_context(closing(Recorder(
-        folder, console, config.steps, config.report.groups, source.read_stats, compilations, peak_bytes, sinks,
-        utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop")))
+        folder, console, config.steps, config.report.groups and is_main, source.read_stats, compilations, peak_bytes,
+        sinks, utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop")))
 
 
 def resume_command(folder: Path, config: Config) -> str:

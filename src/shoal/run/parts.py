@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from shoal.config.schema import Config, SamplingSection, TrainSection
 from shoal.mesh import Role
 from shoal.model.tokenizer import Tokenizer
@@ -46,9 +48,10 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
 
 def training_engine_maker(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a training run; `model` is the sampler's."""
+    model = model.on(model.role.local)
     slots = config.sampling.slots_per_device * model.role.mesh.size
     # A whole step at once: a second wave of groups would wait for the longest completion of the first.
-    slots = slots or config.batch.prompts_per_step * config.batch.group_size
+    slots = slots or -(-config.batch.prompts_per_step // jax.process_count()) * config.batch.group_size
     return engine_maker(model, tokenizer, config.sampling, slots, max_support(config))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -86,8 +85,10 @@ class Engine:
         sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
                  _round_up(max_completion_tokens, KEY_BLOCK))
         self._state: DecodeState | None = None
-        self._layout, *programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
-        self.programs: dict[str, Any] = dict(zip(("make_state", "prefill", "decode"), programs, strict=True))
+        programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
+        self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout
+        self.programs: dict[str, Callable] = {"make_state": programs.make_state, "prefill": programs.prefill,
+                                              "decode": programs.decode}
 
     # -- the Sampler protocol
 
@@ -137,9 +138,8 @@ class Engine:
 
     def state_shapes(self) -> DecodeState:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
-        shapes = self.programs["make_state"].eval_shape()
         return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-                            shapes, self._layout)
+                            self._shapes, self._layout)
 
     # -- dispatch
 

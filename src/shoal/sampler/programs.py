@@ -5,15 +5,16 @@ One compiled program (N, G, a bucket of prompt lengths) gives a completion the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shoal.mesh import Role
+from shoal.mesh import Program, Role
 from shoal.model import kv_cache
 from shoal.model.attention import prefill_attention
 from shoal.model.kv_cache import LayerCache
@@ -61,9 +62,9 @@ class Programs(NamedTuple):
     """The compiled functions of one engine, and the shardings of its state."""
 
     layout: DecodeState
-    make_state: Callable[[], DecodeState]
-    prefill: Callable[..., tuple[DecodeState, SampledTokens]]
-    decode: Callable[..., tuple[DecodeState, SampledTokens]]
+    make_state: Program
+    prefill: Program
+    decode: Program
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -73,12 +74,14 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
+    block = kv_cache.keys_at_once(model.role.platform)
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
-    options: dict[str, Any] = {"donate_argnames": "state", "out_shardings": (layout, model.role.replicated)}
-    jit = model.role.jit
-    return Programs(layout, jit(make, out_shardings=layout), jit(partial(_prefill, **static), **options),
-                    jit(partial(_decode, **static), **options))
+    jit = partial(model.role.jit, donate_argnames="state")
+    sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
+    return Programs(layout, model.role.jit(make, out_shardings=layout),
+                    jit(partial(_prefill, **static), out_shardings=(layout, model.role.replicated)),
+                    jit(partial(_decode_replicas, **static, block=block), out_shardings=(layout, sampled)))
 
 
 def _idle_state(model: Model, groups: int, siblings: int, prefix: int, own: int) -> DecodeState:
@@ -104,9 +107,21 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> Any:
         last = ("heads", None) if leaf.ndim >= 4 else ()  # only caches have heads: [.., K, A]
-        return role.sharding(("rows", *(None,) * (leaf.ndim - 1 - len(last)), *last), leaf.shape)
+        place = role.sharding(("rows", *(None,) * (leaf.ndim - 1 - len(last)), *last), leaf.shape)
+        if not last or role.platform == "cpu":
+            return place
+        # Heads before positions in memory, as attention reads them: else the compiler transposes all caches at both
+        # ends of every dispatch.
+        order = (*range(leaf.ndim - 3), leaf.ndim - 2, leaf.ndim - 3, leaf.ndim - 1)
+        return Format(Layout(order), place)
 
     return jax.tree.map(sharding, shapes)
+
+
+def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
+    """How decoding's tokens are split: each replica's are its own rows'."""
+    rows, steps = PartitionSpec(role.row_axes), PartitionSpec(None, role.row_axes)
+    return SampledTokens(steps, steps, rows, rows, rows, steps if max_support else None)
 
 
 def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: SamplingArrays, keys: jax.Array,
@@ -116,8 +131,12 @@ def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: 
     shape = position.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
+    # Truncation sorts the whole vocabulary; else logits stay split through the choice of the token.
+    axis = None if truncated else model.vocab_axis
+    scores = model.role.constrain(scores, None, axis)
     noise = uniform(keys, position).reshape(-1)
-    token, logprob, support_ids = sample_tokens(scores, flat, noise, truncated, max_support)
+    token, logprob, support_ids = sample_tokens(scores, flat, noise, truncated, max_support,
+                                                model.role if axis else None)
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids
@@ -163,8 +182,26 @@ def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, lengt
     return state, sampled
 
 
+def _decode_replicas(parameters: Params, *, state: DecodeState, stopped: jax.Array, model: Model,
+                     **static: Any) -> tuple[DecodeState, SampledTokens]:
+    """`_decode` on each replica's slots by itself: replicas exchange nothing, and each ends with its own last slot."""
+    role = model.role
+    if role.row_shards == 1:
+        return _decode(parameters, state=state, stopped=stopped, model=model, **static)
+
+    def one(parameters: Params, state: DecodeState, stopped: jax.Array) -> tuple[DecodeState, SampledTokens]:
+        # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
+        rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
+        inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
+        return _decode(parameters, state=state, stopped=stopped, model=inner, **static)
+
+    rows, tokens = PartitionSpec(role.row_axes), _tokens_by_row(role, static["max_support"])
+    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=(rows, tokens),
+                         axis_names=set(role.row_axes), check_vma=False)(parameters, state, stopped)
+
+
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
+            truncated: bool, max_support: int, block: int) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, G] by the host."""
     shape = state.token.shape
     start = replace(state, done=state.done | stopped)
@@ -181,7 +218,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own)
+        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own, block)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, s.keys, s.length, truncated,

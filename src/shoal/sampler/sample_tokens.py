@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shoal.mesh import Role
+
 BLOCK = 512
 """Tokens of the vocabulary in one block: blocks are summed first, and the inverse then searches one block only."""
 
@@ -39,12 +41,13 @@ def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array, truncated: bool,
-                  max_support: int = 0) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+                  max_support: int = 0, role: Role | None = None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support ids int32[N, K]).
 
     The log-prob is under the distribution that was sampled from, temperature and truncation included; that of a greedy
     token is at temperature 1, untruncated. `truncated` is static: without it nothing is sorted. `max_support` is K:
     truncation then keeps at most K tokens and returns which (-1 fills up; all -1 means that every token was kept).
+    `role` splits the vocabulary where it is not truncated, see `inverse`.
     """
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
@@ -62,28 +65,34 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
         masses = jnp.where(truncates[:, None], kept, masses)
     total = masses.sum(-1)
     # Greedy by the logits: two that differ may have equal masses.
-    token = jnp.where(greedy, jnp.argmax(logits, -1), inverse(masses, uniforms)).astype(jnp.int32)
+    token = jnp.where(greedy, jnp.argmax(logits, -1), inverse(masses, uniforms, role)).astype(jnp.int32)
     top = scaled.max(-1)
     score = jnp.take_along_axis(scaled, token[:, None], -1)[:, 0]
     return token, score - top - jnp.log(total), support_ids
 
 
-def inverse(masses: jax.Array, uniforms: jax.Array) -> jax.Array:
+def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None) -> jax.Array:
     """The token at which the running sum of masses[N, V] (not normalised) passes uniforms[N] x their total.
 
     A token without mass is never returned: if rounding puts the target beyond the last sum, it is the last token that
-    has mass.
+    has mass. Where a role splits V no block lies across two devices: only the sums of blocks and the one block that is
+    searched move between them.
     """
     n, size = masses.shape
-    blocks = -(-size // BLOCK)
-    masses = jnp.pad(masses, ((0, 0), (0, blocks * BLOCK - size))).reshape(n, blocks, BLOCK)
+    parts = 1 if role is None else role.tensor
+    blocks = -(-size // (parts * BLOCK))  # in one part
+    masses = masses.reshape(n, parts, -1)
+    masses = jnp.pad(masses, ((0, 0), (0, 0), (0, blocks * BLOCK - size // parts))).reshape(n, parts * blocks, BLOCK)
     totals = masses.sum(-1)
+    if role is not None:
+        totals = role.constrain(totals, None, None)
     sums = jnp.cumsum(totals, -1)
     target = uniforms * sums[:, -1]
     block = _first_above(totals, sums, target)
     inside = jnp.take_along_axis(masses, block[:, None, None], 1)[:, 0]
     before = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    return block * BLOCK + _first_above(inside, jnp.cumsum(inside, -1), target - before)
+    first = block // blocks * (size // parts) + block % blocks * BLOCK
+    return first + _first_above(inside, jnp.cumsum(inside, -1), target - before)
 
 
 def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.Array:

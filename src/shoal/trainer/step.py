@@ -17,7 +17,7 @@ import optax
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import OptimizerSection
-from shoal.mesh import Program, Role
+from shoal.mesh import Program, Role, put
 from shoal.model.transformer import Architecture, Model, ParamSpec, is_param_spec, param_specs, shardings
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss, metric_shapes
@@ -84,7 +84,7 @@ class Learner:
 
     def init(self, parameters: Params) -> TrainState:
         # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
-        updates = jax.device_put(np.int32(0), self.model.role.replicated)
+        updates = put(np.int32(0), self.model.role.replicated)
         return TrainState(parameters, self.programs["init"](parameters), updates)
 
     def shapes(self) -> TrainState:
@@ -153,7 +153,7 @@ class ModelScorer:
 
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
-    temperature = jax.device_put(batch.temperature, model.role.replicated)
+    temperature = put(batch.temperature, model.role.replicated)
     return replace(model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
 
 
@@ -175,18 +175,19 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
 @lru_cache(PROGRAMS_KEPT)
 def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
     """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone."""
-    # Log-probs (None) keep the layout of rows: only their own process reads them.
+    # Log-probs keep the layout of rows where one process reads them.
     role, everywhere = model.role, model.role.replicated
     sums = GradientSum(shardings(model.architecture, role), everywhere, everywhere, everywhere)
     zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
-    accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, None))
+    accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0,
+                          out_shardings=(sums, role.host_layout))
     return zero, accumulate, score_program(model, objective.chunk_elements)
 
 
 @lru_cache(PROGRAMS_KEPT)
 def score_program(model: Model, chunk_elements: int) -> Program:
     """The program of log-probs alone: (parameters, batch) -> float32[R, S, C]."""
-    return model.role.jit(partial(_score, model, chunk_elements))
+    return model.role.jit(partial(_score, model, chunk_elements), out_shardings=model.role.host_layout)
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:

@@ -37,7 +37,8 @@ def check_dry_run(config: Any) -> list[Finding]:
     if is_training:
         check_settings(config, findings)
         check_run_folder(config)
-    own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection()
+    # Of several processes none is started, so the devices of all are not known.
+    own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection() and config.mesh.processes <= 1
     model_is_here = "model.path" in known and _is_here(config.model)
     own_model = model_is_here and config.model.path != ModelSection.path
     task = None

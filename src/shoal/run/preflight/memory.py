@@ -18,9 +18,8 @@ from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.mesh import Role, Roles
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, shardings
+from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, reads_layers_apart, shardings
 from shoal.report.findings import Finding, gib
-from shoal.rollout.publication import published_shapes
 from shoal.run.parts import make_learner, training_engine_maker
 from shoal.sampler.engine import Engine
 from shoal.types import Purpose, ShoalError
@@ -166,9 +165,14 @@ def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture
 
 def copied_shapes(parameters: Any, sampler: Model) -> list[tuple[Any, Any]]:
     """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own."""
-    pairs = zip(jax.tree.leaves(parameters), jax.tree.leaves(published_shapes(sampler)), strict=True)
-    return [(mine, own) for mine, own in pairs
-            if mine.dtype != own.dtype or not mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))]
+    specs = jax.tree.leaves(param_specs(sampler.architecture), is_leaf=is_param_spec)
+    found, is_apart = [], reads_layers_apart(sampler.role)
+    for mine, spec in zip(jax.tree.leaves(parameters), specs, strict=True):
+        own = jax.ShapeDtypeStruct(spec.shape, sampler.dtype, sharding=spec.sharding(sampler.role))
+        same = mine.dtype == own.dtype and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
+        if not same or (is_apart and spec.axes[0] == "layers"):
+            found.append((mine, own))
+    return found
 
 
 def static_budget(config: Config, model: Model, roles: Roles, teacher: Architecture | None,

@@ -1,0 +1,313 @@
+"""Several processes that train one model: they find each other, exchange bytes, and hear of each other's end.
+
+    find_processes   the number of processes and of this one, from the keys, Slurm or a TPU slice; starts nothing
+    join             JAX's world of all processes, and the `World` in which they exchange
+    World.exchange   every process gives bytes and gets those of all, in the processes' order
+
+Whatever processes decide, they decide from what they have exchanged, so never by who is faster.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from shoal.config.schema import MeshSection
+from shoal.types import ShoalError
+
+START_SECONDS = 300
+"""How long processes wait for each other to start."""
+HEARTBEAT_SECONDS = 40
+"""After so long without a sign of life of a process (its machine is gone) JAX ends the others."""
+LEAVE_SECONDS = 45
+"""How long a process that fails waits for the others to fail too; if they do not, it has failed alone."""
+REPORT_SECONDS = 60
+"""After so long the process that is waited for is named."""
+MOST_BYTES = 1 << 20
+"""The longest line by which processes meet."""
+ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
+"""Environments of several processes that JAX recognises and that are looked for."""
+NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
+"""The keys of a run in one process. They say how a run is started, not what it computes."""
+
+
+def find_processes(section: MeshSection) -> MeshSection:
+    """The section with all three keys of a run in several processes, or none; nothing is started."""
+    given = {name: getattr(section, name) for name, none in NO_SECTION.items() if getattr(section, name) != none}
+    if (found := _environment()) is not None and found.get_process_count() > 1 and len(given) < len(NO_SECTION):
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        section = replace(section, processes=section.processes or found.get_process_count(),
+                          process=found.get_process_id() if section.process < 0 else section.process,
+                          coordinator=section.coordinator or found.get_coordinator_address(START_SECONDS, port))
+    elif given and len(given) < len(NO_SECTION):
+        missing = ", ".join(f"mesh.{name}" for name in NO_SECTION if name not in given)
+        raise ShoalError(f"{_shown(given)}: {missing} is missing; each process of a run needs mesh.coordinator="
+                         "HOST:PORT (of process 0), mesh.processes=NUMBER and mesh.process=0, 1, ...")
+    if section.process >= max(section.processes, 1):
+        raise ShoalError(f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 to "
+                         f"{section.processes - 1}")
+    if section.processes > 1 and not section.coordinator.rpartition(":")[2].isdigit():
+        raise ShoalError(f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777")
+    return section if section.processes > 1 else replace(section, **NO_SECTION)
+
+
+def _environment() -> Any:
+    """JAX's class for the environment that this process was started in, if it is one of ENVIRONMENTS."""
+    from jax._src.clusters import ClusterEnv
+
+    return next((one for one in ClusterEnv._cluster_types if one.name in ENVIRONMENTS and one.is_env_present()), None)
+
+
+def _shown(given: dict[str, Any]) -> str:
+    return ", ".join(f"mesh.{name}={value}" for name, value in given.items())
+
+
+@dataclass
+class World:
+    """The processes of a run; a single one, which exchanges with nobody, unless `join` made it.
+
+    Entered, it ends orderly: all processes leave together, or the one that leaves alone is named by the others.
+    """
+
+    count: int = 1
+    index: int = 0
+    client: Any = None  # of JAX's key-value store, which process 0 holds
+    names: list[str] = field(default_factory=list)  # `process 1 (host, pid 12)`
+    sequence: int = 0
+    links: list[socket.socket] = field(default_factory=list)  # process 0 has one to each other process, these to it
+    left_alone: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that writes and prints."""
+        return self.index == 0
+
+    def exchange(self, what: str, data: bytes) -> list[bytes]:
+        """The bytes of all processes, in their order; `what` names the wait, and is the same in all."""
+        if self.count == 1:
+            return [data]
+        self.sequence += 1
+        head = f"{what}\n".encode()
+        self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + data)
+        found = [data if number == self.index else self._wait(number, head) for number in range(self.count)]
+        # Whoever has given its part of this exchange has read all of the last one.
+        if self.sequence > 1:
+            self.client.key_value_delete(f"shoal/{self.sequence - 1}/{self.index}")
+        return found
+
+    def exchange_json(self, what: str, value: Any) -> list[Any]:
+        return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
+
+    def _wait(self, number: int, head: bytes) -> bytes:
+        while True:
+            try:
+                data = self.client.blocking_key_value_get_bytes(f"shoal/{self.sequence}/{number}",
+                                                                REPORT_SECONDS * 1000)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            # No deadline: a slow process is waited for, one that has ended ends this one (`_watch`).
+            self._say(f"waiting for {self.names[number]}: {head.decode().strip()}")
+        if not data.startswith(head):
+            raise RuntimeError(f"processes have lost step: {head!r} here, {data[:80]!r} in {self.names[number]}")
+        return data.removeprefix(head)
+
+    def _say(self, text: str) -> None:
+        if self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    # -- the end
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.count == 1:
+            return
+        self.left_alone = True
+        self.left_alone = not self._leave(START_SECONDS if kind is None else LEAVE_SECONDS)
+
+    def _leave(self, seconds: float) -> bool:
+        """True once all processes are here; False after so long."""
+        self.sequence += 1
+        self.client.key_value_set(f"shoal/left/{self.sequence}/{self.index}", "")
+        deadline, number = time.monotonic() + seconds, 0
+        while number < self.count and time.monotonic() < deadline:
+            # A second at a time: in between, Ctrl-C is heard.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.client.blocking_key_value_get(f"shoal/left/{self.sequence}/{number}", 1000)
+                number += 1
+        return number == self.count
+
+    def watch(self, links: dict[int, socket.socket]) -> None:
+        """Begins to watch other processes: a link that closes without a farewell ends this process too.
+
+        The kernel closes it however a process ends, at once; only a machine that is gone is left to JAX's heartbeats.
+        """
+        self.links = list(links.values())
+        for number, link in links.items():
+            link.settimeout(None)
+            threading.Thread(target=self._watch, args=(link, number), name="processes", daemon=True).start()
+
+    def _watch(self, link: socket.socket, number: int) -> None:
+        text = b""
+        with contextlib.suppress(OSError):
+            while part := link.recv(4096):
+                text += part
+        if text.endswith(b"farewell\n"):
+            return
+        # Process 0 hears of every end; the others hear its name from process 0.
+        ended = text.decode() or f"{self.names[number]} has ended"
+        for other in self.links:
+            with contextlib.suppress(OSError):
+                if other is not link:
+                    other.sendall(ended.encode())
+        reason = f"error: {ended}, so this one ends too: the output of that process says why. Give the same commands " \
+                 "again to resume\n"
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            os.write(2, reason.encode())
+        os._exit(1)
+
+    def farewell(self) -> None:
+        """At the exit of the process, whose errors are printed by then."""
+        if self.left_alone:
+            # JAX would wait for the others first, and end this process where they end because this one has failed.
+            sys.stdout.flush()
+            os._exit(1)
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.sendall(b"farewell\n")
+
+
+_joined: list[World] = []
+"""The world of this process, once it is joined: JAX has one a process."""
+
+
+def join(section: MeshSection) -> World:
+    """The world of the processes that the section names; ShoalError where they do not come together."""
+    if _joined:
+        return _joined[0]
+    if section.processes <= 1:
+        return World()
+    world = World(section.processes, section.process)
+    world.names, links = _meet_main(section) if section.process else _meet_others(section)
+    world.watch(links)
+    # For CPU devices; by default JAX has no collectives between processes there.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
+    # Slurm with a process for each GPU: JAX gives each its own. Else a process has all devices that it sees.
+    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0]
+    jax.distributed.initialize(
+        section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
+        cluster_detection_method="deactivate" if per_node == "1" else None,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
+    from jax._src import distributed
+
+    world.client = distributed.global_state.client
+    atexit.register(world.farewell)
+    _joined.append(world)
+    return world
+
+
+def _meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
+    """In process 0: the names of all processes, and the links to the others, once all have come.
+
+    JAX's own service listens at the same port afterwards: it would abort the process where one does not come.
+    """
+    port, names, links = int(section.coordinator.rpartition(":")[2]), {0: _name(0)}, {}
+    dual = socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET,
+                                        backlog=section.processes, dualstack_ipv6=dual)
+    except OSError as error:
+        raise ShoalError(f"mesh.coordinator={section.coordinator}: process 0 cannot listen there ({error.strerror}); "
+                         "choose another port") from error
+    with listener:
+        deadline = time.monotonic() + START_SECONDS
+        while missing := sorted(set(range(section.processes)) - set(names)):
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                raise ShoalError(f"mesh.processes={section.processes}: process {', '.join(map(str, missing))} has not "
+                                 f"come within {START_SECONDS} s; start each with its own mesh.process, and "
+                                 f"mesh.coordinator={section.coordinator}") from None
+            try:
+                one = _read_line(link, seconds=10)
+                number, count, name = int(one["process"]), int(one["processes"]), str(one["name"])
+            except (OSError, ValueError, KeyError, TypeError):  # not a process of a run
+                link.close()
+                continue
+            wrong = f"mesh.processes={count}, process 0 has mesh.processes={section.processes}" \
+                if count != section.processes else f"mesh.process={number}, as {names[number]} has" \
+                if number in names else ""
+            if wrong:
+                for other in (*links.values(), link):
+                    _send_line(other, {"error": f"{name} was started with {wrong}"})
+                    other.close()
+                raise ShoalError(f"{name} was started with {wrong}")
+            names[number], links[number] = name, link
+    listed = [names[number] for number in range(section.processes)]
+    for link in links.values():
+        _send_line(link, {"names": listed})
+    return listed, links
+
+
+def _meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
+    """In the other processes: the names of all, and the link to process 0, once all have come."""
+    host, _, port = section.coordinator.rpartition(":")
+    deadline, reported = time.monotonic() + START_SECONDS, False
+    while True:
+        try:
+            link = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ShoalError(f"mesh.coordinator={section.coordinator}: nobody answers there "
+                                 f"({error.strerror or error}) after {START_SECONDS} s; start process 0 "
+                                 "(mesh.process=0) on that host, with this port open") from error
+        if not reported:
+            reported = True
+            print(f"waiting for process 0 at {section.coordinator}", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+    try:
+        _send_line(link, {"process": section.process, "processes": section.processes, "name": _name(section.process)})
+        answer = _read_line(link, START_SECONDS + 10)
+        if "error" in answer:
+            link.close()
+            raise ShoalError(answer["error"])
+        return list(answer["names"]), {0: link}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        link.close()
+        raise ShoalError(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a run, or it "
+                         "has ended; start it again, or give another port") from error
+
+
+def _name(number: int) -> str:
+    return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def _send_line(link: socket.socket, value: Any) -> None:
+    with contextlib.suppress(OSError):
+        link.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _read_line(link: socket.socket, seconds: float) -> Any:
+    """One line of JSON, a byte at a time: what follows it is not this reader's."""
+    link.settimeout(seconds)
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MOST_BYTES and (byte := link.recv(1)):
+        line += byte
+    return json.loads(line)

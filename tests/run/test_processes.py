@@ -1,0 +1,379 @@
+"""Several processes: that they do what one does, agree on how to end, and refuse what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
+
+from shoal.config.schema import MeshSection
+from shoal.mesh import World, processes, roles
+from shoal.mesh.devices import RoleDevices
+from shoal.mesh.processes import find_processes, join
+from shoal.report.folder import ReadFolder, RunFolder
+from shoal.rollout import dealt
+from shoal.rollout.dealt import DealtPlayer
+from shoal.run.processes import check_same, check_shared
+from shoal.types import (
+    Completion,
+    Example,
+    Failure,
+    Group,
+    GroupRequest,
+    Purpose,
+    RolloutStats,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+    StopRequested,
+)
+
+pytestmark = pytest.mark.compile_quickly
+
+HELD = '''\
+import os, time
+
+
+def held(completions, trainer_state, **kwargs):
+    while trainer_state.global_step == 1 and os.path.exists("HOLD"):
+        time.sleep(0.05)
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [sum(map(ord, text)) % 3 for text in texts]
+'''
+"""A reward that waits in the second step while a file is there."""
+
+
+# ---- real processes
+
+
+class Processes:
+    """Starts the command of a workshop in two processes of four devices."""
+
+    def __init__(self, workshop: Workshop):
+        self.workshop, self.hold = workshop, workshop.folder / "hold"
+        rewards = workshop.folder / "held.py"
+        rewards.write_text(HELD.replace("HOLD", str(self.hold)))
+        # With a lag, so that a checkpoint holds published weights of an older version too.
+        self.changes = (f"reward={rewards}:held", "mesh.fsdp=-1", "batch.prompts_per_step=3", "checkpoint.every=1",
+                        "train.weight_sync_interval=2", "train.pass_k=0", "algorithm.kl_coef=0.1")
+
+    def start(self, name: str) -> list[subprocess.Popen[str]]:
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        words = [*self.workshop.words(name, *self.changes), f"mesh.coordinator=localhost:{port}", "mesh.processes=2"]
+        flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+        return [subprocess.Popen([sys.executable, "-m", "shoal", *words, f"mesh.process={number}"], text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"XLA_FLAGS": flags})
+                for number in range(2)]
+
+
+@pytest.fixture(scope="module")
+def two(workshop: Workshop) -> Processes:
+    return Processes(workshop)
+
+
+def ends(started: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout (without what XLA's collectives print there) and stderr of each."""
+    found = []
+    for process in started:
+        out, err = process.communicate(timeout=200)
+        shown = "".join(line for line in out.splitlines(keepends=True) if "[Gloo]" not in line)
+        found.append((process.returncode, shown, err))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(two: Processes) -> Path:
+    """A run of two steps in two processes."""
+    (_, shown, _), (_, silent, _) = found = ends(two.start("whole"))
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert "step 2/2" in shown and not silent
+    return two.workshop.runs / "whole"
+
+
+def test_two_processes_sample_and_learn_what_one_does(two: Processes, whole: Path):
+    one = two.workshop.train("one", *two.changes)
+    for step in (1, 2):
+        assert tokens(whole, step) == tokens(one, step)
+        for a, b in zip(groups(whole, step), groups(one, step), strict=True):
+            assert a["prompt"] == b["prompt"] and a["columns"] == b["columns"]
+            assert [c["reward"] for c in a["completions"]] == [c["reward"] for c in b["completions"]]
+        a, b = parameters_of(whole, step), parameters_of(one, step)
+        assert max(np.abs(a[name] - b[name]).max() for name in a) < 1e-5
+    assert read_lines(whole / "evaluations.jsonl") == read_lines(one / "evaluations.jsonl")
+    assert [line["tokens/sampled"] for line in metrics(whole)] == [line["tokens/sampled"] for line in metrics(one)]
+    assert "coordinator" not in (whole / "config_difference.yaml").read_text()
+
+
+def tokens(run: Path, step: int) -> list[Any]:
+    return [[c["token_ids"] for c in group["completions"]] for group in groups(run, step)]
+
+
+def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: Processes, whole: Path):
+    run = two.workshop.runs / "apart"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "2")
+    (run / "summary.json").unlink()
+    assert json.loads((run / "checkpoints" / "1" / "extra" / "metadata").read_text())["published"] == [0]
+    from shoal import cli
+
+    assert cli.main(["train", f"resume={run}", "mesh.fsdp=4", "mesh.trainer=4", "mesh.sampler=4",
+                     "mesh.sampler_tensor=2"]) == 0
+    assert tokens(run, 2) == tokens(whole, 2)
+    for name in ("loss", "grad_norm", "kl"):
+        assert metrics(run)[1][name] == pytest.approx(metrics(whole)[1][name], abs=1e-5)
+
+
+def test_a_killed_process_ends_the_other_by_name_and_both_resume_bitwise(two: Processes, whole: Path):
+    run = two.workshop.runs / "killed"
+    two.hold.touch()
+    started = two.start("killed")
+    while not (run / "checkpoints" / "1" / "extra").exists():
+        assert all(process.poll() is None for process in started), ends(started)
+        time.sleep(0.05)
+    time.sleep(0.2)
+    started[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    (code, _, err), _ = ends(started)
+    assert code == 1 and time.monotonic() - began < 60
+    assert "error: process 1 (" in err and f"pid {started[1].pid}) has ended" in err and "Traceback" not in err
+    two.hold.unlink()
+    assert [code for code, _, _ in ends(two.start("killed"))] == [0, 0]
+    sums = [json.loads((folder / "checkpoints" / "2" / "extra" / "metadata").read_text())["checksums"]
+            for folder in (run, whole)]
+    assert sums[0] == sums[1]
+    assert (run / "groups" / "step_000002.parquet").read_bytes() == \
+        (whole / "groups" / "step_000002.parquet").read_bytes()
+
+
+# ---- what they exchange, with threads in place of processes
+
+
+class Store:
+    """JAX's key-value store, for threads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def key_value_delete(self, key: str) -> None:
+        del self.values[key]
+
+    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+        while key not in self.values:
+            time.sleep(0.001)
+        return self.values[key]
+
+
+def together(count: int, call: Callable[[World], Any]) -> list[Any]:
+    """What each of some worlds' threads returned or raised."""
+    store, found = Store(), {}
+    worlds = [World(count, index, store, [f"process {number}" for number in range(count)]) for index in range(count)]
+
+    def work(world: World) -> None:
+        try:
+            found[world.index] = call(world)
+        except BaseException as error:
+            found[world.index] = error
+
+    threads = [threading.Thread(target=work, args=(world,)) for world in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(store.values) <= count  # what all have read is removed
+    return [found[index] for index in range(count)]
+
+
+def request(row: int, size: int = 2) -> GroupRequest:
+    example = Example(row, [{"role": "user", "content": f"{row}?"}], {"answer": str(row), "pair": (1, 2)})
+    return GroupRequest(Purpose.TRAIN, 3, 3, example, np.array([row, 7], np.int32), size, SamplingParams())
+
+
+def group(one: GroupRequest) -> Group:
+    lengths = [1 + one.example.row % 3, 2]
+    completions = tuple(
+        Completion(0, index, np.full(length, one.example.row, np.int32), np.full(length, -1 / 3, np.float32),
+                   np.ones(length, bool), np.full(length, 3, np.int32), StopReason.EOS)
+        for index, length in enumerate(lengths))
+    rewards = np.array([1 / 3, np.nan])
+    return Group(one.purpose, one.step, one.version, one.example, one.prompt_ids, completions, ("a", "b"), rewards,
+                 {"own": rewards}, np.array([True, False]), np.array([True, False]), reward_weights={"own": 1.0})
+
+
+class FakePlayer:
+    def __init__(self, wrong: BaseException | None = None):
+        self.wrong = wrong
+
+    def play(self, requests: list[GroupRequest], version: int, params: Any) -> list[Group]:
+        if self.wrong:
+            raise self.wrong
+        return [group(one) for one in requests]
+
+    def read_stats(self) -> RolloutStats:
+        return RolloutStats(1.0, 2.0, 5, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")])
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dealt, "local_part", lambda model, params: params)
+
+
+def play(world: World, requests: list[GroupRequest], wrong: dict[int, BaseException]) -> tuple[list[Group], Any]:
+    player: Any = DealtPlayer(FakePlayer(wrong.get(world.index)), world, None)  # type: ignore[arg-type]
+    return player.play(requests, 3, None), player.read_stats()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_dealt_groups_are_those_of_one_player_in_every_process(no_devices: None, count: int):
+    requests = [request(row) for row in range(count)]
+    for played, stats in together(3, lambda world: play(world, requests, {})):
+        for found, wanted in zip(played, map(group, requests), strict=True):
+            assert (found.example, found.step, found.version) == (wanted.example, wanted.step, wanted.version)
+            assert found.prompt_ids.tolist() == wanted.prompt_ids.tolist()
+            assert found.rewards.tobytes() == wanted.rewards.tobytes() and found.reward_weights == {"own": 1.0}
+            for a, b in zip(found.completions, wanted.completions, strict=True):
+                assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+        assert (stats.sample_seconds, stats.tokens, stats.logged) == (1.0, 15, {"seen": [1.0] * 3})
+        assert stats.failures[0].text == "it raised" and len(stats.failures) == 3
+
+
+@pytest.mark.parametrize(("wrong", "raised"), [
+    ({1: StopRequested()}, StopRequested), ({2: ShoalError("the reward raised")}, ShoalError),
+    ({0: ShoalError("the reward raised"), 1: StopRequested()}, StopRequested)])
+def test_a_stop_or_an_error_of_one_process_is_raised_by_all(no_devices: None, wrong: Any, raised: type):
+    for error in together(3, lambda world: play(world, [request(row) for row in range(4)], wrong)):
+        assert type(error) is raised
+        assert raised is StopRequested or str(error) == "the reward raised"
+
+
+def test_processes_that_differ_are_named_with_the_difference():
+    same = together(2, lambda world: check_same(world, "versions", {"jax": "1"}))
+    assert same == [None, None]
+    for error in together(3, lambda world: check_same(world, "configuration", {
+            "steps": "3", "optimizer.lr": "1e-5" if world.index < 2 else "1e-4"})):
+        assert str(error) == ("processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has 1e-5; "
+                              "start all of them alike")
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.run.processes.SHARED_SECONDS", 0.1)
+    assert together(2, lambda world: check_shared(world, tmp_path / "runs", False)) == [None, None]
+    for index in range(2):
+        (tmp_path / str(index)).mkdir()
+    for error in together(2, lambda world: check_shared(world, tmp_path / str(world.index) / "runs", False)):
+        assert "is not shared: process 1 does not see what process 0 writes there" in str(error)
+    assert not list(tmp_path.glob("**/.shoal*"))
+
+
+def test_a_process_without_a_folder_of_its_own_writes_nothing(tmp_path: Path):
+    with RunFolder(tmp_path) as folder:
+        for version in (0, 5, 10):
+            folder.write_evaluation(version, "held_out", {"accuracy": 0.5})
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        other = ReadFolder(tmp_path)
+        other.write_metrics(1, {"loss": 1.0})
+        other.write_summary({})
+        other.rewind(10, evaluated=False)
+        other.sync()
+        other.close()
+        assert sorted(other.read_evaluations()) == [0, 5]
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+# ---- how they find each other
+
+
+def section(**keys: Any) -> MeshSection:
+    return MeshSection(**{"coordinator": "localhost:7777", "processes": 2, "process": 1} | keys)
+
+
+def test_keys_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch):
+    assert find_processes(MeshSection()) == MeshSection() == find_processes(section(processes=1, process=0))
+    assert find_processes(section()) == section()
+    for wrong, text in ((section(process=-1), "mesh.process is missing"), (section(processes=0), "mesh.processes is"),
+                        (section(process=2), "expected 0 to 1"), (section(coordinator="here"), "expected HOST:PORT")):
+        with pytest.raises(ShoalError, match=text):
+            find_processes(wrong)
+
+
+def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"JOB_ID": "4711", "STEP_NODELIST": "node[003-004]", "NTASKS": "2", "PROCID": "1",
+                        "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    found = find_processes(MeshSection())
+    assert (found.processes, found.process) == (2, 1) and found.coordinator.startswith("node003:")
+    assert find_processes(MeshSection(coordinator="here:1")).coordinator == "here:1"
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert find_processes(MeshSection()) == MeshSection()
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A coordinator's address where nobody listens, which is soon given up."""
+    monkeypatch.setattr(processes, "START_SECONDS", 0.3)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    yield f"localhost:{port}"
+
+
+def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(free: str):
+    with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
+        join(section(coordinator=free))
+    with pytest.raises(ShoalError, match=r"mesh.processes=3: process 1, 2 has not come within 0.3 s"):
+        join(section(coordinator=free, processes=3, process=0))
+
+
+def test_a_process_of_another_number_is_refused_by_both(free: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "START_SECONDS", 10)
+    found = {}
+
+    def main() -> None:
+        with pytest.raises(ShoalError) as raised:
+            join(section(coordinator=free, processes=3, process=0))
+        found[0] = str(raised.value)
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    with pytest.raises(ShoalError, match=r"was started with mesh.processes=2, process 0 has mesh.processes=3"):
+        join(section(coordinator=free))
+    thread.join(10)
+    assert "was started with mesh.processes=2, process 0 has mesh.processes=3" in found[0]
+
+
+@pytest.mark.parametrize(("keys", "sampler", "of_process", "text"), [
+    ({}, [0, 1, 2, 3], [[0], [0], [1], [1]], None),
+    ({"sampler": "2"}, [2, 3], [[0], [0], [1], [1]], "has all roles on all devices"),
+    ({"fsdp": 2}, [0, 1, 2, 3], [[0], [0]], "uses 2 of 4 devices.*set mesh.fsdp=-1"),
+    ({"sampler_tensor": 4}, [0, 1, 2, 3], [[0, 0, 1, 1]], "would lie in two processes.*mesh.sampler_tensor=2")])
+def test_meshes_that_several_processes_cannot_have(monkeypatch: pytest.MonkeyPatch, keys: Any, sampler: list[int],
+                                                   of_process: list[list[int]], text: str | None):
+    monkeypatch.setattr(roles.jax, "process_count", lambda: 2)
+    devices = np.array([[SimpleNamespace(process_index=index) for index in row] for row in of_process])
+    role: Any = SimpleNamespace(mesh=SimpleNamespace(size=devices.size, devices=devices), tensor=devices.shape[1])
+    numbers = RoleDevices([0, 1, 2, 3], sampler, sampler)
+
+    def check() -> None:
+        roles._check_processes(MeshSection(**keys), numbers, role, role, 4)
+
+    if text is None:
+        check()
+        return
+    with pytest.raises(ShoalError, match=text):
+        check()

@@ -127,6 +127,9 @@ class Module:
     def source(self, one: Instruction) -> str:
         """The line of code that made an operation, with the one that called it, and the operation's name."""
         name = re.search(r'op_name="([^"]*)"', one.attributes)
+        if name is None and one.op == "fusion":  # nameless, as of several: the last that has a name
+            inside = [inner for inner in self.computations.get(one.named("calls"), []) if "op_name=" in inner.attributes]
+            return self.source(inside[-1]) if inside else one.op
         lines: list[str] = []
         if frame := re.search(r"stack_frame_id=(\d+)", one.attributes):
             number, seen = int(frame[1]), set()

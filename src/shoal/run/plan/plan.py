@@ -86,6 +86,7 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
                ("flops", "floor_seconds", "extra_bytes", "compute_seconds", "transfer_seconds")}
     sources = {source: line(shallow["sources"].get(source, 0.0), value)
                for source, value in deeper["sources"].items()}
+    sources = dict(sorted(sources.items(), key=lambda item: -item[1]))
     rows = {(row["kind"], row["axis"], row["source"]): row for row in shallow["collectives"]}
     collectives = []
     for row in deeper["collectives"]:

@@ -28,6 +28,9 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that write a part of their first operand, in place -> the operand that is written."""
+
 
 def arrays_of(shape: str) -> list[int]:
     """Bytes of the arrays in a shape's text.
@@ -128,7 +131,7 @@ class Module:
         """The line of code that made an operation, with the one that called it, and the operation's name."""
         name = re.search(r'op_name="([^"]*)"', one.attributes)
         if name is None and one.op == "fusion":  # nameless, as of several: the last that has a name
-            inside = [inner for inner in self.computations.get(one.named("calls"), []) if "op_name=" in inner.attributes]
+            inside = [i for i in self.computations.get(one.named("calls"), []) if "op_name=" in i.attributes]
             return self.source(inside[-1]) if inside else one.op
         lines: list[str] = []
         if frame := re.search(r"stack_frame_id=(\d+)", one.attributes):
@@ -244,8 +247,9 @@ class Module:
             flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
         elif one.op in _SLICES:
             read = [written]
-        elif one.op == "dynamic-update-slice":
-            written, read = read[1], [read[1]]
+        elif one.op in _UPDATES:
+            written = read[_UPDATES[one.op]]
+            read = [written]
         elif one.op == "copy-start":
             written = sum(read)
         elif one.op in ("dot", "convolution", "custom-call"):
@@ -274,8 +278,9 @@ class Module:
             number, uses = int(inner.operands[0]), _through(inner.name, users)
             if number < len(read) and uses and all(use.op in _SLICES for use in uses):
                 read[number] = min(read[number], sum(use.bytes for use in uses))
-            elif number < len(read) and uses and all(use.op == "dynamic-update-slice" for use in uses):
-                update = sum(by_name[use.operands[1]].bytes for use in uses if use.operands[1] in by_name)
+            elif number < len(read) and uses and all(use.op in _UPDATES for use in uses):
+                updates = [use.operands[_UPDATES[use.op]] for use in uses]
+                update = sum(by_name[name].bytes for name in updates if name in by_name)
                 written, read[number] = max(0, written - read[number]) + update, 0
         return written, read
 

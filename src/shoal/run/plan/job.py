@@ -149,6 +149,7 @@ class Job:
 
     def _sampling(self) -> dict[str, Planned]:
         c, role, engine = self.config, self.roles.sampler, self.engines["training"]
+        programs: dict[str, Any] = engine.programs
         rows, siblings, parameters = engine.scheduler.prefill_rows, engine.group_size, self._published()
         bucket, each = prompt_bucket(c.sampling.max_prompt_tokens), (rows,)
 
@@ -169,9 +170,9 @@ class Job:
         blocks = (-(-c.sampling.max_prompt_tokens // KEY_BLOCK) + (own + 1) / 2) / 2
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
-        return {"prefill": Planned(engine.programs["prefill"], role, (parameters,), prefill,
+        return {"prefill": Planned(programs["prefill"], role, (parameters,), prefill,
                                    -(-c.batch.prompts_per_step // rows)),
-                "decode": Planned(engine.programs["decode"], role, (parameters,), decode, waves * dispatches,
+                "decode": Planned(programs["decode"], role, (parameters,), decode, waves * dispatches,
                                   (chunk, blocks))}
 
     def _learning(self) -> dict[str, Planned]:

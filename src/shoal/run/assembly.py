@@ -26,9 +26,9 @@ import numpy as np
 from shoal.config.schema import Config
 from shoal.config.text import texts_of, to_dict
 from shoal.files import writing
-from shoal.mesh import Roles, World, make_roles
+from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Model
+from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings
 from shoal.report.folder import ReadFolder, RunFolder, is_run
@@ -42,13 +42,14 @@ from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import with_prompts
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
+from shoal.run.loading import ModelSpec, compute_dtype, copy_model_files, make_model, open_run_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of, training_engine_maker
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
 from shoal.run.processes import check_same, open_world
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, restore_latest
+from shoal.run.sampler_size import with_sampler_tensor
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
@@ -76,8 +77,8 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         console.note(note)
     world, plan = open_world(plan)
     stack.enter_context(world)
-    config, roles = open_devices(plan, console)
-    spec, findings = open_run_model(config.model, plan.run, None), Findings()
+    spec, findings = open_run_model(plan.config.model, plan.run, None), Findings()
+    config, roles = open_devices(plan, spec.architecture, console)
     model = make_model(config.model, spec, roles.trainer, config.batch.micro_tokens)
     data = open_data(config, task, spec.tokenizer, findings.of("data").warning)
     print_head(config, roles, task, None if plan.run else pool, spec, model, data, console, findings)
@@ -141,9 +142,14 @@ def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitS
     return task, stack.enter_context(closing(RewardPool(task.rewards, config.reward, config.steps)))
 
 
-def open_devices(plan: ResumePlan, console: Console) -> tuple[Config, Roles]:
-    """The mesh, and the configuration with prompts counted for all of the trainer's devices."""
-    roles = make_roles(plan.config.mesh)
+def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[Config, Roles]:
+    """The meshes, and the configuration with prompts counted for all of the trainer's devices."""
+    devices, given = available_devices(), plan.config.mesh
+    dtype = compute_dtype(plan.config.model.dtype, devices[0].platform)
+    mesh = with_sampler_tensor(given, a, dtype, devices)
+    if mesh != given:
+        console.note(f"mesh.sampler_tensor={mesh.sampler_tensor}: a replica of the sampler does not fit fewer devices")
+    roles = make_roles(mesh, devices)
     config = with_prompts(plan.config, roles.trainer.mesh.size)
     before, prompts = plan.config.batch.prompts_per_step, config.batch.prompts_per_step
     if plan.run and before != prompts:

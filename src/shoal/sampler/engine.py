@@ -87,7 +87,7 @@ class Engine:
         self._state: DecodeState | None = None
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
         self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout
-        self.programs: dict[str, Callable] = {"make_state": programs.make_state, "prefill": programs.prefill,
+        self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
                                               "decode": programs.decode}
 
     # -- the Sampler protocol

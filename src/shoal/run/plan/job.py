@@ -23,12 +23,12 @@ from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.hub import locate
-from shoal.model.kv_cache import KEY_BLOCK
+from shoal.model.kv_cache import keys_at_once
 from shoal.model.names import MODELS, model_named
-from shoal.model.transformer import Architecture, Model
+from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
-from shoal.run.loading import ModelSpec, make_model, model_path, resolve_model
+from shoal.run.loading import ModelSpec, compute_dtype, make_model, model_path, resolve_model
 from shoal.run.parts import make_learner
 from shoal.run.preflight.estimate import longest_shape
 from shoal.run.preflight.memory import (
@@ -39,6 +39,7 @@ from shoal.run.preflight.memory import (
     parameter_count,
     run_engines,
 )
+from shoal.run.sampler_size import with_sampler_tensor
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.sample_tokens import SamplingArrays
@@ -80,9 +81,11 @@ class Job:
     def __init__(self, config: Config, topology: str, layers: int = 0) -> None:
         self.topology: Topology | None = parse_topology(topology) if topology else None
         devices = topology_devices(self.topology) if self.topology else available_devices()
+        self.architecture = planned_architecture(config.model)
+        dtype = compute_dtype(config.model.dtype, devices[0].platform)
+        config = replace(config, mesh=with_sampler_tensor(config.mesh, self.architecture, dtype, devices))
         self.roles = make_roles(config.mesh, devices)
         self.config = with_prompts(config, self.roles.trainer.mesh.size)
-        self.architecture = planned_architecture(config.model)
         spec = ModelSpec(Path(), self.architecture, _no_weights)
         model = make_model(config.model, spec, self.roles.trainer, config.batch.micro_tokens)
         # After `make_model`: with fewer layers model.remat=auto would choose another program.
@@ -166,8 +169,9 @@ class Job:
         waves = -(-c.batch.prompts_per_step // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
         # Over a completion's tokens its own keys grow from one block to all.
-        own = -(-c.sampling.max_completion_tokens // KEY_BLOCK)
-        blocks = (-(-c.sampling.max_prompt_tokens // KEY_BLOCK) + (own + 1) / 2) / 2
+        block = keys_at_once(role.platform)
+        own = -(-c.sampling.max_completion_tokens // block)
+        blocks = (-(-c.sampling.max_prompt_tokens // block) + (own + 1) / 2) / 2
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
         return {"prefill": Planned(programs["prefill"], role, (parameters,), prefill,
@@ -176,8 +180,9 @@ class Job:
                                   (chunk, blocks))}
 
     def _learning(self) -> dict[str, Planned]:
-        c, role, state, batch = self.config, self.roles.trainer, self.learner.shapes(), self._batch()
-        a, size = c.algorithm, bytes_per_device(self._batch())
+        c, role, state = self.config, self.roles.trainer, self.learner.shapes()
+        batch = self._batch(role)
+        a, size = c.algorithm, bytes_per_device(batch)
         prompts = -(-c.batch.prompts_per_step // a.num_minibatches)
         batches = -(-prompts * -(-c.batch.group_size // self.shape.slots) // self.shape.rows)
         updates = a.num_epochs * a.num_minibatches
@@ -187,7 +192,7 @@ class Job:
             found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored, batch_bytes=size)
         for name, model in self._scorers().items():
             own = self._batch(model.role)
-            found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (published_shapes(model), own),
+            found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (_shapes_in(model), own),
                                   runs=scored, batch_bytes=bytes_per_device(own))
         found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
                                       runs=batches * updates, batch_bytes=size)
@@ -218,7 +223,7 @@ class Job:
 
         whole, real, support = rows(jnp.int32), rows(jnp.float32), max_support(self.config)
         return LearnerBatch(
-            prefix=rows(jnp.int32, (shape.rows, shape.prefix)), prefix_len=rows(jnp.int32, (shape.rows,)),
+            prefix=rows(jnp.int32, (grid[0], shape.prefix)), prefix_len=rows(jnp.int32, grid[:1]),
             slots=whole, segment=whole, loss_mask=rows(jnp.bool_), weight=real, advantage=real, sampler_logprobs=real,
             old_logprobs=real, ref_logprobs=real,
             temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated),
@@ -262,6 +267,12 @@ class Job:
 
 def _place_of(device: Any) -> int:
     return int(device.id)
+
+
+def _shapes_in(model: Model) -> Any:
+    """A model's parameters in the type of the computation."""
+    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=d.sharding(model.role)),
+                        param_specs(model.architecture), is_leaf=is_param_spec)
 
 
 def _no_weights(role: Role, dtype: Any) -> Any:

@@ -17,6 +17,7 @@ from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection,
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
 from shoal.run.plan import plan as plan_module
+from shoal.run.plan.compilers import compilers
 from shoal.run.plan.figures import Figures, verdict
 from shoal.run.plan.job import Job
 from shoal.run.plan.plan import extrapolate, make_plan
@@ -59,7 +60,8 @@ def test_what_roles_hold_is_what_the_runs_arrays_take(model, mesh):
     state = job.learner.init(parameters)
     assert role.mesh.size == {1: 1}.get(mesh.fsdp * mesh.data * mesh.tensor, 8)
     assert held["trainer"]["always"] == {"parameters": bytes_of(parameters),
-                                         "Adam's moments": bytes_of(state.optimizer)}
+                                         "Adam's moments": bytes_of([leaf for leaf in jax.tree.leaves(state.optimizer)
+                                                                    if leaf.ndim])}
     total, _ = job.learner.accumulate(None, state, random_batch(job))
     assert held["trainer"]["update"] == {"gradient": bytes_of(total.gradient)}
     assert held["sampler"]["always"] == {"the sampler's copy": bytes_of(publish_to(job.sampler_model, parameters))}
@@ -117,7 +119,8 @@ def figures(**changes: Any) -> Figures:
                  "reference": {"always": {}, "sampling": {}, "update": {}}},
         "programs": {"prefill": {"runs": 1, "role": "sampler"}, "decode": {"runs": 4, "role": "sampler"},
                      "accumulate": {"runs": 8, "role": "trainer"}, "apply": {"runs": 1, "role": "trainer"}},
-        "memory_bytes": 100, "num_devices": 2, "peak_flops": 1e12, "slots": 16, "prompts": 8, "model_flops": 5.6e12,
+        "memory_bytes": 100, "num_devices": 2, "peak_flops": 1e12, "slots": 16, "prompts": 8,
+        "published_bytes": 0, "model_flops": 5.6e12,
         "model": {"dtype": "bfloat16", "parameters": 10, "layers": 2, "remat": "full"}, "shape": {"tokens": 512},
     } | changes
     return Figures(Config(batch=BATCH, model=ModelSection(remat="full")), job, dict.fromkeys(job["programs"], program))
@@ -190,6 +193,12 @@ def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
     for topology, needed in (("v5p-8", "libtpu"), ("h100:8", "jax_cuda13_plugin")):
         with pytest.raises(ShoalError, match=rf"{needed}: pip install 'shoal\[plan\]'"):
             Job(Config(model=ModelSection(name="llama3.1-8b")), topology)
+
+
+def test_a_compiler_that_dies_names_its_program(monkeypatch):
+    monkeypatch.setattr("shoal.run.plan.compilers.sys.executable", "/bin/true")
+    with compilers(1, "v5p-8") as found, pytest.raises(ShoalError, match=r"decode: .*layers=shallow"):
+        found.answer([{"config": {}, "topology": "v5p-8", "program": "decode", "layers": 0}])
 
 
 @pytest.mark.parametrize(("topology", "needed"), [("v5p-8", "libtpu"), ("h200:4", "jax_cuda13_plugin")])

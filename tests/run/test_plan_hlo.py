@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
 from shoal.run.plan.flops import jaxpr_flops
-from shoal.run.plan.hlo import Module, device_groups, group_size
+from shoal.run.plan.groups import device_groups, group_size
+from shoal.run.plan.hlo import Module
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -167,3 +168,11 @@ def test_a_gather_inside_asynchronous_fusions_counts_once():
     assert scatter.source == "model/transformer.py:251 add"
     assert sum(costs.cycles.values()) == 32 * 150 + 7
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
+
+
+def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():
+    mesh = jax.make_mesh((2, 4), ("replica", "tensor"))
+    product = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(PartitionSpec("replica"), PartitionSpec()),
+                            out_specs=PartitionSpec("replica"), axis_names={"replica"}, check_vma=False)
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert jaxpr_flops(jax.make_jaxpr(product)(square, square).jaxpr) == 2 * 8**3

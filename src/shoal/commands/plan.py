@@ -21,11 +21,14 @@ NAMED = 0.05
 
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
-    """Prints the plan and returns it; `ok` is False where the job does not fit."""
+    """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not fit."""
     check_trainable(config)
     with console:
         figures = make_plan(config, console.note)
         report(figures, console)
+        if config.fit:
+            console.note(_fit_text(config.batch.micro_tokens, figures))
+        console.text(verdict(figures), "bold" if figures.fits else "bold red")
     return record(figures)
 
 
@@ -38,6 +41,13 @@ def report(figures: Figures, console: Console) -> None:
     if figures.programs:
         console.heading("a step" if figures.is_timed else "programs")
         console.table(*_program_table(figures))
+    if figures.is_timed:
+        longest = max(figures.programs, key=lambda name: figures.seconds(name)[1])
+        console.heading(f"where {longest} takes its time, without transfers")
+        runs, step = figures.job["programs"][longest]["runs"], figures.step_seconds[1]
+        console.table(("made by", "seconds", "share of a step"), [
+            (source, seconds_text(runs * seconds), f"{100 * runs * seconds / step:.1f}%")
+            for source, seconds in list(figures.programs[longest]["sources"].items())[:SHOWN]])
     if rows := _transfer_rows(figures):
         console.heading("transfers between devices, a step")
         console.table(("kind", "program", "axis", "bytes", "seconds", "share", "made by"), rows)
@@ -50,7 +60,13 @@ def report(figures: Figures, console: Console) -> None:
         console.note(line)
     for one in figures.advice()[1:]:
         console.note(f"or {one['text']}")
-    console.text(verdict(figures), "bold" if figures.fits else "bold red")
+
+
+def _fit_text(now: int, figures: Figures) -> str:
+    micro = figures.config.batch.micro_tokens
+    if not figures.fits:
+        return "no batch.micro_tokens makes it fit"
+    return f"batch.micro_tokens={micro} (now {now}) is the largest that was found to fit: this plan is of its programs"
 
 
 def _head(figures: Figures) -> Iterator[str]:
@@ -99,7 +115,7 @@ def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, .
     for name, one in figures.programs.items():
         moved = sum(row["bytes"] for row in one["collectives"])
         times = [seconds_text(seconds) for seconds in figures.seconds(name)] if figures.is_timed else [""] * 3
-        rows.append((f"{PHASES[name][0]}: {name}", f"{figures.job['programs'][name]['runs']:g}",
+        rows.append((f"{PHASES[name][0]}: {name}", f"{figures.job['programs'][name]['runs']:.3g}",
                      f"{one['flops'] / 1e12:,.1f}", gib(moved), *times))
     if figures.is_timed:
         rows.append(("all", "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
@@ -130,6 +146,8 @@ def _unknown(figures: Figures) -> Iterator[str]:
         if step and seconds > NAMED * step:
             yield (f"{100 * seconds / step:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
                    f"{row['axis']} in {program} ({row['source']})")
+    if copied := figures.job["published_bytes"]:
+        yield f"publication copies {gib(copied)} to each of the sampler's devices, counted at the rate of one link"
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
     if shallow:
         yield f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every layer"

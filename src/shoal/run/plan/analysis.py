@@ -25,7 +25,8 @@ from shoal.files import appearing
 from shoal.mesh.accelerators import Accelerator
 from shoal.run.cache import cache_folder
 from shoal.run.plan.flops import jaxpr_flops
-from shoal.run.plan.hlo import Costs, Module, device_groups, group_size
+from shoal.run.plan.groups import device_groups, group_size
+from shoal.run.plan.hlo import Costs, Module
 from shoal.run.plan.job import Job, Planned
 from shoal.run.preflight.memory import bytes_per_device
 

@@ -71,8 +71,8 @@ class _Compiler:
             pass
         if not line:
             raise ShoalError(f"{request['program'] or 'the job'}: its compiler ended without an answer (exit code "
-                             f"{self._process.wait()}), as a process does that the machine's memory cannot hold: give "
-                             "fewer layers (layers=4), or plan on a larger machine")
+                             f"{self._process.wait()}), as a process does that the machine's memory cannot hold: "
+                             "compile fewer layers (layers=shallow), or plan on a larger machine")
         found: Mapping[str, Any] = json.loads(line)
         if "error" in found:
             raise ShoalError(found["error"])
@@ -82,7 +82,7 @@ class _Compiler:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 @contextmanager

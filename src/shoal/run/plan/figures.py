@@ -15,6 +15,7 @@ from shoal.run.preflight.memory import MemoryBudget, suggest_saving
 
 PHASES: Mapping[str, tuple[str, str]] = {
     "prefill": ("sampling", "sampling"), "decode": ("sampling", "sampling"), "score": ("scoring", "always"),
+    "reference": ("scoring", "always"), "teacher": ("scoring", "always"),
     "accumulate": ("update", "update"), "apply": ("update", "update"), "publish": ("publication", "always")}
 """Program -> the phase of a step in which it runs, and what roles hold then besides what they always hold."""
 
@@ -53,9 +54,9 @@ class Figures:
         """Kind -> bytes on a device while a program runs."""
         held = self.held(self.job["programs"][program]["role"], PHASES[program][1])
         extra = self.programs[program]["extra_bytes"] if program in self.programs else 0
-        if program == "publish":  # its result is the copy that is counted already
-            extra = max(0, extra - held.get("the sampler's copy", 0))
-        name = {"accumulate": "activations", "score": "activations"}.get(program, "temporaries")
+        if program == "publish" and "sampler" in self.shared_roles("trainer") and extra:
+            extra -= self.programs[program]["memory"].get("output", 0)  # a part of the copy, which is counted
+        name = "activations" if program == "accumulate" else "temporaries"
         return {**held, name: extra}
 
     @property
@@ -85,13 +86,17 @@ class Figures:
 
     @property
     def is_timed(self) -> bool:
-        return self.job["peak_flops"] is not None and bool(self.programs) and self.fits
+        """False where the devices are unknown, or a program was not compiled."""
+        compiled = bool(self.programs) and not any(one["error"] for one in self.programs.values())
+        return self.job["peak_flops"] is not None and compiled
 
     def seconds(self, program: str) -> tuple[float, float, float]:
         """(floor, with transfers wholly hidden, with none hidden) of all its runs in a step."""
         one, runs = self.programs[program], self.job["programs"][program]["runs"]
-        compute, transfer = one["compute_seconds"], one["transfer_seconds"]
-        return runs * one["floor_seconds"], runs * max(compute, transfer), runs * (compute + transfer)
+        compute, transfer = runs * one["compute_seconds"], runs * one["transfer_seconds"]
+        if program == "publish" and self.job["published_bytes"]:  # to other devices: no program of theirs
+            transfer += self.job["published_bytes"] / self.job["link"] / self.config.train.weight_sync_interval
+        return runs * one["floor_seconds"], max(compute, transfer), compute + transfer
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
@@ -180,9 +185,9 @@ def verdict(figures: Figures) -> str:
     """The last line: fits or not, the seconds of a step, the key."""
     used = f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} ({figures.fullest})"
     advice = figures.advice()
-    if not figures.fits:
-        return f"does not fit: {used}. {advice[0]['text']}"
-    text = f"{'fits' if figures.peak <= FULL * figures.memory else 'fits, but is tight'}: {used}"
+    text = "does not fit" if not figures.fits else "fits" if figures.peak <= FULL * figures.memory else \
+        "fits, but is tight"
+    text += f": {used}"
     if figures.is_timed:
         _, low, high = figures.step_seconds
         shown = dict.fromkeys((seconds_text(low), seconds_text(high)))

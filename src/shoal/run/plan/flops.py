@@ -24,7 +24,7 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = ()) -> float:
             times, trips = (assumed_trips[0], assumed_trips[1:]) if assumed_trips else (1.0, ())
         elif equation.primitive.name == "shard_map":  # its body is of one device
             mesh = equation.params["mesh"].shape
-            times = float(math.prod(mesh[axis] for axis in equation.params.get("manual_axes", mesh)))
+            times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))
         inside = [jaxpr_flops(inner, trips) for inner in _jaxprs(equation.params)]
         total += times * (max(inside, default=0.0) if equation.primitive.name == "cond" else sum(inside))
     return total

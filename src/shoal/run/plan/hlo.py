@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
+from shoal.run.plan.groups import group_size, groups_text
 
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "s4": 1, "u4": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2,
           "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8}
@@ -27,6 +27,9 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 """Operations that read and write nothing themselves."""
 
 _SLICES = {"dynamic-slice", "gather", "slice"}
+
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that write a part of their first operand, in place -> the operand that is written."""
 
 
 def arrays_of(shape: str) -> list[int]:
@@ -127,6 +130,9 @@ class Module:
     def source(self, one: Instruction) -> str:
         """The line of code that made an operation, with the one that called it, and the operation's name."""
         name = re.search(r'op_name="([^"]*)"', one.attributes)
+        if name is None and one.op == "fusion":  # nameless, as of several: the last that has a name
+            inside = [i for i in self.computations.get(one.named("calls"), []) if "op_name=" in i.attributes]
+            return self.source(inside[-1]) if inside else one.op
         lines: list[str] = []
         if frame := re.search(r"stack_frame_id=(\d+)", one.attributes):
             number, seen = int(frame[1]), set()
@@ -223,7 +229,7 @@ class Module:
         if one.op.endswith("-start") and one.shape.startswith("(") and kind != "all-reduce":
             sizes = [max(sizes)]  # operand and result
         size = sum(sizes)
-        groups = _groups_text(one.attributes)
+        groups = groups_text(one.attributes)
         if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
         elif kind == "reduce-scatter":
@@ -241,8 +247,9 @@ class Module:
             flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
         elif one.op in _SLICES:
             read = [written]
-        elif one.op == "dynamic-update-slice":
-            written, read = read[1], [read[1]]
+        elif one.op in _UPDATES:
+            written = read[_UPDATES[one.op]]
+            read = [written]
         elif one.op == "copy-start":
             written = sum(read)
         elif one.op in ("dot", "convolution", "custom-call"):
@@ -271,8 +278,9 @@ class Module:
             number, uses = int(inner.operands[0]), _through(inner.name, users)
             if number < len(read) and uses and all(use.op in _SLICES for use in uses):
                 read[number] = min(read[number], sum(use.bytes for use in uses))
-            elif number < len(read) and uses and all(use.op == "dynamic-update-slice" for use in uses):
-                update = sum(by_name[use.operands[1]].bytes for use in uses if use.operands[1] in by_name)
+            elif number < len(read) and uses and all(use.op in _UPDATES for use in uses):
+                updates = [use.operands[_UPDATES[use.op]] for use in uses]
+                update = sum(by_name[name].bytes for name in updates if name in by_name)
                 written, read[number] = max(0, written - read[number]) + update, 0
         return written, read
 
@@ -331,68 +339,6 @@ def _closing(text: str, start: int) -> int:
 
 
 def _place(file: str, line: str) -> str:
-    """`model/linear.py:29`; empty outside of the package."""
-    return f"{file.rpartition('/shoal/')[2]}:{line}" if "/shoal/" in file else ""
-
-
-# ---- which devices
-
-
-def _groups_text(attributes: str) -> str:
-    for pattern in (r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
-                    r"replica_groups=(\{\{[\d,{}]*\}\})",
-                    r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
-                    r"source_target_pairs=(\{[\d,{}]*\})"):
-        if found := re.search(pattern, attributes):
-            return found[1]
-    return ""
-
-
-def device_groups(text: str) -> list[list[int]]:
-    """The groups of devices that exchange, from any of the forms in which XLA writes them; empty if it is another.
-
-    >>> device_groups("[2,2]<=[2,2]T(1,0)"), device_groups("mesh['a'=2,'b'=2] {'b'}")
-    ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-    """
-    if text.startswith("{{"):
-        return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", text[1:-1])]
-    if found := re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text):
-        return _order(found[2]).reshape([int(n) for n in found[1].split(",")]).tolist()
-    return _mesh_groups(text)
-
-
-def _order(text: str) -> np.ndarray:
-    """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then transposed."""
-    dims, _, order = text.partition("T")
-    grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape([*map(int, re.findall(r"\d+", dims))])
-    return (grid.transpose([*map(int, re.findall(r"\d+", order))]) if order else grid).reshape(-1)
-
-
-def _mesh_groups(text: str) -> list[list[int]]:
-    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this order, or parts of
-    axes (after 2, of size 2)."""
-    found = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
-    if found is None:
-        return []
-    axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])]
-    taken = {name: (int(before or 1), int(size) if size else dict(axes)[name])
-             for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3]) if name in dict(axes)}
-    shape, inside = [], []
-    for name, size in axes:
-        before, part = taken.get(name, (size, 1))
-        shape += [before, part, size // before // part]
-        inside.append(len(shape) - 2)
-    order = [n for n in range(len(shape)) if n not in inside] + inside
-    numbers = np.arange(math.prod(shape))
-    if found[2]:
-        numbers = _order(found[2]) if found[2].startswith("[") else np.array([*map(int, found[2].split(","))])
-    grid = numbers.reshape(shape).transpose(order)
-    return grid.reshape(-1, math.prod(shape[n] for n in inside)).tolist()
-
-
-def group_size(text: str) -> int:
-    """Devices that exchange with one another."""
-    groups = device_groups(text)
-    if text.startswith("{{") and groups and all(len(pair) == 2 for pair in groups):
-        return len(groups[0]) if len({n for pair in groups for n in pair}) == 2 * len(groups) else len(groups)
-    return len(groups[0]) if groups else 1
+    """`model/linear.py:29`; empty outside of the package, and for what calls programs."""
+    name = file.rpartition("/shoal/")[2] if "/shoal/" in file else ""
+    return f"{name}:{line}" if name and not name.startswith(("mesh/", "run/")) else ""

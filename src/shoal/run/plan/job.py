@@ -6,7 +6,7 @@ These are the run's own learner and engines, made as a run makes them; nothing i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +26,19 @@ from shoal.model.hub import locate
 from shoal.model.kv_cache import keys_at_once
 from shoal.model.names import MODELS, model_named
 from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs
-from shoal.rollout import publication
+from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
-from shoal.run.loading import ModelSpec, compute_dtype, make_model, model_path
+from shoal.run.loading import ModelSpec, compute_dtype, make_model, model_path, resolve_model
 from shoal.run.parts import make_learner
 from shoal.run.preflight.estimate import longest_shape
-from shoal.run.preflight.memory import available_memory, bytes_per_device, parameter_count, run_engines, weight_bytes
+from shoal.run.preflight.memory import (
+    available_memory,
+    bytes_per_device,
+    copied_shapes,
+    held_bytes,
+    parameter_count,
+    run_engines,
+)
 from shoal.run.sampler_size import with_sampler_tensor
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
@@ -46,7 +53,7 @@ def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path == ModelSection.path:
-        return architecture_of(locate(path))
+        return resolve_model(section).architecture
     if section.name and "/" not in section.name:
         return model_named(section.name).architecture
     for known in MODELS.values():
@@ -109,35 +116,26 @@ class Job:
 
     def held(self) -> dict[str, dict[str, dict[str, int]]]:
         """Role -> `always`, `sampling` and `update` -> kind -> bytes on each of the role's devices."""
-        state = self.learner.shapes()
-        found: dict[str, dict[str, dict[str, int]]] = {
-            role: {"always": {}, "sampling": {}, "update": {}} for role in ("trainer", "sampler", "reference")}
-        found["trainer"]["always"] = {"parameters": bytes_per_device(state.trainable),
-                                      "Adam's moments": bytes_per_device(state.optimizer)}
-        found["trainer"]["update"] = {"gradient": bytes_per_device(self._total().gradient)}
-        if self.config.algorithm.kl_coef > 0:
-            found["reference"]["always"]["reference"] = weight_bytes(self.model.architecture, self.roles.reference,
-                                                                     self.model.dtype)
-        if self.config.teacher.path:
-            teacher = planned_architecture(ModelSection(path=self.config.teacher.path))
-            found["reference"]["always"]["teacher"] = weight_bytes(teacher, self.roles.reference, self.model.dtype)
-        if self._is_copied:
-            found["sampler"]["always"]["the sampler's copy"] = bytes_per_device(self._published())
-        size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in self.engines.items())
-        found["sampler"]["sampling"][f"KV caches ({name})"] = size
-        return found
+        path = self.config.teacher.path
+        teacher = planned_architecture(ModelSection(path=path)) if path else None
+        return {role: asdict(budget) for role, budget in held_bytes(
+            self.config, self.model, self.roles, teacher, self.engines).items()}
 
-    @property
-    def _is_copied(self) -> bool:
-        """False where the sampler reads the trainer's own arrays."""
-        masters = self.learner.shapes().trainable
-        if jax.tree.structure(published := self._published()) != jax.tree.structure(masters):
-            return True  # layers apart
-        return any(leaf.dtype != own.dtype or not own.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
-                   for leaf, own in zip(jax.tree.leaves(published), jax.tree.leaves(masters), strict=True))
+    def _copied(self) -> list[tuple[Any, Any]]:
+        return copied_shapes(self.learner.shapes().trainable, self.sampler_model)
 
     def _published(self) -> Any:
-        return publication.published_shapes(self.sampler_model)
+        return published_shapes(self.sampler_model)
+
+    def _scorers(self) -> dict[str, Model]:
+        """The models whose weights are only scored with, on the reference's devices."""
+        found, model = {}, self.model.on(self.roles.reference)
+        if self.config.algorithm.kl_coef > 0:
+            found["reference"] = model
+        if self.config.teacher.path:
+            found["teacher"] = replace(model, architecture=planned_architecture(
+                ModelSection(path=self.config.teacher.path)))
+        return found
 
     def _total(self) -> Any:
         return self._programs["zero"].eval_shape()
@@ -154,6 +152,7 @@ class Job:
 
     def _sampling(self) -> dict[str, Planned]:
         c, role, engine = self.config, self.roles.sampler, self.engines["training"]
+        programs: dict[str, Any] = engine.programs
         rows, siblings, parameters = engine.scheduler.prefill_rows, engine.group_size, self._published()
         bucket, each = prompt_bucket(c.sampling.max_prompt_tokens), (rows,)
 
@@ -175,9 +174,9 @@ class Job:
         blocks = (-(-c.sampling.max_prompt_tokens // block) + (own + 1) / 2) / 2
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
-        return {"prefill": Planned(engine.programs["prefill"], role, (parameters,), prefill,
+        return {"prefill": Planned(programs["prefill"], role, (parameters,), prefill,
                                    -(-c.batch.prompts_per_step // rows)),
-                "decode": Planned(engine.programs["decode"], role, (parameters,), decode, waves * dispatches,
+                "decode": Planned(programs["decode"], role, (parameters,), decode, waves * dispatches,
                                   (chunk, blocks))}
 
     def _learning(self) -> dict[str, Planned]:
@@ -191,12 +190,10 @@ class Job:
         scored = batches * a.num_minibatches
         if needs_old_logprobs(a, bool(c.teacher.path)):
             found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored, batch_bytes=size)
-        if others := (a.kl_coef > 0) + bool(c.teacher.path):
-            model = self.model.on(self.roles.reference)  # a teacher is taken to have the policy's size
-            given = self._batch(model.role)
-            found["reference"] = Planned(score_program(model, CHUNK_ELEMENTS), model.role,
-                                         (_shapes_in(model), given), runs=others * scored,
-                                         batch_bytes=bytes_per_device(given))
+        for name, model in self._scorers().items():
+            own = self._batch(model.role)
+            found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (_shapes_in(model), own),
+                                  runs=scored, batch_bytes=bytes_per_device(own))
         found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
                                       runs=batches * updates, batch_bytes=size)
         found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),
@@ -204,22 +201,21 @@ class Job:
         return found
 
     def _publishing(self) -> dict[str, Planned]:
-        """The program of the largest array, as often as its bytes make all of them."""
-        if not self._is_copied:
+        """The largest array's program, as often as all arrays together are larger: there is one for each array."""
+        pairs = self._copied()
+        if not pairs:
             return {}
-        masters, specs = (jax.tree.leaves(tree, is_leaf=is_param_spec) for tree in (
-            self.learner.shapes().trainable, param_specs(self.model.architecture)))
-        largest, spec = max(zip(masters, specs, strict=True), key=lambda pair: pair[0].size)
-        place = spec.sharding(self.roles.sampler)
-        program = publication.publication_program(self.sampler_model, largest.sharding, place)
-        return {"publish": Planned(program, self.roles.trainer, (largest, jax.ShapeDtypeStruct((), jnp.uint32)),
-                                   runs=sum(leaf.size for leaf in masters) / largest.size
-                                   / self.config.train.weight_sync_interval)}
+        mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
+        program = publication_program(self.sampler_model, mine.sharding, own.sharding)
+        arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)
+        return {"publish": Planned(program, self.roles.trainer, (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
+                                   runs=arrays / self.config.train.weight_sync_interval)}
 
-    def _batch(self, role: Role) -> LearnerBatch:
-        """The shapes of a micro-batch, laid out as `put_batch` does it."""
-        shape = self.shape
-        grid = (shape.rows + -shape.rows % role.row_shards, shape.slots, shape.length)
+    def _batch(self, role: Role | None = None) -> LearnerBatch:
+        """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
+        role, shape = role or self.roles.trainer, self.shape
+        shape = replace(shape, rows=shape.rows + -shape.rows % role.row_shards)
+        grid = (shape.rows, shape.slots, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
             sharding = role.sharding(("rows", *(None,) * (len(sizes) - 1)), sizes)
@@ -261,7 +257,8 @@ class Job:
                        "prompts": c.batch.prompts_per_step * group[0]},
             "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
                                        num_scorings(c.algorithm, bool(c.teacher.path))),
-            "published_bytes": bytes_per_device(self._published()) if self._is_copied else 0,
+            "published_bytes": bytes_per_device([own for _, own in self._copied()]) if self.roles.apart else 0,
+            "link": kind.link if kind else None,
         }
 
     def _roles(self) -> dict[str, Role]:

@@ -18,9 +18,6 @@ from shoal.run.plan.compilers import Compilers, compilers
 from shoal.run.plan.figures import FULL, PHASES, Figures, resolved
 from shoal.run.preflight.memory import machine_memory
 
-SLOWEST = ("accumulate", "decode", "score", "reference", "prefill", "apply", "publish")
-"""The programs, the longest compilation first."""
-
 SHALLOW = (2, 4)
 """Numbers of layers at which a deep model's decoding is compiled: it is unrolled over layers, and each further layer
 costs what the one before did."""
@@ -31,6 +28,9 @@ DEEP = 8
 COMPILER_BYTES = 3 << 29
 LARGE_BYTES = 3 << 30
 """Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters (measured)."""
+
+_LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "prefill", "apply", "publish")
+"""Programs in the order in which they are compiled."""
 
 MOST_TRIES = 4
 """Compilations that `fit=true` makes at most."""
@@ -53,9 +53,10 @@ def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -
     found.count = max(1, min(found.count, int(free / each)))
     layers, deep = job["model"]["layers"], job["model"]["layers"] > DEEP
     requests: dict[tuple[str, int], dict[str, Any]] = {}
-    # The longest compilations first.
-    for name in sorted(job["programs"], key=SLOWEST.index):
-        shallow = deep and (config.layers == "shallow" or (config.layers == "auto" and name == "decode"))
+    for name in sorted(job["programs"], key=_LONGEST_FIRST.index):
+        # Publication goes by arrays, and which is the largest depends on the layers.
+        shallow = deep and name != "publish" and (config.layers == "shallow" or
+                                                  (config.layers == "auto" and name == "decode"))
         for number in reversed(SHALLOW) if shallow else (0,):
             requests[name, number] = _request(config, name, number)
     say(f"{job['devices']}: compiling {len(requests)} programs, {found.count} at once")
@@ -85,6 +86,7 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
                ("flops", "floor_seconds", "extra_bytes", "compute_seconds", "transfer_seconds")}
     sources = {source: line(shallow["sources"].get(source, 0.0), value)
                for source, value in deeper["sources"].items()}
+    sources = dict(sorted(sources.items(), key=lambda item: -item[1]))
     rows = {(row["kind"], row["axis"], row["source"]): row for row in shallow["collectives"]}
     collectives = []
     for row in deeper["collectives"]:

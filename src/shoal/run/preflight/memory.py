@@ -20,7 +20,7 @@ from shoal.mesh import Role, Roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, reads_layers_apart, shardings
 from shoal.report.findings import Finding, gib
-from shoal.run.parts import training_engine_maker
+from shoal.run.parts import make_learner, training_engine_maker
 from shoal.sampler.engine import Engine
 from shoal.types import Purpose, ShoalError
 
@@ -142,22 +142,48 @@ def run_engines(config: Config, model: Model, role: Role, tokenizer: Tokenizer) 
         yield "pass@k", make(Purpose.EVALUATE, config.pass_k)
 
 
+def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture | None,
+               engines: Mapping[str, Engine]) -> dict[str, MemoryBudget]:
+    """What is known before compilation, by role, on each of its devices: parameters, moments, gradient, the sampler's
+    copy, KV caches (of the largest engine), reference and teacher."""
+    state = make_learner(config, model).shapes()
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.shape]  # not its counters
+    trainer = MemoryBudget({"parameters": bytes_per_device(state.trainable),
+                            "Adam's moments": bytes_per_device(moments)})
+    trainer.update["gradient"] = trainer.always["parameters"]
+    sampler, reference = MemoryBudget(), MemoryBudget()
+    if copied := copied_shapes(state.trainable, model.on(roles.sampler)):
+        sampler.always["the sampler's copy"] = bytes_per_device([own for _, own in copied])
+    size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in engines.items())
+    sampler.sampling[f"KV caches ({name})"] = size
+    if config.algorithm.kl_coef > 0:
+        reference.always["reference"] = weight_bytes(model.architecture, roles.reference, model.dtype)
+    if teacher:
+        reference.always["teacher"] = weight_bytes(teacher, roles.reference, model.dtype)
+    return {"trainer": trainer, "sampler": sampler, "reference": reference}
+
+
+def copied_shapes(parameters: Any, sampler: Model) -> list[tuple[Any, Any]]:
+    """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own."""
+    specs = jax.tree.leaves(param_specs(sampler.architecture), is_leaf=is_param_spec)
+    found, is_apart = [], reads_layers_apart(sampler.role)
+    for mine, spec in zip(jax.tree.leaves(parameters), specs, strict=True):
+        own = jax.ShapeDtypeStruct(spec.shape, sampler.dtype, sharding=spec.sharding(sampler.role))
+        same = mine.dtype == own.dtype and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
+        if not same or (is_apart and spec.axes[0] == "layers"):
+            found.append((mine, own))
+    return found
+
+
 def static_budget(config: Config, model: Model, roles: Roles, teacher: Architecture | None,
                   engines: Mapping[str, Engine]) -> MemoryBudget:
-    """The memory known before compilation: parameters, moments, gradient, KV caches (of the largest engine)."""
-    a = model.architecture
-    masters = weight_bytes(a, roles.trainer, jnp.float32)
-    budget = MemoryBudget(always={"parameters": masters, "Adam's moments": 2 * masters})
-    if config.algorithm.kl_coef > 0:
-        budget.always["reference"] = masters
-    if teacher:
-        budget.always["teacher"] = weight_bytes(teacher, roles.reference, model.dtype)
-    if roles.sampler.mesh.size > 1 or model.dtype != jnp.float32 or reads_layers_apart(roles.sampler):
-        budget.always["the sampler's copy"] = weight_bytes(a, roles.sampler, model.dtype)
-    size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in engines.items())
-    budget.sampling[f"KV caches ({name})"] = size
-    budget.update["gradient"] = masters
-    return budget
+    """The memory known before compilation, of the device that needs most; roles on the same devices add up."""
+    held, by_devices = held_bytes(config, model, roles, teacher, engines), {}
+    for role, part in zip(roles.all, held.values(), strict=True):
+        budget = by_devices.setdefault(frozenset(role.mesh.devices.flat), MemoryBudget())
+        for when in ("always", "sampling", "update"):
+            getattr(budget, when).update(getattr(part, when))
+    return max(by_devices.values(), key=lambda budget: budget.total)
 
 
 def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, bound: str = "at most") -> Finding:
@@ -224,6 +250,15 @@ def _more_devices(axis: str) -> Callable[[Any, int], tuple[int, int] | None]:
     return change
 
 
+def _wider_replicas(config: Any, count: int) -> tuple[int, int] | None:
+    now = config.mesh.sampler_tensor or config.mesh.tensor
+    new = min(count, max(HOST, 2 * now))
+    return (new, now) if new > now else None
+
+
+HOST = 8
+"""Devices of a replica of the sampler that is too large for fewer: a host has so many GPUs."""
+
 _CACHES = ("KV caches", "sampler's temporaries")
 _WEIGHTS = ("parameters", "Adam's moments", "gradient")
 
@@ -239,7 +274,7 @@ SAVINGS = (
     Saving("batch.group_size", _CACHES, _lower("batch.group_size")),
     Saving("sampling.max_completion_tokens", ("activations", *_CACHES), _lower("sampling.max_completion_tokens")),
     Saving("sampling.max_prompt_tokens", _CACHES, _lower("sampling.max_prompt_tokens")),
-    Saving("mesh.tensor", ("the sampler's copy",), _more_devices("tensor")),
+    Saving("mesh.sampler_tensor", ("the sampler's copy",), _wider_replicas),
     Saving("model.dtype", ("the sampler's copy",),
            lambda c, _: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
 )

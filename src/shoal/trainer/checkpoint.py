@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.mesh import Role
+from shoal.mesh import Role, World
 from shoal.model.transformer import Architecture, checksum, is_param_spec, param_specs, shardings
 from shoal.trainer.orbax import cause, check_room, load_orbax, writing
 from shoal.trainer.step import Learner, TrainState
@@ -189,24 +189,29 @@ def _is_machine_fault(error: Exception) -> bool:
         or any(word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory"))
 
 
-def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None]) -> Restored | None:
+def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None],
+                   world: World) -> Restored | None:
     """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and moved away.
 
-    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged.
+    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged. Of several processes all
+    read the same one: where one finds damage, none takes it.
     """
-    damaged: dict[int, DamagedCheckpoint] = {}
+    damaged: dict[int, str] = {}
     for version in reversed(versions(run)):
+        restored, fault = None, ""
         try:
             restored = restore(run, version, learner, sampler)
         except DamagedCheckpoint as error:
-            damaged[version] = error
+            fault = str(error)
+        if faults := [*filter(None, world.exchange_json(f"checkpoint {version}", fault))]:
+            damaged[version] = faults[0]
             continue
-        for number, error in damaged.items():
-            warn(f"{error}; it is moved to {_move_away(run, number)}, the one before it is used")
+        for number, text in damaged.items() if world.is_main else ():
+            warn(f"{text}; it is moved to {_move_away(run, number)}, the one before it is used")
         return restored
     if damaged:
-        raise ShoalError(f"no checkpoint of {run} is whole ({'; '.join(map(str, damaged.values()))}): nothing was "
-                         "changed; restore one, or start a new run with another run_name")
+        raise ShoalError(f"no checkpoint of {run} is whole ({'; '.join(damaged.values())}): nothing was changed; "
+                         "restore one, or start a new run with another run_name")
     return None
 
 

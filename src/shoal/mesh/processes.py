@@ -173,7 +173,7 @@ class World:
             with contextlib.suppress(OSError):
                 if other is not link:
                     other.sendall(ended.encode())
-        reason = f"error: {ended}, so this one ends too: the output of that process says why. Give the same commands " \
+        reason = f"error: {ended}, so this one ends too: the output of that process says why. Start all of them " \
                  "again to resume\n"
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -94,7 +94,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
     shapes = source.published_shapes()
-    restored = restore_latest(folder, updater.learner, shapes, facts, config, console) if plan.run else None
+    restored = restore_latest(folder, updater.learner, shapes, facts, console, world) if plan.run else None
     first = restored.version if restored else 0
     if world.is_main:
         write_head(folder, spec, config, first)
@@ -109,6 +109,8 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         weights = spec.load(roles.trainer, np.float32)
     recorder.spent("start", time.perf_counter() - started)
     command = resume_command(folder.path, config)
+    if world.count > 1:
+        command = f"in each of the {world.count} processes, {command}"
     # Last: before this a signal ends the process at once.
     stack.enter_context(stop_on_signals(stop, lambda: kept_text(folder.path, command)))
     # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.

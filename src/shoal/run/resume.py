@@ -21,6 +21,7 @@ from shoal.run.fingerprint import compare_facts
 from shoal.types import Params, ShoalError
 
 if TYPE_CHECKING:
+    from shoal.mesh import World
     from shoal.trainer.checkpoint import Restored
     from shoal.trainer.step import Learner
 
@@ -137,13 +138,13 @@ def changed_keys(stored: Config, config: Config) -> list[str]:
 # ---- checkpoint
 
 
-def restore_latest(folder: RunFolder, learner: Learner, shapes: Params, facts: Mapping[str, Any], config: Config,
-                   console: Console) -> Restored | None:
+def restore_latest(folder: RunFolder, learner: Learner, shapes: Params, facts: Mapping[str, Any], console: Console,
+                   world: World) -> Restored | None:
     """The newest intact checkpoint of a run; None without one, the run then starts from its beginning. `shapes`: of the
     sampler's weights; `facts`: the `fingerprint` of this process."""
     from shoal.trainer.checkpoint import restore_newest
 
-    restored = restore_newest(folder.path, learner, shapes, console.warning)
+    restored = restore_newest(folder.path, learner, shapes, console.warning, world)
     if restored is None:
         console.note("the run has no checkpoint: it starts from its beginning, and its files are written again")
         folder.rewind(-1)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.mesh import Role
+from shoal.mesh import Role, World
 from shoal.model.transformer import Architecture, checksum, is_param_spec, param_specs, shardings
 from shoal.trainer.orbax import cause, check_room, load_orbax, writing
 from shoal.trainer.step import Learner, TrainState
@@ -143,7 +143,8 @@ class DamagedCheckpoint(ShoalError):
     """A checkpoint whose content differs from what was saved."""
 
 
-def restore(run: Path, version: int, learner: Learner, sampler: Params | None = None) -> Restored:
+def restore(run: Path, version: int, learner: Learner, sampler: Params | None = None,
+            world: World | None = None) -> Restored:
     """Reads a checkpoint, each array in the trainer's layout. `sampler` holds the shapes and layout of published
     weights; None does not read them.
 
@@ -159,7 +160,8 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
         if sampler is not None and extra["published"]:
             wanted["published"] = {str(number): sampler for number in extra["published"]}
         others = [name for name, tree in wanted.items() if layout(tree) != extra["layouts"][name]]
-        found = {} if others else {name: _read(path, name, tree, extra) for name, tree in wanted.items()}
+        found = {} if others else {name: _read(path, name, tree, extra, world or World())
+                                  for name, tree in wanted.items()}
     except Exception as error:  # for a bad file Orbax raises anything, bare Exception included
         if _is_machine_fault(error):
             raise ShoalError(f"checkpoint {path} cannot be read now ({cause(error)}): nothing was changed; solve "
@@ -173,9 +175,16 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
     return Restored(version, state, extra, {int(number): params for number, params in published.items()})
 
 
-def _read(path: Path, name: str, wanted: Any, extra: Mapping[str, Any]) -> Any:
-    with load_orbax().StandardCheckpointer() as reader:
-        tree = reader.restore(path / name, wanted)
+def _read(path: Path, name: str, wanted: Any, extra: Mapping[str, Any], world: World) -> Any:
+    tree, wrong = None, None
+    try:
+        with load_orbax().StandardCheckpointer() as reader:
+            tree = reader.restore(path / name, wanted)
+    except Exception as error:
+        wrong = error
+    # Before the checksum, which all processes compute together: a damaged piece is met by those alone that read it.
+    if faults := [*filter(None, world.exchange_json(f"{name} of {path.name}", cause(wrong) if wrong else ""))]:
+        raise wrong or ValueError(faults[0])
     found, saved = int(checksum(tree)), extra["checksums"][name]
     if found != saved:
         raise ValueError(f"{name} has checksum {found:#010x}, saved was {saved:#010x}")
@@ -189,24 +198,29 @@ def _is_machine_fault(error: Exception) -> bool:
         or any(word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory"))
 
 
-def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None]) -> Restored | None:
+def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None],
+                   world: World) -> Restored | None:
     """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and moved away.
 
-    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged.
+    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged. Of several processes all
+    read the same one: where one finds damage, none takes it.
     """
-    damaged: dict[int, DamagedCheckpoint] = {}
+    damaged: dict[int, str] = {}
     for version in reversed(versions(run)):
+        restored, fault = None, ""
         try:
-            restored = restore(run, version, learner, sampler)
+            restored = restore(run, version, learner, sampler, world)
         except DamagedCheckpoint as error:
-            damaged[version] = error
+            fault = str(error)
+        if faults := [*filter(None, world.exchange_json(f"checkpoint {version}", fault))]:
+            damaged[version] = faults[0]
             continue
-        for number, error in damaged.items():
-            warn(f"{error}; it is moved to {_move_away(run, number)}, the one before it is used")
+        for number, text in damaged.items() if world.is_main else ():
+            warn(f"{text}; it is moved to {_move_away(run, number)}, the one before it is used")
         return restored
     if damaged:
-        raise ShoalError(f"no checkpoint of {run} is whole ({'; '.join(map(str, damaged.values()))}): nothing was "
-                         "changed; restore one, or start a new run with another run_name")
+        raise ShoalError(f"no checkpoint of {run} is whole ({'; '.join(damaged.values())}): nothing was changed; "
+                         "restore one, or start a new run with another run_name")
     return None
 
 

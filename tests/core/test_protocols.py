@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from small import PLAINEST, roles
+from small import PLAINEST, random_parameters, roles
 
 from shoal import types
 from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
@@ -118,7 +118,7 @@ def test_a_sampler_needs_no_more_than_the_protocol():
                          Player(make, task, pool, lambda ids: str(sum(ids)), seed=0,
                                 on_progress=lambda *now: shown.append(now)))
     with closing(source):
-        source.publish(7, {})
+        source.publish(7, random_parameters(PLAINEST))
         requests = {purpose: [GroupRequest(purpose, 7, 7, Example(row, "q"), np.array([1, 2]), count,
                                            SamplingParams(max_tokens=3)) for row in (5, 2)]
                     for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1))}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shoal.compat.derived import derive_devices, derive_lengths, derive_test_batches, derive_train_rl, derive_warmup
 from shoal.compat.flags import (
     LORA,
@@ -35,8 +37,9 @@ def read_profiler(name: str, text: str) -> Values:
     return {"report.profile": ["2", "3", "4"] if text else []}
 
 
-def read_parallelism(name: str, text: str) -> Values:
-    return {"mesh.tensor": "1" if text == "-1" else str(to_int(name, text))}
+def parallelism(key: str) -> Callable[[str, str], Values]:
+    """A reader of a number of devices or slices, of which -1 (auto) is 1."""
+    return lambda name, text: {key: "1" if text == "-1" else str(to_int(name, text))}
 
 
 _LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token", "gspo")}
@@ -79,8 +82,10 @@ FLAGS: list[Flag] = [
       for name in ("hf_data_files", "hf_train_files")],
     reads("profiler", "report.profile", read_profiler, "steps that are traced into the run's profile/; xplane: 2 to 4",
           is_quiet=False, keeps_nothing=True),
-    reads("ici_tensor_parallelism", "mesh.tensor", read_parallelism, "-1 (auto) is 1: parameters are split by fsdp",
-          is_quiet=False),
+    reads("ici_tensor_parallelism", "mesh.tensor", parallelism("mesh.tensor"), "-1 (auto) is 1: parameters are split "
+          "by fsdp", is_quiet=False),
+    *[reads(f"dcn_{axis}_parallelism", f"mesh.dcn_{axis}", parallelism(f"mesh.dcn_{axis}"), "slices; -1 (auto) is 1",
+            is_quiet=False) for axis in ("data", "fsdp")],
     *derived(derive_devices, "mesh.trainer", "that share of the devices, the first ones", "trainer_devices_fraction",
              "TRAINER_DEVICES_FRACTION"),
     *derived(derive_devices, "mesh.sampler", "that share of the devices, the last ones", "sampler_devices_fraction",

@@ -93,12 +93,12 @@ def test_a_sweep_over_their_names_ends_with_a_table(workshop, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(("stem", "number", "part"), [
-    ("pathways", 0, "16 (trainer) + 16 (sampler) devices are requested, but JAX finds 8 devices"),
-    ("torchrl", 0, "sampler or reference on other devices than the trainer are not supported yet"),
-    ("torchrl", 1, "sampler or reference on other devices than the trainer are not supported yet"),
+    ("pathways", 0, "16 (trainer) + 16 (sampler) devices are requested, but JAX finds 3 devices"),
+    ("torchrl", 0, "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices"),
+    ("torchrl", 1, "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices"),
 ])
 def test_a_line_for_more_says_what_is_missing(workshop, stem, number, part, capsys, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda *_: list(range(8)))
+    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:3])
     line = lines_of(FOLDER / f"{stem}.sh")[number]
     assert cli.main(tiny(workshop, line, "more")) == 2
     err = capsys.readouterr().err

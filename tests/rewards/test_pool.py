@@ -886,7 +886,7 @@ def test_a_function_that_hangs_on_everything_is_not_waited_for(monkeypatch: pyte
     """Of the 32 completions of a step, few are tried: none of so many is enough only where failing is fast."""
     monkeypatch.setattr(watch, "HOPELESS_SECONDS", 1.4)
     expected = (r"'checker' failed for (\d+) of the last \1 completions, more than reward.max_failed_share=0.5, and "
-                r"returned nothing in [12] s of waiting; the first: .* took longer than")
+                r"returned nothing in \d s of waiting; the first: .* took longer than")
     with RewardPool(name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.5)) as pool:
         started = time.monotonic()
         for ticket in range(4):

@@ -58,7 +58,8 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     run = named_run(config_type, arguments)
     if run is None:
         return load(config_type, arguments)
-    entries = (*arguments.entries, Entry("resume", str(run), COMMAND_LINE))
+    given = (entry for entry in arguments.entries if entry.name != "resume")  # `last` has a path now
+    entries = (*given, Entry("resume", str(run), COMMAND_LINE))
     return recompose(config_type, run / CONFIG, replace(arguments, entries=entries))
 
 

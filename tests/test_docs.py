@@ -90,7 +90,8 @@ def check_command(line: str, folder: Path) -> None:
     for word in words:
         if word.endswith(".yaml") and "=" not in word:
             (folder / word).write_text("steps: 1\n", encoding="utf-8")
-    own = [word for word in words if word not in ("--dry-run", "--multirun")]
+    command = "plan" if "--plan" in words else command
+    own = [word for word in words if word not in ("--dry-run", "--multirun", "--plan")]
     for _, each in combine(COMMANDS[command], own) if "--multirun" in words else [({}, own)]:
         compose(command, each)
 

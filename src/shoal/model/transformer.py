@@ -151,6 +151,12 @@ def shardings(a: Architecture, role: Role) -> Parameters:
     return jax.tree.map(lambda d: d.sharding(role), param_specs(a), is_leaf=is_param_spec)
 
 
+def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
+    """Shapes, type and layout on a role's devices of the parameters in a tree of `ParamSpec`; nothing is allocated."""
+    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, dtype, sharding=d.sharding(role)), specs,
+                        is_leaf=is_param_spec)
+
+
 def layers_apart(parameters: Parameters, num_layers: int) -> Parameters:
     """Parameters with a tuple of L blocks in place of the stacked one: of ParamSpecs, of arrays, and of tuples of each
     layer's array in place of a stacked one."""

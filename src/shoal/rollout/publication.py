@@ -24,6 +24,7 @@ from shoal.model.transformer import (
     array_checksum,
     is_param_spec,
     layers_apart,
+    param_shapes,
     param_specs,
     published_specs,
     reads_layers_apart,
@@ -76,8 +77,7 @@ def local_part(model: Model, params: Params) -> Params:
 
 def published_shapes(model: Model) -> Params:
     """Shapes, type and layout of what `publish_to` returns."""
-    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=d.sharding(model.role)),
-                        published_specs(model), is_leaf=is_param_spec)
+    return param_shapes(published_specs(model), model.role, model.dtype)
 
 
 @lru_cache(PROGRAMS_KEPT)

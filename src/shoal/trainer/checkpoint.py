@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role, World
-from shoal.model.transformer import Architecture, checksum, is_param_spec, param_specs, shardings
+from shoal.model.transformer import Architecture, checksum, param_shapes, param_specs
 from shoal.trainer.orbax import cause, check_room, load_orbax, writing
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
@@ -237,9 +237,7 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
                     dtype: Any = jnp.float32) -> Params:
     """Reads the parameters of one checkpoint, each in this role's layout and in `dtype`."""
     ocp = load_orbax()
-    wanted = jax.tree.map(
-        lambda d, sharding: jax.ShapeDtypeStruct(d.shape, dtype, sharding=sharding),
-        param_specs(architecture), shardings(architecture, role), is_leaf=is_param_spec)
+    wanted = param_shapes(param_specs(architecture), role, dtype)
     # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to say their shapes.
     path = (run / FOLDER / str(version) / "state").absolute()
     try:

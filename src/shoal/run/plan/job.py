@@ -25,7 +25,7 @@ from shoal.model.hf_config import architecture_of
 from shoal.model.hub import locate
 from shoal.model.kv_cache import keys_at_once
 from shoal.model.names import MODELS, model_named
-from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs
+from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
 from shoal.run.loading import ModelSpec, compute_dtype, make_model, model_path, resolve_model
@@ -192,8 +192,9 @@ class Job:
             found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored, batch_bytes=size)
         for name, model in self._scorers().items():
             own = self._batch(model.role)
-            found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (_shapes_in(model), own),
-                                  runs=scored, batch_bytes=bytes_per_device(own))
+            weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
+            found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (weights, own), runs=scored,
+                                  batch_bytes=bytes_per_device(own))
         found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
                                       runs=batches * updates, batch_bytes=size)
         found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),
@@ -211,11 +212,10 @@ class Job:
         return {"publish": Planned(program, self.roles.trainer, (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
                                    runs=arrays / self.config.train.weight_sync_interval)}
 
-    def _batch(self, role: Role | None = None) -> LearnerBatch:
+    def _batch(self, role: Role) -> LearnerBatch:
         """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
-        role, shape = role or self.roles.trainer, self.shape
-        shape = replace(shape, rows=shape.rows + -shape.rows % role.row_shards)
-        grid = (shape.rows, shape.slots, shape.length)
+        shape = self.shape
+        grid = (shape.rows + -shape.rows % role.row_shards, shape.slots, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
             sharding = role.sharding(("rows", *(None,) * (len(sizes) - 1)), sizes)
@@ -244,7 +244,7 @@ class Job:
             "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": self.model.dtype.name,
                       "remat": self.model.remat},
             "roles": {name: {"mesh": {axis: size for axis, size in role.mesh.shape.items() if size > 1},
-                             "devices": [_place_of(device) for device in role.mesh.devices.flat]}
+                             "devices": [device.id for device in role.mesh.devices.flat]}
                       for name, role in self._roles().items()},
             "num_devices": self.topology.num_devices if self.topology else len(available_devices()),
             "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
@@ -263,16 +263,6 @@ class Job:
 
     def _roles(self) -> dict[str, Role]:
         return {"trainer": self.roles.trainer, "sampler": self.roles.sampler, "reference": self.roles.reference}
-
-
-def _place_of(device: Any) -> int:
-    return int(device.id)
-
-
-def _shapes_in(model: Model) -> Any:
-    """A model's parameters in the type of the computation."""
-    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, model.dtype, sharding=d.sharding(model.role)),
-                        param_specs(model.architecture), is_leaf=is_param_spec)
 
 
 def _no_weights(role: Role, dtype: Any) -> Any:

@@ -18,7 +18,14 @@ from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.mesh import Role, Roles
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs, reads_layers_apart, shardings
+from shoal.model.transformer import (
+    Architecture,
+    Model,
+    is_param_spec,
+    param_shapes,
+    param_specs,
+    reads_layers_apart,
+)
 from shoal.report.findings import Finding, gib
 from shoal.run.parts import make_learner, training_engine_maker
 from shoal.sampler.engine import Engine
@@ -123,9 +130,7 @@ def bytes_per_device(shapes: Any) -> int:
 
 def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
     """Bytes of a model's parameters on one of a role's devices."""
-    return bytes_per_device(jax.tree.map(
-        lambda d, sharding: jax.ShapeDtypeStruct(d.shape, dtype, sharding=sharding),
-        param_specs(a), shardings(a, role), is_leaf=is_param_spec))
+    return bytes_per_device(param_shapes(param_specs(a), role, dtype))
 
 
 def parameter_count(a: Architecture) -> int:
@@ -168,7 +173,7 @@ def copied_shapes(parameters: Any, sampler: Model) -> list[tuple[Any, Any]]:
     specs = jax.tree.leaves(param_specs(sampler.architecture), is_leaf=is_param_spec)
     found, is_apart = [], reads_layers_apart(sampler.role)
     for mine, spec in zip(jax.tree.leaves(parameters), specs, strict=True):
-        own = jax.ShapeDtypeStruct(spec.shape, sampler.dtype, sharding=spec.sharding(sampler.role))
+        own = param_shapes(spec, sampler.role, sampler.dtype)
         same = mine.dtype == own.dtype and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
         if not same or (is_apart and spec.axes[0] == "layers"):
             found.append((mine, own))

@@ -13,11 +13,14 @@ import pytest
 from tiny_runs import Workshop
 
 from shoal import cli
+from shoal.commands import doctor
 from shoal.config.loading import compose
 from shoal.config.schema import BatchSection, Config, SamplingSection
+from shoal.mesh import available_devices
 from shoal.model.transformer import Architecture
 from shoal.report.console import Console
 from shoal.report.findings import Findings
+from shoal.run import sampler_size
 from shoal.run.assembly import open_devices, open_task
 from shoal.run.loading import make_model, open_run_model
 from shoal.run.parts import open_data
@@ -25,6 +28,7 @@ from shoal.run.preflight import memory
 from shoal.run.preflight.head import data_lines, least_time_text, print_head
 from shoal.run.preflight.memory import AvailableMemory
 from shoal.run.resume import ResumePlan
+from shoal.run.sampler_size import run_roles
 from shoal.tasks.task import DataReport, Task
 from shoal.types import ShoalError
 
@@ -176,3 +180,28 @@ def test_what_is_printed_is_kept(tmp_path: Path):
     assert log.read_text() == "before there was a folder\n== training\nwarning: one\\ud83d\na  b\n1  2\n" * 2
     console.keep_log(tmp_path / "missing" / "log.txt")
     console.note("no run ends for a log that cannot be written")
+
+
+def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(workshop, tmp_path, monkeypatch, capsys):
+    """On devices of so little memory that a replica needs more than one of them."""
+    monkeypatch.setattr(sampler_size, "device_memory", lambda device: 1)
+    judged, judge = [], memory.static_budget
+
+    def static_budget(config, model, roles, *rest):
+        judged.append(roles.sampler.tensor)
+        return judge(config, model, roles, *rest)
+
+    monkeypatch.setattr(memory, "static_budget", static_budget)
+    monkeypatch.setattr(doctor, "static_budget", static_budget)
+    monkeypatch.setattr(doctor, "available_memory", lambda devices: AvailableMemory(1, 1, "a device"))
+    config, _ = compose("train", workshop.words("alike", "mesh.fsdp=4")[1:])
+    a = open_run_model(config.model, None, None).architecture
+    tensor = run_roles(config, a, available_devices()).sampler.tensor
+    assert tensor > 1
+    cli.main([*workshop.words("alike", "mesh.fsdp=4"), "--dry-run"])
+    assert set(judged) == {tensor}
+    judged.clear()
+    cli.main(["doctor", *workshop.words("alike", "mesh.fsdp=4")[1:]])
+    assert set(judged) == {tensor}
+    note = f"mesh.sampler_tensor={tensor}: a replica of the sampler does not fit fewer devices"
+    assert note in " ".join(head_of(workshop, "mesh.fsdp=4"))

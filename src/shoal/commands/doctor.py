@@ -41,6 +41,7 @@ from shoal.run.preflight.memory import (
 from shoal.run.preflight.reward import probe, reward_findings, score_text
 from shoal.run.preflight.settings import check_run_folder, check_settings, check_size
 from shoal.run.preflight.step_trial import StepTrial, try_step
+from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import PromptStream
@@ -80,6 +81,8 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         task, pool = check_task(config, reward_functions, stack, report)
         trained, roles, has_mesh = check_mesh(config, report)
         loaded = check_model(trained, roles, report)
+        if loaded and has_mesh:
+            roles = run_roles(trained, loaded.architecture, available_devices())
         prompts = check_data(trained, task, loaded, report) if task and loaded else None
         if task and pool and not check_reward(pool, task, loaded, prompts, report):
             pool = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from shoal.commands.diff import INERT_KEYS
 from shoal.config.keys import is_under
 from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.config.text import to_dict
-from shoal.mesh import Roles, make_roles
+from shoal.mesh import Roles, available_devices
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -26,6 +26,7 @@ from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, open_model, open_teacher, resolve_model
 from shoal.run.parts import make_learner, make_updater, open_reference, training_engine_maker
+from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
 from shoal.trainer.step import Learner, TrainState
@@ -64,8 +65,9 @@ class Replayer:
         """Opens the run on its own mesh, unless another is given."""
         segments = read_segments(run)
         config = at_version(segments, group.step if group.purpose is Purpose.TRAIN else group.step - 1)
-        roles = make_roles(config.mesh if mesh == MeshSection() else mesh)
         spec = resolve_model(ModelSection(path=str(run / MODEL_FOLDER)))
+        placed = config if mesh == MeshSection() else replace(config, mesh=mesh)
+        roles = run_roles(placed, spec.architecture, available_devices())
         return cls(run, config, segments, roles, spec, console, read_checkpoint_records(run))
 
     @property

@@ -26,7 +26,7 @@ import numpy as np
 from shoal.config.schema import Config
 from shoal.config.text import texts_of, to_dict
 from shoal.files import writing
-from shoal.mesh import Roles, World, available_devices, make_roles
+from shoal.mesh import Roles, World, available_devices
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
@@ -42,14 +42,14 @@ from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import with_prompts
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.loading import ModelSpec, compute_dtype, copy_model_files, make_model, open_run_model, open_teacher
+from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of, training_engine_maker
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
 from shoal.run.processes import check_same, open_world
 from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, restore_latest
-from shoal.run.sampler_size import with_sampler_tensor
+from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
@@ -146,12 +146,9 @@ def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitS
 
 def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[Config, Roles]:
     """The meshes, and the configuration with prompts counted for all of the trainer's devices."""
-    devices, given = available_devices(), plan.config.mesh
-    dtype = compute_dtype(plan.config.model.dtype, devices[0].platform)
-    mesh = with_sampler_tensor(given, a, dtype, devices)
-    if mesh != given:
-        console.note(f"mesh.sampler_tensor={mesh.sampler_tensor}: a replica of the sampler does not fit fewer devices")
-    roles = make_roles(mesh, devices)
+    roles, given = run_roles(plan.config, a, available_devices()), plan.config.mesh
+    if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
+        console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit fewer devices")
     config = with_prompts(plan.config, roles.trainer.mesh.size)
     before, prompts = plan.config.batch.prompts_per_step, config.batch.prompts_per_step
     if plan.run and before != prompts:

@@ -8,15 +8,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from shoal.config.schema import MeshSection
-from shoal.mesh import accelerator_of, role_devices
+from shoal.config.schema import Config, MeshSection
+from shoal.mesh import Roles, accelerator_of, make_roles, role_devices
 from shoal.model.transformer import Architecture
+from shoal.run.loading import compute_dtype
 from shoal.run.preflight.memory import parameter_count
 
 TRAINER_BYTES = 12
 """Bytes of a parameter that the trainer holds all the time: its master and two moments in float32."""
 SHARE = 0.75
 """Of a device's memory that weights may take; the rest is for caches and what programs need besides."""
+
+
+def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
+    """The roles of a run that trains a model of this architecture."""
+    dtype = compute_dtype(config.model.dtype, devices[0].platform)
+    return make_roles(with_sampler_tensor(config.mesh, a, dtype, devices), devices)
 
 
 def with_sampler_tensor(section: MeshSection, a: Architecture, dtype: Any, devices: Sequence[Any]) -> MeshSection:

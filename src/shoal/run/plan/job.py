@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config, ModelSection
-from shoal.mesh import Program, Role, available_devices, make_roles
+from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.flops import model_flops
@@ -28,7 +28,7 @@ from shoal.model.names import MODELS, model_named
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
-from shoal.run.loading import ModelSpec, compute_dtype, make_model, model_path, resolve_model
+from shoal.run.loading import ModelSpec, make_model, model_path, resolve_model
 from shoal.run.parts import make_learner
 from shoal.run.preflight.estimate import longest_shape
 from shoal.run.preflight.memory import (
@@ -39,7 +39,7 @@ from shoal.run.preflight.memory import (
     parameter_count,
     run_engines,
 )
-from shoal.run.sampler_size import with_sampler_tensor
+from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.sample_tokens import SamplingArrays
@@ -82,9 +82,7 @@ class Job:
         self.topology: Topology | None = parse_topology(topology) if topology else None
         devices = topology_devices(self.topology) if self.topology else available_devices()
         self.architecture = planned_architecture(config.model)
-        dtype = compute_dtype(config.model.dtype, devices[0].platform)
-        config = replace(config, mesh=with_sampler_tensor(config.mesh, self.architecture, dtype, devices))
-        self.roles = make_roles(config.mesh, devices)
+        self.roles = run_roles(config, self.architecture, devices)
         self.config = with_prompts(config, self.roles.trainer.mesh.size)
         spec = ModelSpec(Path(), self.architecture, _no_weights)
         model = make_model(config.model, spec, self.roles.trainer, config.batch.micro_tokens)

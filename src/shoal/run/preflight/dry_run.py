@@ -52,15 +52,17 @@ def check_dry_run(config: Any) -> list[Finding]:
         _check_inputs(config, task, model_is_here, findings)
     needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
     if own_mesh or needs_devices or (is_training and _tokens(config) > LARGE_STEP):
-        from shoal.mesh import make_roles
+        from shoal.mesh import available_devices, make_roles
 
         roles = make_roles(config.mesh)
         config = with_prompts(config, roles.trainer.mesh.size) if is_training else config
         if is_training and model_is_here:
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
+            from shoal.run.sampler_size import run_roles
 
             loaded = open_model(config.model, None)
+            roles = run_roles(config, loaded.architecture, available_devices())
             model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
             findings.extend([check_memory(config, model, roles, loaded.tokenizer)])
     return findings.at("wrong", "warning")

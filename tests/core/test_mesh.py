@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from small import QWEN3, batches, learner, random_groups, relative, roles
 
 from shoal.config.schema import MeshSection
-from shoal.mesh import Roles, make_mesh, make_roles
+from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
@@ -334,3 +334,38 @@ def test_roles_name_dimensions():
     placed = r.trainer.put_rows({"x": np.arange(24.0, dtype=np.float32).reshape(8, 3)})["x"]
     assert placed.sharding.spec == PartitionSpec(("data", "fsdp"), None) and share(placed) == 1 / 4
     assert (np.asarray(placed) == np.arange(24).reshape(8, 3)).all()
+
+
+@pytest.mark.parametrize(("file", "content", "possible"), [
+    ("sys/bus/pci/devices/0/vendor", "0x8086\n", False),
+    ("sys/bus/pci/devices/0/vendor", "0x1ae0\n", True),
+    ("sys/../dev/accel0", "", True),
+    ("sys/../dev/vfio/0", "", True),
+    ("sys/../dev/vfio/vfio", "", False),
+    ("sys/../dev/nvidia0", "", True),
+    ("not/linux", "", True),
+])
+def test_jax_tries_accelerators_only_where_there_may_be_some(file, content, possible, tmp_path, monkeypatch):
+    """Asked in vain, the compilers that `shoal plan` needs print a page of errors at each start."""
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", missing)
+    (tmp_path / file.split("/")[0]).mkdir()
+    path = (tmp_path / file).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    assert devices.accelerators_possible(tmp_path) == possible
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: name)
+    assert devices.accelerators_possible(tmp_path)  # with a driver
+
+
+def test_a_machine_without_accelerators_is_asked_for_its_cpu_alone(monkeypatch):
+    jax.config.update("jax_platforms", None)
+    try:
+        monkeypatch.setattr(devices, "accelerators_possible", lambda: True)
+        assert devices.available_devices() and jax.config.values["jax_platforms"] is None
+        monkeypatch.setattr(devices, "accelerators_possible", lambda: False)
+        assert devices.available_devices() and jax.config.values["jax_platforms"] == "cpu"
+    finally:
+        jax.config.update("jax_platforms", "cpu")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +17,8 @@ from shoal.types import ShoalError
 
 def available_devices() -> list[Any]:
     """JAX's devices; ShoalError where JAX finds none of the platform that JAX_PLATFORMS names."""
+    if not jax.config.values["jax_platforms"] and not accelerators_possible():
+        jax.config.update("jax_platforms", "cpu")
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
@@ -23,6 +28,26 @@ def available_devices() -> list[Any]:
         install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
         raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
                          f"set JAX_PLATFORMS=cpu{install}") from error
+
+
+def accelerators_possible(root: Path = Path("/")) -> bool:
+    """Whether JAX may find more than CPUs on this machine; False only where it certainly cannot.
+
+    The compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs: asked for devices on a machine with
+    neither, each prints a page of errors.
+    """
+    if any(not one.name.startswith("xla_cuda") for one in entry_points(group="jax_plugins")):
+        return True
+    patterns = ("dev/accel*", "dev/vfio/[0-9]*", "dev/nvidia*", "dev/dxg")  # dxg: of Windows' Linux
+    if not (root / "sys").exists() or any(next(root.glob(pattern), None) for pattern in patterns):
+        return True
+    if any(file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor")):  # Google
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")  # the driver's
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

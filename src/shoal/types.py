@@ -294,6 +294,7 @@ class RolloutStats:
     tokens: int = 0
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
     failures: list[Failure] = field(default_factory=list)
+    unchanged: int = 0  # publications of the weights of the publication before
 
 
 class Sampler(Protocol):
@@ -339,6 +340,10 @@ class Scorer(Protocol):
 
     def score(self, batch: Any) -> Any:
         """LearnerBatch -> float32[R, S, C], 0 at padding."""
+        ...
+
+    def compile(self, batch: Any) -> None:
+        """Compiles what `score` needs for batches of this shape; nothing runs."""
         ...
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import jax
 import pytest
-from small import QWEN3, batches, learner, random_groups, random_parameters
+from small import QWEN3, batches, learner, random_groups, random_parameters, roles
 
-from shoal.config.schema import Config
+from shoal.config.schema import AlgorithmSection, BatchSection, Config
+from shoal.model.transformer import Model
 from shoal.run.assembly import open_ahead
 from shoal.run.compilation import CompilationCounter
 from shoal.trainer.batch import Shape, bucket, pack
 from shoal.trainer.compile_ahead import AheadCompiler
+from shoal.trainer.step import ModelScorer, ParameterScorer
+from shoal.trainer.update import Updater
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -63,16 +66,36 @@ def test_a_program_compiled_ahead_is_the_one_that_the_step_uses():
     groups = random_groups(QWEN3, 2, 2, 12, 17)
     one, [batch] = learner(QWEN3), batches(groups)
     state = one.init(random_parameters(QWEN3))
+    scorers = [ParameterScorer(one, state.trainable), ModelScorer(Model(QWEN3, roles().reference), state.trainable)]
     _, size = batch.segment.shape[1:]
     assert size == bucket(17)
     total, _ = one.accumulate(None, state, batches(random_groups(QWEN3, 2, 2, 12, 9))[0])
     nothing = batch.weight[:0, 0]
     [empty] = pack([], [], nothing, nothing, Shape(*batch.prefix.shape, *batch.segment.shape[1:]), 1.0)
-    one.compile(empty.arrays, with_score=True)
+    one.compile(empty.arrays)
+    for scorer in scorers:
+        scorer.compile(empty.arrays)
     counter = CompilationCounter()
     one.accumulate(total, state, batch)
-    one.score(state.trainable, batch)
+    for scorer in scorers:
+        scorer.score(batch)
     assert counter.read() == 0
+
+
+@pytest.mark.parametrize("has_reference", [True, False])
+def test_what_a_run_scores_with_is_compiled_ahead(has_reference):
+    """Not the policy's program for the reference's sake, which has other parameters, perhaps elsewhere."""
+    compiled: list[str] = []
+
+    def part(name: str, **others: Any) -> Any:
+        return SimpleNamespace(compile=lambda batch: compiled.append(name), **others)
+
+    one = learner(QWEN3)
+    updater = Updater(part("update", model=one.model, shapes=one.shapes, objective=one.objective), AlgorithmSection(),
+                      BatchSection(micro_tokens=64), temperature=1.0, seed=0, max_tokens=8,
+                      reference=part("reference") if has_reference else None)
+    updater.compile(8, 8)
+    assert compiled == ["update", *["reference"] * has_reference]
 
 
 def test_nothing_is_compiled_ahead_in_short_runs_and_on_gpus(monkeypatch):

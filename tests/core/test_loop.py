@@ -400,3 +400,13 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
         source.take(Purpose.TRAIN, 0)
     with pytest.raises(ShoalError, match="the data or its order has changed since"):
         source.restore({"pending": []})
+
+
+def test_a_run_that_publishes_its_old_weights_ends(workshop, monkeypatch):
+    config, _ = compose("train", workshop.words("old", "steps=3", "train.pass_k=0")[1:])
+    with Console() as console, ExitStack() as stack:
+        run = assemble_run(resolve_run(config, console), (), console, stack)
+        first, publish = run.parameters, run.source.publish
+        monkeypatch.setattr(run.source, "publish", lambda version, _, keep_from: publish(version, first, keep_from))
+        with pytest.raises(ShoalError, match="stopped after step 1: an update was made, but the weights of before"):
+            run.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec
 from small import QWEN3, batches, learner, random_groups, relative, roles
 
-from shoal.config.schema import MeshSection
+from shoal.config.schema import AlgorithmSection, Config, MeshSection
 from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
+from shoal.run.parts import open_reference
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner
@@ -217,6 +219,17 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
     monkeypatch.setattr(publication, "publication_program", loses_a_tensor)
     with pytest.raises(RuntimeError, match=r"weights differ from the trainer's \(checksums 0x.*resume the run"):
         publish_to(model, split)
+
+
+def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
+    """Also where the sampler reads layers one by one: a resumed run compares the reference's checksum."""
+    monkeypatch.setattr(publication, "reads_layers_apart", lambda role: True)
+    where, first = roles(), jax.device_put(weights())
+    model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
+    spec: Any = SimpleNamespace(load=lambda role, dtype: first)
+    assert isinstance(publish_to(model, first).blocks, tuple)
+    new, resumed = (open_reference(config, spec, model, where.reference, given) for given in (first, None))
+    assert new and resumed and int(checksum(new.parameters)) == int(checksum(resumed.parameters))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)])

@@ -51,9 +51,10 @@ def test_what_was_donated_is_not_waited_for():
 def test_an_unknown_compiler_option_is_dropped_with_a_warning(monkeypatch):
     monkeypatch.setattr(programs, "_unknown", set())
     role = replace(roles().trainer, compiler_options=(("xla_no_such_option", True),), in_flight=deque())
-    program = role.jit(lambda x: x * 2)
+    program, made_as_early = role.jit(lambda x: x * 2), role.jit(lambda x: x * 4)
     with pytest.warns(UserWarning, match="no option xla_no_such_option"):
         assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert made_as_early(jnp.ones(3)).tolist() == [4, 4, 4]
     assert role.jit(lambda x: x * 3)(jnp.ones(3)).tolist() == [3, 3, 3]  # now known: no second warning
 
 

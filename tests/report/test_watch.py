@@ -15,7 +15,7 @@ from shoal.report.watch import Watch
 from shoal.types import Failure, RolloutStats
 
 FINE = {"groups/nonzero_std": 0.5, "completions/truncated": 0.1, "update/skipped": 0, "update/count": 1,
-        "groups/unscorable": 0}
+        "groups/unscorable": 0, "version/unchanged": 0}
 
 
 def group(**rewards):
@@ -38,6 +38,7 @@ def steps(watch: Watch, number: int, groups=VARYING, first: int = 1, **metrics) 
     ({"update__skipped": 3, "update__count": 0}, 1, "optimizer.lr", "wrong"),
     ({"update__skipped": 1}, 1, "update/skipped", "warning"),
     ({"groups__unscorable": 2}, 1, "groups/unscorable", "warning"),
+    ({"version__unchanged": 1}, 1, "version/unchanged", "wrong"),
 ])
 def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, level):
     watch = Watch()
@@ -55,6 +56,7 @@ def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, l
 def test_a_good_run_is_not_warned_of():
     watch = Watch()
     assert not any(steps(watch, 30))
+    assert not any(steps(watch, 1, version__unchanged=1, update__count=0))  # no update, no other weights
     found = steps(watch, 9, update__skipped=1, update__count=1)  # skipped now and then
     assert [finding.level for step in found for finding in step] == ["warning"]
     assert not watch.evaluation(5, {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}, {"accuracy": 0.41})

@@ -94,18 +94,21 @@ class Program:
         return jax.jit(self.function, compiler_options=options or None, **self.options)
 
     def _known_options(self, call: Callable[[], Any]) -> Any:
-        while True:
+        for _ in self.compiler_options:  # each failure is of another one
             try:
                 return call()
             except jax.errors.JaxRuntimeError as error:
                 # Raised while compiling, before any buffer is donated: the call can be made again.
                 unknown = re.search(r"No such compile option: '(\w+)'", str(error))
-                if unknown is None or unknown[1] in _unknown:
+                if unknown is None:
                     raise
-                _unknown.add(unknown[1])
-                warnings.warn(f"this compiler has no option {unknown[1]}: the programs are compiled without it",
-                              stacklevel=3)
+                # Another program, made as early as this one, may have met it before.
+                if unknown[1] not in _unknown:
+                    _unknown.add(unknown[1])
+                    warnings.warn(f"this compiler has no option {unknown[1]}: the programs are compiled without it",
+                                  stacklevel=3)
                 self._jitted = self._jit()
+        return call()
 
 
 def _wait(output: Any) -> None:

@@ -99,6 +99,7 @@ class Recorder:
         self._add_rewards(metrics, stats)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
+        metrics.add("version/unchanged", stats.unchanged)
         metrics.add("tokens/sampled", stats.tokens)
         metrics.add("time/sample_seconds", stats.sample_seconds)
         metrics.add("time/reward_seconds", stats.reward_seconds)

@@ -36,32 +36,41 @@ PROGRAMS_KEPT = 64
 
 
 def publish_to(model: Model, params: Params) -> Params:
-    """The sampler's parameters for `model`: the arrays themselves where type, layout and devices are its own.
-
-    What is copied is compared with the original by checksum, so that sampling from old or missing weights cannot go
-    unnoticed. RuntimeError where they differ.
-    """
+    """The sampler's parameters for `model`: as `place` gives them, with layers apart where it reads them so."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
+    if not reads_layers_apart(model.role):
+        return place(model, params)
+    return layers_apart(_placed(model, params, is_apart=True), model.architecture.num_layers)
+
+
+def place(model: Model, params: Params) -> Params:
+    """The parameters in the type, layout and devices of `model`: the arrays themselves where these are its own.
+
+    What is copied is compared with the original by checksum, so that computing with old or missing weights cannot go
+    unnoticed. RuntimeError where they differ.
+    """
+    return _placed(model, params, is_apart=False)
+
+
+def _placed(model: Model, params: Params, is_apart: bool) -> Params:
     leaves, structure = jax.tree.flatten(params)
     specs = jax.tree.leaves(param_specs(model.architecture), is_leaf=is_param_spec)
-    published, sums, is_apart = [], [], reads_layers_apart(model.role)
+    published, sums = [], []
     for number, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-        copy, place = leaf, spec.sharding(model.role)
+        copy, sharding = leaf, spec.sharding(model.role)
         # The array itself where nothing changes: a copy would cost a model's memory at each step.
-        if leaf.dtype != model.dtype or not leaf.sharding.is_equivalent_to(place, leaf.ndim):
-            copy, expected = _publish(model, leaf, place, np.uint32(number))
+        if leaf.dtype != model.dtype or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            copy, expected = _publish(model, leaf, sharding, np.uint32(number))
             sums.append((expected, _checksum(model)(copy, np.uint32(number))))
         # One by one: of one array alone are there both the stacked layers and the layers apart.
         published.append(_layers(model)(copy) if is_apart and spec.axes[0] == "layers" else copy)
     for expected, found in jax.device_get(sums):
         if expected != found:
-            raise RuntimeError(f"the sampler's weights differ from the trainer's (checksums {found:#x}, "
+            raise RuntimeError(f"the {model.role.name}'s weights differ from the trainer's (checksums {found:#x}, "
                                f"{expected:#x}): a copy between devices failed; resume the run from its newest "
                                "checkpoint")
-    if is_apart:
-        return layers_apart(jax.tree.unflatten(structure, published), model.architecture.num_layers)
-    return jax.tree.unflatten(structure, published) if sums else params
+    return jax.tree.unflatten(structure, published) if sums or is_apart else params
 
 
 def local_part(model: Model, params: Params) -> Params:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import jax
 
 from shoal.model.transformer import Model
 from shoal.rollout.dealt import DealtPlayer
@@ -27,6 +29,8 @@ class LocalSource:
     pending: list[GroupRequest] = field(default_factory=list)
     versions: dict[int, Params] = field(default_factory=dict)
     keep_from: int = 0  # the oldest version that may yet be requested
+    last: tuple[int, Any] | None = None  # the newest publication: its version, and an array of what was given
+    unchanged: int = 0
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         self.pending.extend(requests)
@@ -37,7 +41,11 @@ class LocalSource:
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         self.keep_from = version if keep_from is None else keep_from
         self._release()  # before the new version: on a device that is nearly full both may not fit
-        self.versions[version] = publish_to(self.model, params)
+        self.versions[version] = publish_to(self.model, params)  # compares by checksum what it copies
+        given = min(jax.tree.leaves(params), key=lambda leaf: leaf.nbytes)
+        # An update makes new arrays, so those of the last version are its old weights.
+        self.unchanged += self.last is not None and self.last[0] != version and self.last[1] is given
+        self.last = version, given
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         wanted = [request for request in self.pending if request.purpose == purpose and request.step == step]
@@ -70,7 +78,8 @@ class LocalSource:
         return published_shapes(self.model)
 
     def read_stats(self) -> RolloutStats:
-        return self.player.read_stats()
+        unchanged, self.unchanged = self.unchanged, 0
+        return replace(self.player.read_stats(), unchanged=unchanged)
 
     def state(self) -> dict[str, Any]:
         """Addresses of pending training groups (an evaluation is taken as soon as it is requested), and the weights

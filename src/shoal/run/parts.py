@@ -11,7 +11,7 @@ from shoal.config.schema import Config, SamplingSection, TrainSection
 from shoal.mesh import Role
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
-from shoal.rollout.publication import publish_to
+from shoal.rollout.publication import place
 from shoal.run.derived import max_support, num_updates
 from shoal.run.loading import ModelSpec
 from shoal.sampler.engine import Engine
@@ -66,7 +66,7 @@ def open_reference(config: Config, spec: ModelSpec, model: Model, role: Role,
     if config.algorithm.kl_coef == 0:
         return None
     model = model.on(role)
-    return ModelScorer(model, spec.load(role, model.dtype) if first is None else publish_to(model, first))
+    return ModelScorer(model, spec.load(role, model.dtype) if first is None else place(model, first))
 
 
 def make_updater(config: Config, learner: Learner, reference: ModelScorer | None,

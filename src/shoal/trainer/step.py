@@ -115,24 +115,26 @@ class Learner:
         """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
 
-    def compile(self, batch: LearnerBatch, with_score: bool) -> None:
-        """Compiles `accumulate`, and `score` if asked, for batches of this shape; nothing runs."""
+    def compile(self, batch: LearnerBatch) -> None:
+        """Compiles `accumulate` for batches of this shape; nothing runs."""
         programs: dict[str, Any] = self.programs
-        parameters, batch = self.shapes().trainable, put_batch(self.model, batch)
-        programs["accumulate"].compile(programs["zero"].eval_shape(), parameters, batch)
-        if with_score:
-            programs["score"].compile(parameters, batch)
+        programs["accumulate"].compile(programs["zero"].eval_shape(), self.shapes().trainable,
+                                       put_batch(self.model, batch))
 
 
 @dataclass(frozen=True)
 class ParameterScorer:
-    """The `Scorer` with other parameters of the trained model: the reference's, or the trainer's before an update."""
+    """The `Scorer` with other parameters of the trained model: the trainer's before an update."""
 
     learner: Learner
     parameters: Params
 
     def score(self, batch: LearnerBatch) -> jax.Array:
         return self.learner.score(self.parameters, batch)
+
+    def compile(self, batch: LearnerBatch) -> None:
+        programs: dict[str, Any] = self.learner.programs
+        programs["score"].compile(self.parameters, put_batch(self.learner.model, batch))
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,18 @@ class ModelScorer:
 
     def score(self, batch: LearnerBatch) -> jax.Array:
         rows = len(batch.prefix_len)
-        if empty := -rows % self.model.role.row_shards:
+        lp = score_program(self.model, CHUNK_ELEMENTS)(self.parameters, self._put(batch))
+        return lp[:rows] if len(lp) > rows else lp
+
+    def compile(self, batch: LearnerBatch) -> None:
+        score_program(self.model, CHUNK_ELEMENTS).compile(self.parameters, self._put(batch))
+
+    def _put(self, batch: LearnerBatch) -> LearnerBatch:
+        """The batch on these devices, with rows of padding where they do not divide its rows."""
+        if empty := -len(batch.prefix_len) % self.model.role.row_shards:
             batch = replace(jax.tree.map(lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
                                          replace(batch, temperature=None)), temperature=batch.temperature)
-        lp = score_program(self.model, CHUNK_ELEMENTS)(self.parameters, put_batch(self.model, batch))
-        return lp[:rows] if empty else lp
+        return put_batch(self.model, batch)
 
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:

@@ -24,7 +24,7 @@ from shoal.trainer.compile_ahead import AheadCompiler
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
-from shoal.types import Address, Group, Scorer, StopSignal
+from shoal.types import Address, Group, Params, Scorer, StopSignal
 
 PATIENCE_SECONDS = 5.0
 """How long a requested stop waits for the updates of a step after its first. The first one consumes the moments that
@@ -135,8 +135,10 @@ class Updater:
         nothing = np.zeros((0, self.batch.group_size))
         [empty] = pack([], [], nothing, nothing, shape_of(prefix, length, *self._limits), self.temperature,
                        max_support=self.max_support)
-        has_score = needs_old_logprobs(self.algorithm, self.teacher is not None) or self.reference is not None
-        self.learner.compile(empty.arrays, has_score)
+        self.learner.compile(empty.arrays)
+        for scorer in self._scorers(self.learner.shapes().trainable):
+            if scorer:
+                scorer.compile(empty.arrays)
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
         """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed run repeats it."""
@@ -175,9 +177,7 @@ class Updater:
     def _precompute(self, state: TrainState, groups: Sequence[Group], table: StepTable,
                     shape: Shape) -> PrecomputedLogprobs:
         """Log-probs that need a forward pass of their own before the first update."""
-        scored = needs_old_logprobs(self.algorithm, self.teacher is not None)
-        policy = ParameterScorer(self.learner, state.trainable) if scored else None
-        scorers = (policy, self.reference, self.teacher)
+        scorers = self._scorers(state.trainable)
         if scorers == (None, None, None):
             return PrecomputedLogprobs()
         # Scoring reads tokens alone; advantages and weights come after a KL in the reward is known.
@@ -185,6 +185,11 @@ class Updater:
         batches = pack(groups, self._included(table, np.arange(len(groups))), nothing, nothing, shape,
                        self.temperature, max_support=self.max_support)
         return PrecomputedLogprobs(*(None if scorer is None else self._scores(scorer, batches) for scorer in scorers))
+
+    def _scorers(self, parameters: Params) -> tuple[Scorer | None, Scorer | None, Scorer | None]:
+        """Of the policy's parameters before the update, where an objective reads them, the reference and a teacher."""
+        scored = needs_old_logprobs(self.algorithm, self.teacher is not None)
+        return ParameterScorer(self.learner, parameters) if scored else None, self.reference, self.teacher
 
     def _kl_penalty(self, groups: Sequence[Group], table: StepTable, precomputed: PrecomputedLogprobs, shape: Shape,
                     metrics: MetricSet) -> np.ndarray | None:

@@ -44,8 +44,8 @@ RULES = (
                 "{limit} updates in a row have been skipped, since their gradients were not finite: lower optimizer.lr",
                 "optimizer.lr", hopeless=True),
     WarningRule("old weights", 1, lambda m: m["version/unchanged"] if m["update/count"] else 0,
-                "an update was made, but the weights of before it were published (metric version/unchanged): completions "
-                "are sampled from old weights, which is a fault of the program", "", hopeless=True),
+                "an update was made, but the weights of before it were published (metric version/unchanged): "
+                "completions are sampled from old weights, which is a fault of the program", "", hopeless=True),
     WarningRule("one skipped", 1, lambda m: m["update/skipped"],
                 "an update was skipped: its gradient was not finite (metric update/skipped)", "optimizer.lr"),
     WarningRule("unscorable", 1, lambda m: m["groups/unscorable"],

@@ -18,7 +18,7 @@ from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES, Advantage, P
 from shoal.config.keys import keys_of
 from shoal.config.loading import compose
 from shoal.config.schema import AlgorithmSection, BatchSection, Config, RewardSection
-from shoal.model.attention import prefill_attention
+from shoal.model.prefix_attention import prefill_attention
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet
 from shoal.run.parts import schedule_of
@@ -74,8 +74,9 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
 def all_scores(parameters, ids, length):
     """Logits of ids[1, T], of which the first `length` count."""
     size = ids.shape[1]
-    hidden, _ = forward(model(SMALL), parameters, ids, jnp.arange(size)[None], prefill_attention(length[None], size))
-    return logits(model(SMALL), parameters, hidden)
+    m = model(SMALL)
+    hidden, _ = forward(m, parameters, ids, jnp.arange(size)[None], prefill_attention(m, length[None], size))
+    return logits(m, parameters, hidden)
 
 
 def mass_kept(parameters, prompt, completion):

@@ -16,8 +16,8 @@ from small import FULLEST, PLAINEST, QWEN3, roles
 from test_sample_tokens import truncated_probabilities
 
 from shoal.mesh import Role
-from shoal.model.attention import prefill_attention
 from shoal.model.kv_cache import KEY_BLOCK
+from shoal.model.prefix_attention import prefill_attention
 from shoal.model.transformer import Architecture, Model, Parameters, forward, is_param_spec, logits, param_specs
 from shoal.rollout.publication import publish_to, published_shapes
 from shoal.run.compilation import CompilationCounter
@@ -105,7 +105,7 @@ def same(ours: dict, theirs: dict) -> None:
 @partial(jax.jit, static_argnums=0)
 def _all_logits(m: Model, parameters, tokens: jax.Array, length: jax.Array) -> jax.Array:
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = forward(m, parameters, tokens, positions, prefill_attention(length, tokens.shape[1]))
+    hidden, _ = forward(m, parameters, tokens, positions, prefill_attention(m, length, tokens.shape[1]))
     return logits(m, parameters, hidden)[0]
 
 

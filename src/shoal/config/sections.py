@@ -58,6 +58,10 @@ class ModelSection:
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), or
     whole blocks (full). auto is dots, or full where a micro-batch's activations would exceed 2 GiB."""
+    attention: Literal["auto", "reference", "blocked"] = "auto"
+    """How training, scoring and prefill compute attention: all scores at once (reference), or by blocks, in memory that
+    grows with tokens and not with their square (blocked). auto is blocked where a layer's scores would exceed 256 MiB
+    on a device."""
 
 
 @dataclass(frozen=True)

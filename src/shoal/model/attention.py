@@ -1,6 +1,6 @@
 """Attention over two sets of keys: the prompt that a group shares, and a completion's own tokens.
 
-`attend` is the reference for every later kernel: one softmax over the scores of both sets, ordinary autodiff.
+`attend` is the reference of the others: one softmax over the scores of both sets, ordinary autodiff.
 `online_softmax` serves decoding: the same sum, gathered over fixed blocks of keys in order, so that a row's result
 does not depend, to the bit, on how far the caches are padded or on who else is in the batch.
 """
@@ -38,7 +38,7 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     # One softmax over both sets, not two merged by their log-sum-exp: the residual that
     # jax.nn.dot_product_attention returns for merging carries no gradient and has the keys' type, 1.5-3% off in
     # bfloat16 (docs/decisions).
-    q = _by_key_head(q, own.k.shape[-2])  # [R, S, C, K, g, A]
+    q = by_key_head(q, own.k.shape[-2])  # [R, S, C, K, g, A]
     scores = [_masked(_einsum("rsckga,rstka->rskgct", q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
     if prefix is not None:
         prefix_scores = _einsum("rsckga,rtka->rskgct", q, prefix.k)
@@ -57,7 +57,7 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     return out.reshape(*out.shape[:3], -1, out.shape[-1]).astype(q.dtype)
 
 
-def _by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
+def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
     """Scales by 1/sqrt(A) and splits the heads: [..., H, A] -> [..., K, H // K, A]."""
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     return q.reshape(*q.shape[:-2], num_kv_heads, -1, q.shape[-1])
@@ -79,7 +79,7 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
     wholly masked block changes no bit of a row that already has a key, so neither the padding of a row nor the other
     rows of the batch show in its result. A block has `block` keys, or fewer where that does not divide T. No gradient.
     """
-    q = _by_key_head(q, own.k.shape[-2])
+    q = by_key_head(q, own.k.shape[-2])
     rows, slots, _, heads, share, head_dim = q.shape
     shape = (rows, slots, heads, share, 1)
     start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32),
@@ -115,40 +115,3 @@ def segment_index(segment: jax.Array) -> jax.Array:
     before = jnp.pad(segment, [(0, 0)] * (segment.ndim - 1) + [(1, 0)])[..., :-1]
     starts = jnp.where(segment != before, position, 0)
     return position - jax.lax.cummax(starts, axis=segment.ndim - 1)
-
-
-def shared_prefix_attention(prefix_size: int, prefix_len: jax.Array, segment: jax.Array):
-    """The `AttentionFn` of training and scoring, for rows [prefix | slots] of T = Tp + S*C tokens.
-
-    A prompt token attends to the prompt up to itself; a completion token to the prompt and to the tokens of its own
-    segment up to itself. `prefix_len[R]`, `segment[R, S, C]`.
-    """
-    rows, slots, size = segment.shape
-    visible = jnp.arange(prefix_size) < prefix_len[:, None]
-    prefix_mask = (visible[:, None, :] & jnp.tri(prefix_size, dtype=bool))[:, None]
-    own_mask = (segment[..., None] == segment[..., None, :]) & jnp.tri(size, dtype=bool) & (segment > 0)[..., None]
-
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
-        def prefix(x: jax.Array) -> jax.Array:
-            return x[:, :prefix_size]
-
-        def own(x: jax.Array) -> jax.Array:
-            return x[:, prefix_size:].reshape(rows, slots, size, *x.shape[2:])
-
-        # The prompt attends to itself once for all S slots: here (S-1)/S of its cost is saved, in the gradient too.
-        prompt = attend(prefix(q)[:, None], None, Keys(prefix(k)[:, None], prefix(v)[:, None], prefix_mask))[:, 0]
-        slot = attend(own(q), Keys(prefix(k), prefix(v), visible), Keys(own(k), own(v), own_mask))
-        return jnp.concatenate([prompt, slot.reshape(rows, slots * size, *slot.shape[3:])], axis=1), None
-
-    return attention
-
-
-def prefill_attention(prefix_len: jax.Array, size: int):
-    """The `AttentionFn` of prefill: prompts [R, T] attend to themselves; their keys and values are the new cache."""
-    mask = ((jnp.arange(size) < prefix_len[:, None])[:, None, :] & jnp.tri(size, dtype=bool))[:, None]
-
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array,
-                  cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask))[:, 0], (k, v)
-
-    return attention

@@ -152,7 +152,7 @@ def make_model(section: ModelSection, spec: ModelSpec, role: Role, micro_tokens:
         remat = "full" if activation_bytes(spec.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
     if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "highest")
-    return Model(spec.architecture, role, dtype, remat)
+    return Model(spec.architecture, role, dtype, remat, section.attention)
 
 
 def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:

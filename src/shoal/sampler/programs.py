@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program, Role
 from shoal.model import kv_cache
-from shoal.model.attention import prefill_attention
 from shoal.model.kv_cache import LayerCache
+from shoal.model.prefix_attention import prefill_attention
 from shoal.model.transformer import Model, forward, logits
 from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
@@ -153,7 +153,7 @@ def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, lengt
     rows, size = tokens.shape
     siblings = keys.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), (rows, size))
-    hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(length, size))
+    hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(model, length, size))
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)  # [R, 1, D]
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (rows, siblings)), sampling)

@@ -21,7 +21,8 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
 from shoal.algorithm.policy_loss import policy_log_ratio, policy_loss
 from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
-from shoal.model.attention import segment_index, shared_prefix_attention
+from shoal.model.attention import segment_index
+from shoal.model.prefix_attention import shared_prefix_attention
 from shoal.model.transformer import Model, forward, head_projection
 from shoal.trainer.batch import LearnerBatch
 from shoal.types import Params
@@ -76,7 +77,7 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     own_positions = (batch.prefix_len[:, None, None] + index).reshape(rows, -1)
     positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(prefix_size), batch.prefix.shape), own_positions], 1)
     tokens = jnp.concatenate([batch.prefix, batch.slots.reshape(rows, -1)], axis=1)
-    attention = shared_prefix_attention(prefix_size, batch.prefix_len, batch.segment)
+    attention = shared_prefix_attention(model, prefix_size, batch.prefix_len, batch.segment)
     hidden, _ = forward(model, parameters, tokens, positions, attention)
     last = jnp.maximum(batch.prefix_len - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden[:, :prefix_size], last, axis=1)[:, :, None]  # [R, 1, 1, D]

@@ -37,7 +37,8 @@ def attend_by_blocks(q: jax.Array, prefix: tuple[KeyValues, jax.Array] | None, o
     """
     grouped, rows = by_key_head(q, own.k.shape[-2]), len(q)
     shared, prefix_len = prefix or (KeyValues(own.k[:, 0, :0], own.v[:, 0, :0]), jnp.zeros(rows, jnp.int32))
-    return _attend(block, grouped, shared, own, prefix_len, segment).reshape(q.shape)
+    out: jax.Array = _attend(block, grouped, shared, own, prefix_len, segment)  # type: ignore[assignment]
+    return out.reshape(q.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

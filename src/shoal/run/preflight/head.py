@@ -8,6 +8,7 @@ from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Roles
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import read_config
+from shoal.model.prefix_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings, seconds_text
@@ -15,6 +16,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.run.derived import step_text
 from shoal.run.loading import ModelSpec
 from shoal.run.parts import RunData
+from shoal.run.preflight.estimate import longest_shape
 from shoal.run.preflight.inputs import (
     check_devices,
     check_prompts,
@@ -56,7 +58,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
         "devices": devices_text(roles),
-        "model": model_text(config.model, loaded, model),
+        "model": model_text(config.model, loaded, model) + attention_text(config, model),
         **data_lines(task),
         "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
         or "none",
@@ -99,6 +101,13 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
     place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
     return f"{section.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
            f"{model.dtype.name}{place}"
+
+
+def attention_text(config: Config, model: Model) -> str:
+    """`, attention by blocks` where the longest batches are computed so."""
+    longest = longest_shape(config, model.role.row_shards)
+    kind = attention_kind(model, longest.rows, longest.prefix, longest.slots, longest.length)
+    return ", attention by blocks where sequences are long" * (kind == "blocked")
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from small import QWEN3, batches, learner, random_groups, relative, roles
+from small import ON_POLICY, QWEN3, batches, learner, random_groups, relative, roles
 
-from shoal.config.schema import AlgorithmSection, Config, MeshSection
+from shoal.config.schema import AlgorithmSection, Config, MeshSection, OptimizerSection
 from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
 from shoal.rollout import publication
@@ -21,7 +21,7 @@ from shoal.rollout.publication import publish_to
 from shoal.run.parts import open_reference
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
-from shoal.trainer.step import Learner
+from shoal.trainer.step import Learner, put_batch
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -160,6 +160,19 @@ def test_the_compiled_update_holds_its_part_alone():
     total = sum(x.size * 4 for tree in (shapes, shapes, moments) for x in jax.tree.leaves(tree))
     memory = compiled.memory_analysis()
     assert memory is not None and total / 8 <= memory.argument_size_in_bytes < 1.15 * total / 8
+
+
+@pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2)])
+def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capfd):
+    """So were the embeddings of all tokens, forward and backward, where both `data` and `fsdp` split rows."""
+    one = Learner(Model(SMALL, roles(*mesh).trainer), ON_POLICY, OptimizerSection(), 10)
+    batch = put_batch(one.model, batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)[0])
+    jax.config.update("jax_enable_compilation_cache", False)  # the compiler is to speak
+    try:
+        one.programs["accumulate"].compile(one.programs["zero"].eval_shape(), one.shapes().trainable, batch)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert "full rematerialization" not in capfd.readouterr().err
 
 
 # Sampling

@@ -26,6 +26,7 @@ from shoal.types import ShoalError
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
+    "fsdp_rows": "data",  # rows of all devices of `fsdp` together, where these share another dimension
     "embed": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",

@@ -276,9 +276,7 @@ def forward(
     parameters hold layers apart.
     """
     a = model.architecture
-    # Gathered, then cast: the other way round would copy the whole table.
-    x = parameters.embed_tokens[tokens].astype(model.dtype)
-    x = model.role.constrain(x, "rows", None, None)
+    x = _embed(model, parameters.embed_tokens, tokens)
     rope = rotary(a, positions)
 
     def layer(x: jax.Array, weights: Block, cache: Any) -> tuple[jax.Array, Any]:
@@ -304,6 +302,19 @@ def forward(
             x, new = layer(x, weights, cache)
             aux += (new,)
     return rms_norm(x, parameters.final_norm, a.norm_eps), aux
+
+
+def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """table[V, D] at tokens[R, T] -> [R, T, D]."""
+    constrain = model.role.constrain
+    if model.role.row_axes == ("data", "fsdp"):
+        # A device of `fsdp` looks up its columns for the rows of all of these, then columns and rows change places.
+        # From tokens alone the partitioner makes [R, T, D] whole on each device where `data` splits rows too.
+        tokens = constrain(tokens, "fsdp_rows", None)
+    x = table[tokens].astype(model.dtype)  # the other way round would copy the whole table
+    if model.role.row_axes == ("data", "fsdp"):
+        x = constrain(x, "fsdp_rows", None, "embed")
+    return constrain(x, "rows", None, None)
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:

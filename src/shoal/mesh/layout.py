@@ -113,6 +113,7 @@ def listed_divisors(*numbers: int) -> str:
 
 
 def listed(sizes: Sequence[int]) -> str:
+    """`1, 2 or 4`"""
     *most, last = map(str, sizes)
     return f"{', '.join(most)} or {last}" if most else last
 

@@ -220,19 +220,6 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
         publish_to(model, split)
 
 
-def test_publishing_to_the_same_devices_in_another_order():
-    """As where a replica is to lie within a host, and the trainer's order is a torus's: the parts change places."""
-    where = roles(data=2, fsdp=2, tensor=2)
-    mesh = as_mesh(np.asarray(jax.devices())[[0, 5, 2, 7, 4, 1, 6, 3]].reshape(4, 2), ("data", "tensor"))
-    model = Model(SMALL, replace(where.sampler, mesh=mesh))
-    for get in (lambda tree: tree.blocks.gate, lambda tree: tree.final_norm):
-        leaf = jax.device_put(get(weights()), get(shardings(SMALL, where.trainer)))
-        place = get(shardings(SMALL, model.role))
-        published, _ = publication._publish(model, leaf, place, np.uint32(0))
-        assert published.sharding == place and (np.asarray(published) == get(weights())).all()
-        assert all((shard.data == get(weights())[shard.index]).all() for shard in published.addressable_shards)
-
-
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)])
 def test_what_is_published_after_an_update_has_another_checksum(mesh):
     """The old weights, published again, would go unnoticed by everything else."""
@@ -255,6 +242,19 @@ def test_on_one_device_publishing_copies_nothing():
     assert publish_to(Model(SMALL, roles().sampler), parameters) is parameters
     half = publish_to(Model(SMALL, roles().sampler, jnp.bfloat16), parameters)
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_publishing_to_the_same_devices_in_another_order():
+    """As where a replica is to lie within a host, and the trainer's order is a torus's: the parts change places."""
+    where = roles(data=2, fsdp=2, tensor=2)
+    mesh = as_mesh(np.asarray(jax.devices())[[0, 5, 2, 7, 4, 1, 6, 3]].reshape(4, 2), ("data", "tensor"))
+    model = Model(SMALL, replace(where.sampler, mesh=mesh))
+    for get in (lambda tree: tree.blocks.gate, lambda tree: tree.final_norm):
+        leaf = jax.device_put(get(weights()), get(shardings(SMALL, where.trainer)))
+        place = get(shardings(SMALL, model.role))
+        published, _ = publication._publish(model, leaf, place, np.uint32(0))
+        assert published.sharding == place and (np.asarray(published) == get(weights())).all()
+        assert all((shard.data == get(weights())[shard.index]).all() for shard in published.addressable_shards)
 
 
 # The checksum

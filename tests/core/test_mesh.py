@@ -15,6 +15,7 @@ from small import ON_POLICY, QWEN3, batches, learner, random_groups, relative, r
 
 from shoal.config.schema import AlgorithmSection, Config, MeshSection, OptimizerSection
 from shoal.mesh import Roles, devices, make_mesh, make_roles
+from shoal.mesh.layout import as_mesh
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
@@ -269,6 +270,19 @@ def test_on_one_device_publishing_copies_nothing():
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_publishing_to_the_same_devices_in_another_order():
+    """As where a replica is to lie within a host, and the trainer's order is a torus's: the parts change places."""
+    where = roles(data=2, fsdp=2, tensor=2)
+    mesh = as_mesh(np.asarray(jax.devices())[[0, 5, 2, 7, 4, 1, 6, 3]].reshape(4, 2), ("data", "tensor"))
+    model = Model(SMALL, replace(where.sampler, mesh=mesh))
+    for get in (lambda tree: tree.blocks.gate, lambda tree: tree.final_norm):
+        leaf = jax.device_put(get(weights()), get(shardings(SMALL, where.trainer)))
+        place = get(shardings(SMALL, model.role))
+        published, _ = publication._publish(model, leaf, place, np.uint32(0))
+        assert published.sharding == place and (np.asarray(published) == get(weights())).all()
+        assert all((shard.data == get(weights())[shard.index]).all() for shard in published.addressable_shards)
+
+
 # The checksum
 
 
@@ -338,8 +352,11 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
     ((1, 1, 4), {"num_heads": 12, "num_kv_heads": 6},
      "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of it; use 1 or 2")])
 def test_sizes_that_do_not_divide_the_model_are_refused(mesh, changes, message):
+    role = roles(*mesh).trainer
     with pytest.raises(ShoalError, match=message):
-        Model(replace(SMALL, **changes), roles(*mesh).trainer)
+        Model(replace(SMALL, **changes), role)
+    with pytest.raises(ShoalError, match=message.replace("mesh.", "mesh.reference: ")):
+        Model(replace(SMALL, **changes), replace(role, name="reference"))
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():

@@ -29,7 +29,6 @@ from shoal.run.parts import make_learner, open_data
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, set_sizes
 from shoal.run.preflight.memory import (
-    AvailableMemory,
     MemoryBudget,
     available_memory,
     explain_out_of_memory,
@@ -216,7 +215,7 @@ class Job:
         budget = static_budget(self.config, self.model, self.roles, self.teacher, self.engines)
         needed = budget.total * self.available.sharing
         if asked and self.available.free and needed > self.available.free:
-            report_memory(self.config, budget, self.available, self.roles, self.report)
+            report_memory(self, budget)
             return
         try:
             parameters = self.loaded.load(self.roles.trainer, jnp.float32)
@@ -233,7 +232,7 @@ class Job:
         if tried is not None and asked:
             report_agreement(self.config, tried, jnp.dtype(self.model.dtype).name, self.report)
             add_measured(budget, tried, self.config, self.roles.trainer.row_shards, self.engines)
-            report_memory(self.config, budget, self.available, self.roles, self.report)
+            report_memory(self, budget)
             report_time(self, asked[0], tried, budget)
 
 
@@ -297,16 +296,16 @@ def report_agreement(config: Config, trial: StepTrial, dtype: str, report: Repor
                         f"batch.group_size={config.batch.group_size}", "batch.group_size")
 
 
-def report_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, roles: Roles,
-                  report: Report) -> None:
+def report_memory(job: Job, budget: MemoryBudget) -> None:
     """Reports the memory needed and free on each device, and if it is tight, the key that saves most."""
+    report, available = job.report, job.available
     report.result["memory"] = {
         "needed_bytes": budget.total * available.sharing, "free_bytes": available.free,
         "total_bytes": available.total, "phase": budget.phase, "phases": budget.phases, "parts": budget.parts,
         "sharing_devices": available.sharing, "where": available.where,
         "devices": [{"device": str(device), "needed_bytes": budget.total}
-                    for device in roles.trainer.mesh.devices.flat]}
-    found: Finding = judge_memory(config, budget, available)
+                    for device in job.roles.trainer.mesh.devices.flat]}
+    found: Finding = judge_memory(job.config, budget, available, job.model.on(job.roles.sampler))
     report.findings.extend([found])
     if found.level == "wrong":
         report.result["advice"] = {"text": found.text.rpartition(". ")[2], "key": found.key, "gain": 0.0}

@@ -2,10 +2,10 @@
 
 from shoal.mesh.accelerators import accelerator_of, peak_flops
 from shoal.mesh.devices import available_devices, devices_asked, role_devices
-from shoal.mesh.layout import listed_divisors, make_mesh
+from shoal.mesh.layout import listed, listed_divisors, make_mesh
 from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program
 from shoal.mesh.roles import Role, Roles, make_roles, put
 
 __all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "World", "accelerator_of", "available_devices", "devices_asked",
-           "listed_divisors", "make_mesh", "make_roles", "peak_flops", "put", "role_devices"]
+           "listed", "listed_divisors", "make_mesh", "make_roles", "peak_flops", "put", "role_devices"]

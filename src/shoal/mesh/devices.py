@@ -93,9 +93,10 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     if common and set(trainer) != set(sampler):
         raise ShoalError(f"{shown}: device{'s' * (len(common) > 1)} {', '.join(map(str, sorted(common)))} would be "
                          "both the trainer's and the sampler's; they share all of their devices or none")
-    # After the trainer's, where there are so many.
-    after = everything[len(trainer):] if len(trainer) + counts.get("reference", 0) <= available else everything
-    return RoleDevices(trainer, sampler, numbers("reference", sampler, after))
+    # On devices that no other role has, or that the trainer has not, where there are so many.
+    free = [[number for number in everything if number not in taken] for taken in ({*trainer, *sampler}, trainer, ())]
+    enough = next(some for some in free if len(some) >= counts.get("reference", 0))
+    return RoleDevices(trainer, sampler, numbers("reference", sampler, enough))
 
 
 def devices_asked(key: str, text: str, available: int) -> int | list[int]:

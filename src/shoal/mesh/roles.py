@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
 from shoal.mesh.devices import RoleDevices, available_devices, role_devices
-from shoal.mesh.layout import arrange, as_mesh, listed_divisors, make_mesh
+from shoal.mesh.layout import arrange_copies, as_mesh, by_host, by_slice, listed_divisors, make_mesh
 from shoal.mesh.programs import Program, platform_options
 from shoal.types import ShoalError
 
@@ -141,14 +141,15 @@ class Roles:
         return self.trainer, self.sampler, self.reference
 
     @property
-    def apart(self) -> bool:
+    def disaggregated(self) -> bool:
         """True if the sampler has devices of its own."""
         return set(self.trainer.mesh.devices.flat).isdisjoint(self.sampler.mesh.devices.flat)
 
 
-def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
+def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidden_size: int = 0) -> Roles:
     """The roles on their devices; two that share devices may divide them differently.
 
+    A reference on other devices than the trainer's splits a model's `hidden_size` over as many of them as divide it.
     ShoalError for devices that are not there, roles that overlap in part, sizes that do not divide, and what several
     processes cannot do.
     """
@@ -171,8 +172,9 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Ro
     if set(numbers.reference) == set(numbers.trainer):
         return Roles(trainer, sampler, trainer)  # one layout, and so one program for its log-probs and the trainer's
     scoring = [devices[number] for number in numbers.reference]
-    tensor = math.gcd(section.tensor, len(scoring))
-    mesh = as_mesh(arrange(scoring, (1, len(scoring) // tensor, tensor), (1, 1, 1)), mesh.axis_names)
+    within = math.gcd(*map(len, by_slice(scoring)))
+    tensor = math.gcd(section.tensor, within)
+    mesh = as_mesh(arrange_copies(scoring, (math.gcd(within // tensor, hidden_size), tensor)), mesh.axis_names)
     return Roles(trainer, sampler, role("reference", mesh, TRAINER_RULES))
 
 
@@ -191,14 +193,14 @@ def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], n
         raise ShoalError(f"{key}={tensor} does not divide the sampler's {count} device{'s' * (count > 1)}; use "
                          f"{listed_divisors(count)}{'' if section.sampler_tensor else ' for mesh.sampler_tensor'}")
     if shared:
-        # In the trainer's order: a program that publishes within the devices needs one order for both meshes.
-        return as_mesh(trainer.devices.reshape(-1, tensor), SAMPLER_AXES)
-    own = [devices[number] for number in numbers.sampler]
-    return as_mesh(arrange(own, (count // tensor, tensor), (1, 1)), SAMPLER_AXES)
+        # In the trainer's order where that will do: weights are published without an exchange of parts before. Of a
+        # torus it puts neighbours on different hosts, but a process samples with whole replicas on its own devices.
+        return as_mesh(by_host(trainer.devices, tensor), SAMPLER_AXES)
+    return as_mesh(arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES)
 
 
 def _check_processes(section: MeshSection, numbers: RoleDevices, trainer: Role, sampler: Role, count: int) -> None:
-    """ShoalError for what a run in several processes refuses: idle devices, roles apart, a replica over processes."""
+    """ShoalError for what several processes refuse: idle devices, roles on devices of their own, a replica over two."""
     processes = jax.process_count()
     if numbers.sampler != numbers.trainer or set(numbers.reference) != set(numbers.trainer):
         raise ShoalError(f"a run in {processes} processes has all roles on all devices, since each process samples on "

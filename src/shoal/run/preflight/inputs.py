@@ -57,7 +57,7 @@ def check_vocabulary(vocab_size: int, roles: Roles, findings: Findings) -> None:
 
 def devices_text(roles: Roles) -> str:
     device, sampler = jax.devices()[0], roles.sampler.mesh
-    where = f" for the trainer, {sampler.size} others for the sampler" if roles.apart else ""
+    where = f" for the trainer, {sampler.size} others for the sampler" if roles.disaggregated else ""
     split = f", {sampler.shape['data']} samplers of {sampler.shape['tensor']}" if sampler.shape["tensor"] > 1 else ""
     return f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} ({device.platform})" \
            f"{split}, JAX {jax.__version__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from shoal.model.transformer import (
     param_shapes,
     param_specs,
     reads_layers_apart,
+    tensor_sizes,
 )
 from shoal.report.findings import Finding, gib
 from shoal.run.parts import make_learner, training_engine_maker
@@ -191,7 +193,8 @@ def static_budget(config: Config, model: Model, roles: Roles, teacher: Architect
     return max(by_devices.values(), key=lambda budget: budget.total)
 
 
-def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, bound: str = "at most") -> Finding:
+def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, sampler: Model,
+                 bound: str = "at most") -> Finding:
     """Whether a job fits: what each device needs and has, and if that is tight, the change that saves most. `bound`:
     `at least` where activations are unknown."""
     total = budget.total * available.sharing
@@ -202,7 +205,8 @@ def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemor
     text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
     if total <= FULL * available.free:
         return Finding("memory", "ok", text)
-    cure, key = suggest_saving(config, budget, total - FULL * available.free, jax.device_count())
+    cure, key = suggest_saving(config, budget, total - FULL * available.free, jax.device_count(),
+                               wider_replica(sampler.architecture, sampler.role))
     if total > available.free:
         return Finding("memory", "wrong", f"too little: {text}. {cure}", key)
     return Finding("memory", "warning", f"tight: {text}. {cure}", key)
@@ -213,7 +217,7 @@ def check_memory(config: Config, model: Model, roles: Roles, tokenizer: Tokenize
     available, found = available_memory(roles.trainer.mesh.devices.flat), []
     for name, engine in run_engines(config, model, roles.sampler, tokenizer):  # one by one: a huge one is not made
         budget = static_budget(config, model, roles, None, {name: engine})
-        found.append((budget.total, judge_memory(config, budget, available, "at least")))
+        found.append((budget.total, judge_memory(config, budget, available, model.on(roles.sampler), "at least")))
         if found[-1][1].level == "wrong" and budget.total * available.sharing > available.total:
             raise ShoalError(found[-1][1].text)
     return max(found, key=lambda one: one[0])[1]
@@ -228,12 +232,13 @@ class Saving:
 
     key: str
     parts: tuple[str, ...]  # of a MemoryBudget, that it makes smaller
-    change: Callable[[Any, int], tuple[Any, Any] | None]
-    """(configuration, number of devices) -> (new value, None for a lower one; the one now)"""
+    change: Callable[..., tuple[Any, Any] | None]
+    """(configuration, number of devices, `wider_replica` if it is known) -> (new value, None for a lower one, inf for a
+    higher one; the one now)"""
 
 
-def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any, int], tuple[int, int] | None]:
-    def change(config: Any, _: int) -> tuple[int, int] | None:
+def _halved(key: str, least: Callable[[Any], int]) -> Callable[..., tuple[int, int] | None]:
+    def change(config: Any, *_: Any) -> tuple[int, int] | None:
         now = get_value(config, key) or config.batch.prompts_per_step * config.batch.group_size  # 0 slots: a step's
         half = max(least(config), now // 2)
         return (half, now) if half < now else None
@@ -241,12 +246,12 @@ def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any, int], tuple
     return change
 
 
-def _lower(key: str) -> Callable[[Any, int], tuple[None, Any]]:
-    return lambda config, _: (None, get_value(config, key))
+def _lower(key: str) -> Callable[..., tuple[None, Any]]:
+    return lambda config, *_: (None, get_value(config, key))
 
 
-def _more_devices(axis: str) -> Callable[[Any, int], tuple[int, int] | None]:
-    def change(config: Any, count: int) -> tuple[int, int] | None:
+def _more_devices(axis: str) -> Callable[..., tuple[int, int] | None]:
+    def change(config: Any, count: int, *_: Any) -> tuple[int, int] | None:
         m = config.mesh
         now = getattr(m, axis)
         most = count // max(1, m.data * abs(m.fsdp) * m.tensor // abs(now))
@@ -255,14 +260,19 @@ def _more_devices(axis: str) -> Callable[[Any, int], tuple[int, int] | None]:
     return change
 
 
-def _wider_replicas(config: Any, count: int) -> tuple[int, int] | None:
+def _wider_replicas(config: Any, count: int, sizes: tuple[int, int] | None = None) -> tuple[float, int] | None:
     now = config.mesh.sampler_tensor or config.mesh.tensor
-    new = min(count, max(HOST, 2 * now))
+    new, now = sizes or (math.inf if count > now else now, now)
     return (new, now) if new > now else None
 
 
-HOST = 8
-"""Devices of a replica of the sampler that is too large for fewer: a host has so many GPUs."""
+def wider_replica(a: Architecture, role: Role) -> tuple[int, int]:
+    """Devices of a replica of the sampler: all that a host has if the model can be divided so, else the next more that
+    it can; and those of one now, which stand for both where there are no more."""
+    host = min(Counter(device.process_index for device in role.mesh.devices.flat).values())
+    wider = [size for size in tensor_sizes(a, role.local.mesh.size) if size > role.tensor]
+    return max((size for size in wider if size <= host), default=min(wider, default=role.tensor)), role.tensor
+
 
 _CACHES = ("KV caches", "sampler's temporaries")
 _WEIGHTS = ("parameters", "Adam's moments", "gradient")
@@ -271,8 +281,9 @@ SAVINGS = (
     Saving("batch", (), _halved("batch", lambda c: getattr(c, "pass_k", 0) or getattr(c, "num_generations", 1))),
     Saving("batch.micro_tokens", ("activations",),
            _halved("batch.micro_tokens", lambda c: c.sampling.max_prompt_tokens + c.sampling.max_completion_tokens)),
-    Saving("model.remat", ("activations",), lambda c, _: ("full", c.model.remat) if c.model.remat != "full" else None),
-    Saving("algorithm.kl_coef", ("reference",), lambda c, _: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
+    Saving("model.remat", ("activations",), lambda c, *_: ("full", c.model.remat) if c.model.remat != "full" else None),
+    Saving("algorithm.kl_coef", ("reference",),
+           lambda c, *_: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
     Saving("mesh.fsdp", (*_WEIGHTS, "reference", "teacher"), _more_devices("fsdp")),
     Saving("sampling.slots_per_device", _CACHES,
            _halved("sampling.slots_per_device", lambda c: max(c.batch.group_size, c.pass_k))),
@@ -281,7 +292,7 @@ SAVINGS = (
     Saving("sampling.max_prompt_tokens", _CACHES, _lower("sampling.max_prompt_tokens")),
     Saving("mesh.sampler_tensor", ("the sampler's copy",), _wider_replicas),
     Saving("model.dtype", ("the sampler's copy",),
-           lambda c, _: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
+           lambda c, *_: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
 )
 """Keys that take less memory, the cheapest first: the first three change no result."""
 
@@ -289,16 +300,17 @@ _OF_TRAINING = {"model.remat", "sampling.slots_per_device"}
 """Keys that commands which only sample have, and do not need."""
 
 
-def suggest_saving(config: Config, budget: MemoryBudget, excess: float, devices: int) -> tuple[str, str]:
+def suggest_saving(config: Config, budget: MemoryBudget, excess: float, devices: int,
+                   replica: tuple[int, int] | None = None) -> tuple[str, str]:
     """(text, key) of the first change that makes the largest part smaller; the text names more if `excess` is more."""
     largest = next(iter(budget.parts)).partition(" (")[0]
     found = [(saving, changed) for saving in SAVINGS
-             if largest in saving.parts and (changed := saving.change(config, devices))]
+             if largest in saving.parts and (changed := saving.change(config, devices, replica))]
     if not found:
         return "a smaller model, or more devices (mesh.fsdp)", "model.path"
     (saving, (new, now)), *others = found
     size = sum(size for name, size in budget.parts.items() if name.partition(" (")[0] in saving.parts)
-    is_known = new is not None and not isinstance(new, str)
+    is_known = new not in (None, math.inf) and not isinstance(new, str)
     saved = size * (1 - min(new, now) / max(new, now)) if is_known else math.inf
     text = f"{_described(saving.key, (new, now))} would take {f'about {gib(saved)}' if is_known else 'much'} less"
     if saved < excess and others:
@@ -308,7 +320,8 @@ def suggest_saving(config: Config, budget: MemoryBudget, excess: float, devices:
 
 def _described(key: str, changed: tuple[Any, Any]) -> str:
     new, now = changed
-    return f"{'a lower ' if new is None else ''}{key}{'' if new is None else f'={new}'} (now {now})"
+    word = "a lower " if new is None else "a higher " if new == math.inf else ""
+    return f"{word}{key}{'' if word else f'={new}'} (now {now})"
 
 
 # ---- exhausted

@@ -81,9 +81,11 @@ def test_a_view_has_the_trainers_order_of_devices():
     """A program that publishes within the devices needs one order for both meshes."""
     made = make_roles(MeshSection(trainer="[3,1,2,0]", fsdp=4, sampler_tensor=2))
     assert list(made.sampler.mesh.devices.flat) == list(made.trainer.mesh.devices.flat)
-    assert made.sampler.in_flight is made.trainer.in_flight and not made.disaggregated
+    again = make_roles(MeshSection(fsdp=4)).trainer  # another run's
+    queues = [role.jit(len)._in_flight for role in (made.trainer, made.sampler, again)]
+    assert queues[0] is queues[1] is queues[2] and not made.disaggregated
     made = make_roles(MeshSection(trainer="4", sampler="4"))
-    assert made.sampler.in_flight is not made.trainer.in_flight and made.disaggregated
+    assert made.sampler.jit(len)._in_flight is not made.trainer.jit(len)._in_flight and made.disaggregated
 
 
 @pytest.mark.parametrize(("devices", "tensor"), [

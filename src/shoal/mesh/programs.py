@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +37,9 @@ an all-reduce; with these they are gathers, and run under the products."""
 _unknown: set[str] = set()
 """Options that the installed compiler has refused."""
 
+_in_flight: dict[frozenset[Any], deque[Any]] = {}
+"""Devices -> outputs of their unfinished programs, the oldest first: one queue, whichever roles and meshes they serve."""
+
 
 def platform_options(platform: str) -> Mapping[str, Any]:
     return COMPILER_OPTIONS.get(platform, {})
@@ -50,10 +53,10 @@ class Program:
     too. Compiler options that the installed compiler does not know are dropped with a warning.
     """
 
-    def __init__(self, function: Callable, compiler_options: Mapping[str, Any], in_flight: deque[Any],
+    def __init__(self, function: Callable, compiler_options: Mapping[str, Any], devices: Iterable[Any],
                  options: Mapping[str, Any]) -> None:
         self.function, self.compiler_options, self.options = function, dict(compiler_options), dict(options)
-        self._in_flight = in_flight
+        self._in_flight = _in_flight.setdefault(frozenset(devices), deque())
         self._jitted = self._jit()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

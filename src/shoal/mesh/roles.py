@@ -9,9 +9,8 @@ of the same devices.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -51,11 +50,10 @@ class Role:
     mesh: Mesh
     rules: tuple[tuple[str, Any], ...]
     compiler_options: tuple[tuple[str, Any], ...] = ()
-    in_flight: deque[Any] = field(default_factory=deque, compare=False, repr=False)  # one for all roles on the devices
 
     def jit(self, function: Callable, **options: Any) -> Program:
         """A function compiled for the role's devices, with its compiler options; `options` are those of `jax.jit`."""
-        return Program(function, dict(self.compiler_options), self.in_flight, options)
+        return Program(function, dict(self.compiler_options), self.mesh.devices.flat, options)
 
     @property
     def platform(self) -> str:
@@ -159,11 +157,10 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
     devices = devices if devices is not None else available_devices()
     numbers = role_devices(section, len(devices))
     mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
-    options, queues = role_options(section, devices[0].platform), {}
+    options = role_options(section, devices[0].platform)
 
     def role(name: str, mesh: Mesh, rules: Mapping[str, Any]) -> Role:
-        in_flight = queues.setdefault(frozenset(mesh.devices.flat), deque())
-        return Role(name, mesh, tuple(rules.items()), options, in_flight)
+        return Role(name, mesh, tuple(rules.items()), options)
 
     trainer = role("trainer", mesh, TRAINER_RULES)
     sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), SAMPLER_RULES)
@@ -224,4 +221,4 @@ def view_of(role: Role, devices: Sequence[Any]) -> Role:
         shape.append(math.gcd(role.mesh.shape[axis], left))
         left //= shape[-1]
     mesh = as_mesh(np.asarray(devices).reshape(left, *reversed(shape)), role.mesh.axis_names)
-    return replace(role, mesh=mesh, in_flight=deque())
+    return replace(role, mesh=mesh)

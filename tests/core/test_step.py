@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from tiny_runs import forget_programs
 
 from shoal.algorithm.policy_loss import clipped
 from shoal.config.schema import AlgorithmSection
-from shoal.model.transformer import Model
+from shoal.model.transformer import Architecture, Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss
 
@@ -64,9 +66,14 @@ def own(values, batch: LearnerBatch) -> np.ndarray:
     return np.asarray(values)[np.asarray(batch.loss_mask)]
 
 
-def gradient(a, parameters, batch, dtype=jnp.float32):
-    model = Model(a, roles().trainer, dtype)
-    return jax.jit(jax.value_and_grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(parameters)
+@cache
+def gradient_program(a: Architecture, dtype: Any, remat: str) -> Any:
+    model = Model(a, roles().trainer, dtype, remat=remat)
+    return jax.jit(jax.value_and_grad(lambda p, batch: batch_loss(model, ON_POLICY, p, batch)[0]))
+
+
+def gradient(a, parameters, batch, dtype=jnp.float32, remat="dots"):
+    return gradient_program(a, dtype, remat)(parameters, batch)
 
 
 @pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
@@ -223,10 +230,7 @@ def test_recomputing_blocks_changes_no_gradient():
     (batch,) = batches(groups)
     parameters = random_parameters(a)
 
-    def of(model: Model):
-        return jax.jit(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(parameters)
-
-    kept, *others = (of(Model(a, roles().trainer, remat=remat)) for remat in ("none", "dots", "full"))
+    kept, *others = (gradient(a, parameters, batch, remat=remat)[1] for remat in ("none", "dots", "full"))
     for recomputed in others:
         for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
             assert relative(x, y) < 1e-6

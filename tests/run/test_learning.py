@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import shoal
 
 
-@pytest.mark.compile_quickly
 def test_ten_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):
     summary = shoal.train(seed=0, steps=10, task={"num_eval_questions": 200}, train={"pass_k": 0},
                           base_output_directory=str(tmp_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Generator
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-gc.set_threshold(1_000_000)  # tracing makes objects by the million, none of them garbage
 
 LONGEST = ("test_pool", "test_processes", "test_resume", "test_learning", "test_assembly", "test_mesh", "test_proof",
            "test_step", "test_objectives_runs", "test_compat_runs", "test_python", "test_examples", "test_doctor",

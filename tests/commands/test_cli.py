@@ -378,19 +378,26 @@ def test_a_dry_run_warns_of_a_folder_that_would_be_looked_for_on_the_hub(capsys,
     assert "on the hub" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("platform", ["cuda", "kpu"])
-def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
+def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "1 + 1"}\n')
     commands = [["train", f"base_output_directory={tmp_path / 'runs'}"], ["doctor"], ["eval"],
                 ["generate", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"],
                 ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"],
                 ["pretrain", f"output={tmp_path / 'a'}"]]
-    done = python(f"from shoal.cli import main\nassert [main(words) for words in {commands!r}] == [2] * 7",
-                  JAX_PLATFORMS=platform)
+    done = python(f"""
+from shoal.cli import main
+assert [main(words) for words in {commands!r}] == [2] * 7
+import jax
+jax.config.update("jax_platforms", "kpu")
+assert [main(words) for words in {commands!r}] == [2] * 7""", JAX_PLATFORMS="cuda")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.count(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices") == 7
-    assert ("install 'shoal[cuda]'" in done.stderr) == (platform == "cuda") and "(cpu, cuda, tpu)" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 14 and "(cpu, cuda, tpu)" not in done.stderr
+    for platform, lines in (("cuda", errors[:7]), ("kpu", errors[7:])):
+        for line in lines:
+            assert line.startswith(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices")
+            assert ("install 'shoal[cuda]'" in line) == (platform == "cuda")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

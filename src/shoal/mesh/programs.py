@@ -38,7 +38,7 @@ _unknown: set[str] = set()
 """Options that the installed compiler has refused."""
 
 _in_flight: dict[frozenset[Any], deque[Any]] = {}
-"""Devices -> outputs of their unfinished programs, the oldest first: one queue, whichever roles and meshes they serve."""
+"""Devices -> outputs of their unfinished programs, oldest first: one queue, whichever roles and meshes they serve."""
 
 
 def platform_options(platform: str) -> Mapping[str, Any]:

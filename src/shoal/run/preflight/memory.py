@@ -29,7 +29,7 @@ from shoal.model.transformer import (
     tensor_sizes,
 )
 from shoal.report.findings import Finding, gib
-from shoal.run.parts import make_learner, training_engine_maker
+from shoal.run.parts import make_learner, schedule_of, training_engine_maker
 from shoal.sampler.engine import Engine
 from shoal.types import Purpose, ShoalError
 
@@ -159,8 +159,12 @@ def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture
                             "Adam's moments": bytes_per_device(moments)})
     trainer.update["gradient"] = trainer.always["parameters"]
     sampler, reference = MemoryBudget(), MemoryBudget()
-    if copied := copied_shapes(state.trainable, model.on(roles.sampler)):
-        sampler.always["the sampler's copy"] = bytes_per_device([own for _, own in copied])
+    copied = copied_shapes(state.trainable, model.on(roles.sampler))
+    own = bytes_per_device([own for _, own in copied])
+    shared = bytes_per_device(state.trainable) - bytes_per_device([mine for mine, _ in copied])
+    # Of arrays that are the trainer's own, only those of older versions take more.
+    if size := max(held * own + older * shared for held, older in held_versions(config)):
+        sampler.always["the sampler's copy"] = size
     size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in engines.items())
     sampler.sampling[f"KV caches ({name})"] = size
     if config.algorithm.kl_coef > 0:
@@ -168,6 +172,16 @@ def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture
     if teacher:
         reference.always["teacher"] = weight_bytes(teacher, roles.reference, model.dtype)
     return {"trainer": trainer, "sampler": sampler, "reference": reference}
+
+
+def held_versions(config: Config) -> Iterator[tuple[int, int]]:
+    """(published versions whose weights are held, those of them that are older than the trainer's) while each of some
+    later steps samples and updates."""
+    schedule = schedule_of(config.train)
+    first = schedule.weight_sync_interval * (schedule.lag + 1)
+    for step in range(first, first + schedule.weight_sync_interval):
+        held = list(filter(schedule.publishes, range(schedule.version(step), step + 1)))
+        yield len(held), sum(version < step for version in held)
 
 
 def copied_shapes(parameters: Any, sampler: Model) -> list[tuple[Any, Any]]:

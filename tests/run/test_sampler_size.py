@@ -9,21 +9,29 @@ import jax
 import pytest
 from pods import gpu, tpu
 
-from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, TeacherSection
+from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, TeacherSection, TrainSection
 from shoal.mesh import make_roles
 from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
 from shoal.model.transformer import Model, shardings
-from shoal.run.preflight.memory import AvailableMemory, MemoryBudget, judge_memory, suggest_saving, wider_replica
+from shoal.run.preflight.memory import (
+    AvailableMemory,
+    MemoryBudget,
+    held_versions,
+    judge_memory,
+    suggest_saving,
+    wider_replica,
+)
 from shoal.run.sampler_size import run_roles
 
 OWN = {"trainer": "4", "sampler": "2", "fsdp": 4}
 V5P, V6E = tpu("v5p", 2, 2), tpu("v6e", 2, 4)
 
 
-def config(kl_coef: float = 0.0, teacher: str = "", **mesh: Any) -> Config:
+def config(kl_coef: float = 0.0, teacher: str = "", max_staleness: int = -1, **mesh: Any) -> Config:
     return replace(Config(), mesh=MeshSection(**mesh), model=ModelSection(dtype="bfloat16"),
-                   algorithm=AlgorithmSection(kl_coef=kl_coef), teacher=TeacherSection(path=teacher))
+                   algorithm=AlgorithmSection(kl_coef=kl_coef), teacher=TeacherSection(path=teacher),
+                   train=TrainSection(max_staleness=max_staleness))
 
 
 @pytest.mark.parametrize(("model", "devices", "settings", "tensor"), [
@@ -36,6 +44,7 @@ def config(kl_coef: float = 0.0, teacher: str = "", **mesh: Any) -> Config:
     ("llama3.1-8b", V6E, {**OWN, "kl_coef": 0.1, "teacher": "Qwen/Qwen2.5-7B-Instruct", "reference": "2"}, 1),
     ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"trainer": "64", "sampler": "64", "fsdp": 64}, 2),
     ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"trainer": "64", "sampler": "64", "fsdp": 64, "sampler_tensor": 8}, 8),
+    ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"trainer": "64", "sampler": "64", "fsdp": 64, "max_staleness": 1}, 4),
     ("llama3.1-70b", tpu("v5p", 2, 4, 4), {"fsdp": 32}, 4),
     ("llama3.1-70b", tpu("v6e", 8, 8), {"fsdp": 32, "tensor": 2}, 16),
     ("llama3.1-8b", jax.devices(), {"fsdp": 8}, 1),
@@ -80,3 +89,14 @@ def test_the_advice_names_a_size_only_where_the_model_is_known():
     assert "mesh.sampler_tensor=4 (now 1) would take about 12.0 GiB less" in found.text
     text, _ = suggest_saving(config(fsdp=8), budget, 0, 8)
     assert text.startswith("a higher mesh.sampler_tensor (now 1) would take much less")
+
+
+@pytest.mark.parametrize(("max_staleness", "interval", "held"), [
+    (-1, 1, [(1, 0)]),  # the trainer's own arrays, where type and devices are its own
+    (1, 1, [(2, 1)]),
+    (-1, 3, [(1, 0), (1, 1), (1, 1)]),  # between two publications the trainer goes on
+    (2, 2, [(2, 1), (2, 2)]),
+])
+def test_versions_that_are_held_at_once(max_staleness, interval, held):
+    section = TrainSection(max_staleness=max_staleness, weight_sync_interval=interval)
+    assert list(held_versions(replace(Config(), train=section))) == held

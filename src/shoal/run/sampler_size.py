@@ -13,7 +13,7 @@ from shoal.config.schema import Config
 from shoal.mesh import Roles, accelerator_of, make_roles
 from shoal.model.transformer import Architecture, check_mesh, tensor_sizes
 from shoal.run.loading import compute_dtype, known_architecture
-from shoal.run.preflight.memory import parameter_count, weight_bytes
+from shoal.run.preflight.memory import held_versions, parameter_count, weight_bytes
 
 SHARE = 0.75
 """Of a device's memory that weights may take; the rest is for caches and what programs need besides."""
@@ -36,7 +36,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     free = SHARE * memory - other_weights(roles, a, scored, dtype)
     # By a power of two: what heads, feed-forward size and the network are multiples of.
     fitting = sampler.tensor
-    while parameter_count(a) * jnp.dtype(dtype).itemsize / fitting > free and 2 * fitting in sizes:
+    needed = parameter_count(a) * jnp.dtype(dtype).itemsize * max(held for held, _ in held_versions(config))
+    while needed / fitting > free and 2 * fitting in sizes:
         fitting *= 2
     if fitting == sampler.tensor:
         return roles

@@ -178,9 +178,9 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
     """(published versions whose weights are held, those of them that are older than the trainer's) while each of some
     later steps samples and updates."""
     schedule = schedule_of(config.train)
-    first = schedule.weight_sync_interval * (schedule.lag + 1)
-    for step in range(first, first + schedule.weight_sync_interval):
-        held = list(filter(schedule.publishes, range(schedule.version(step), step + 1)))
+    newest = schedule.weight_sync_interval * (schedule.lag + 1)
+    held = list(filter(schedule.publishes, range(schedule.version(newest), newest + 1)))
+    for step in range(newest, newest + schedule.weight_sync_interval):  # until the next is published
         yield len(held), sum(version < step for version in held)
 
 

@@ -110,15 +110,15 @@ def test_structure_on_gpu():
 
 
 @pytest.mark.compile_quickly
-@pytest.mark.parametrize("program", ["prefill", "decode"])
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 4), (8, 1, 1)])
-def test_replicas_exchange_nothing(mesh, program):
+@pytest.mark.parametrize(("program", "truncated"), [("prefill", False), ("decode", False), ("decode", True)])
+def test_replicas_exchange_nothing(mesh, program, truncated):
     """Also with fewer key/value heads (2) than `tensor` (4). A loop that ends by replica must hold no permutation: all
     devices take part in one."""
     where = roles(*mesh).sampler
     a = replace(QWEN3, num_layers=1)
     engine = Engine(Model(a, where), slots=16, group_size=2, max_prompt_tokens=16, max_completion_tokens=16,
-                    eos_ids=(5,))
+                    eos_ids=(5,), truncated=truncated, max_support=4)
 
     def array(dtype: type, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((engine.scheduler.prefill_rows, *shape), dtype)

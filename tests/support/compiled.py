@@ -133,7 +133,8 @@ def collectives(text: str) -> list[Collective]:
 def main(topology: str, program: str, *arguments: str) -> None:
     devices = topology_devices(parse_topology(topology))
     if program == "update":
-        print(compiled_update(devices, *arguments).as_text())
+        dtype, reduce_dtype = arguments
+        print(compiled_update(devices, dtype, reduce_dtype).as_text())
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
     else:

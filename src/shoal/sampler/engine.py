@@ -51,7 +51,7 @@ class Engine:
     """The `Sampler` in this process: `slots` completions at once, in groups of `group_size`.
 
     `decode` turns token ids into text and is needed only for stop strings. With `truncated` the compiled program has
-    top-k, top-p and min-p (it then sorts the vocabulary at every token). `max_support` is K: truncation keeps at most
+    top-k, top-p and min-p (it then searches their bounds at every token). `max_support` is K: truncation keeps at most
     K tokens, and completions record which, in `extra["support_ids"]`, int32[T, K].
     """
 

@@ -135,12 +135,11 @@ def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: 
     shape = position.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
-    # Truncation sorts the whole vocabulary; else logits stay split through the choice of the token.
-    axis = None if truncated else model.vocab_axis
-    scores = model.role.constrain(scores, None, axis)
+    # They stay split through the choice of the token.
+    scores = model.role.constrain(scores, None, model.vocab_axis)
     noise = uniform(keys, position).reshape(-1)
     token, logprob, support_ids = sample_tokens(scores, flat, noise, truncated, max_support,
-                                                model.role if axis else None)
+                                                model.role if model.vocab_axis else None)
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids

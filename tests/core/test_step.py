@@ -27,10 +27,11 @@ from small import (
 from tiny_runs import forget_programs
 
 from shoal.algorithm.policy_loss import clipped
-from shoal.config.schema import AlgorithmSection
+from shoal.config.schema import AlgorithmSection, OptimizerSection
 from shoal.model.transformer import Architecture, Model
 from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss
+from shoal.trainer.step import Learner
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -200,6 +201,13 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
 
     monkeypatch.setattr("shoal.algorithm.policy_loss.clipped", doubled)
     assert norm()[0] == pytest.approx(2 * first[0], rel=1e-6)
+
+
+def test_log_probs_are_one_program_whatever_the_type_of_gradients():
+    model, objective = Model(QWEN3, roles().trainer, jnp.bfloat16), Objective.of(AlgorithmSection())
+    one, other = (Learner(model, objective, OptimizerSection(reduce_dtype=name), 10).programs
+                  for name in ("float32", "bfloat16"))
+    assert one["accumulate"] is not other["accumulate"] and one["score"] is other["score"]
 
 
 @pytest.mark.compile_quickly(False)  # it reads the compiled program itself

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shoal.config.schema import MeshSection
 from shoal.mesh.devices import RoleDevices, available_devices, role_devices
 from shoal.mesh.layout import arrange_copies, as_mesh, by_host, by_slice, listed_divisors, make_mesh
-from shoal.mesh.programs import Program, platform_options
+from shoal.mesh.programs import Program, device_options
 from shoal.types import ShoalError
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
@@ -157,7 +157,7 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
     devices = devices if devices is not None else available_devices()
     numbers = role_devices(section, len(devices))
     mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
-    options = role_options(section, devices[0].platform)
+    options = role_options(section, devices[0])
 
     def role(name: str, mesh: Mesh, rules: Mapping[str, Any]) -> Role:
         return Role(name, mesh, tuple(rules.items()), options)
@@ -175,10 +175,10 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
     return Roles(trainer, sampler, role("reference", mesh, TRAINER_RULES))
 
 
-def role_options(section: MeshSection, platform: str) -> tuple[tuple[str, Any], ...]:
-    """Compiler options: those of the platform, and `mesh.compiler_options` over them."""
+def role_options(section: MeshSection, device: Any) -> tuple[tuple[str, Any], ...]:
+    """Compiler options: those of the device, and `mesh.compiler_options` over them."""
     own = dict(option.split("=", 1) for option in section.compiler_options)
-    return tuple({**platform_options(platform), **own}.items())
+    return tuple({**device_options(device), **own}.items())
 
 
 def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices) -> Mesh:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from shoal.config.schema import MeshSection
+from shoal.mesh.pathways import uses_pathways
 from shoal.types import ShoalError
 
 START_SECONDS = 300
@@ -44,6 +45,11 @@ NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
 def find_processes(section: MeshSection) -> MeshSection:
     """The section with all three keys of a run in several processes, or none; nothing is started."""
     given = {name: getattr(section, name) for name, none in NO_SECTION.items() if getattr(section, name) != none}
+    if uses_pathways(section):  # its hosts may look like those of several processes
+        if given:
+            raise ShoalError(f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave out "
+                             "mesh.coordinator, mesh.processes and mesh.process")
+        return section
     if (found := _environment()) is not None and found.get_process_count() > 1 and len(given) < len(NO_SECTION):
         port = os.environ.get("JAX_COORDINATOR_PORT")
         section = replace(section, processes=section.processes or found.get_process_count(),

@@ -212,7 +212,7 @@ def test_what_is_no_damage_touches_nothing(workshop, stopped, monkeypatch, capsy
     before = files(stopped)
     with monkeypatch.context() as patch:
         if fault:
-            patch.setattr(checkpoint, "_read", fails)
+            patch.setattr(checkpoint, "_reader", fails)
         assert said in failed(capsys, ["train", f"resume={stopped}", *words])
     assert files(stopped) == before
 

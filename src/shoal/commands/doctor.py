@@ -81,7 +81,7 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         trained, roles, has_mesh = check_mesh(config, report)
         loaded = check_model(trained, roles, report)
         if loaded and has_mesh:
-            roles = run_roles(trained, loaded.architecture, available_devices())
+            roles = run_roles(trained, loaded.architecture, available_devices(trained.mesh))
         prompts = check_data(trained, task, loaded, report) if task and loaded else None
         if task and pool and not check_reward(pool, task, loaded, prompts, report):
             pool = None
@@ -119,7 +119,7 @@ def check_task(config: Config, reward_functions: Sequence[Callable], stack: Exit
 
 def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
     """The configuration with the prompts of its devices, the mesh, True; if it cannot be made, one device and False."""
-    devices = available_devices()
+    devices = available_devices(config.mesh)
     try:
         roles = make_roles(config.mesh)
         config = with_prompts(config, roles.trainer.mesh.size)

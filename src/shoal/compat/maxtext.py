@@ -61,6 +61,7 @@ FLAGS: list[Flag] = [
         rl__num_generations="batch.group_size", rl__num_iterations="algorithm.num_epochs",
         rl__grpo_beta="algorithm.kl_coef", rl__off_policy_steps="train.max_staleness"),
     Flag("scan_layers", ("model.scan_layers",), is_switch=True),
+    Flag("use_pathways", ("mesh.pathways",), is_switch=True),
     reads("decode_sampling_top_k", "sampling.top_k", each("sampling.top_k"), "0 is all"),
     reads("decode_sampling_nucleus_p", "sampling.top_p",
           lambda name, text: {"sampling.top_p": "1" if text in ("-1", "0") else text}, "-1 is 1: all"),
@@ -143,8 +144,8 @@ FLAGS: list[Flag] = [
           "solution_*_token", "chat_template_path", "data_template_path", "chat_template", "use_chat_template"),
     # ---- what cannot matter here
     *idle("taken as HF_TOKEN of this process, written nowhere", TOKEN),
-    *idle("Pathways is not set up by Shoal: JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET choose it", "use_pathways",
-          "use_pathways_reshard", "enable_single_controller"),
+    *idle("mesh.pathways=true or JAX_PLATFORMS=proxy chooses Pathways", "use_pathways_reshard",
+          "enable_single_controller"),
     *idle("one process starts no distributed system", "skip_jax_distributed_system",
           "jax_distributed_initialization_timeout"),
     *idle("weights are always read a tensor at a time", "lazy_load_tensors"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,18 +12,30 @@ from typing import Any
 import jax
 
 from shoal.config.schema import MeshSection
+from shoal.mesh.pathways import start_pathways, uses_pathways
 from shoal.types import ShoalError
 
+NO_KEYS = MeshSection()
 
-def available_devices() -> list[Any]:
-    """JAX's devices; ShoalError where JAX finds none of the platform that JAX_PLATFORMS names."""
-    if not jax.config.values["jax_platforms"] and not accelerators_possible():
+
+def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
+    """JAX's devices, of all hosts under Pathways; ShoalError where JAX finds none of the platform that JAX_PLATFORMS
+    names. `section` says whether Pathways is used, as the environment may too."""
+    through_proxy = uses_pathways(section)
+    if through_proxy:
+        start_pathways()
+    elif not jax.config.values["jax_platforms"] and not accelerators_possible():
         jax.config.update("jax_platforms", "cpu")
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
         asked = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0]
+        if through_proxy:
+            told = "" if "establish connection" in reason else f" ({reason})"  # of missing credentials, too
+            raise ShoalError(f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
+                             f"answers there{told}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
+                             "use the devices of this machine") from error
         extras = [f"'shoal[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
         install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
         raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
@@ -48,6 +60,14 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
     except OSError:
         return False
     return True
+
+
+def memory_stats(device: Any) -> Mapping[str, int]:
+    """Bytes by name of a device's memory, as it counts them itself; nothing on a CPU and behind a proxy of Pathways."""
+    try:
+        return device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        return {}
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
     if section.processes > 1:
         raise ShoalError(f"mesh.processes={section.processes}: only shoal train runs in several processes; leave out "
                          "mesh.coordinator, mesh.processes and mesh.process")
-    devices = devices if devices is not None else available_devices()
+    devices = devices if devices is not None else available_devices(section)
     numbers = role_devices(section, len(devices))
     mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
     options = role_options(section, devices[0])

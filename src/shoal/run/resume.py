@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from shoal.trainer.step import Learner
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
-        "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "reward.timeout_seconds",
-        "reward.memory_gib", "reward.workers")
+        "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "mesh.pathways",
+        "reward.timeout_seconds", "reward.memory_gib", "reward.workers")
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
 the end of a learning rate schedule."""
 

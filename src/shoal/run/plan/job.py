@@ -72,7 +72,7 @@ class Job:
 
     def __init__(self, config: Config, topology: str, layers: int = 0) -> None:
         self.topology: Topology | None = parse_topology(topology) if topology else None
-        devices = topology_devices(self.topology) if self.topology else available_devices()
+        devices = topology_devices(self.topology) if self.topology else available_devices(config.mesh)
         self.architecture = planned_architecture(config.model)
         self.roles = run_roles(config, self.architecture, devices)
         self.config = with_prompts(config, self.roles.trainer.mesh.size)

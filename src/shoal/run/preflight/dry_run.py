@@ -62,7 +62,7 @@ def check_dry_run(config: Any) -> list[Finding]:
             from shoal.run.sampler_size import run_roles
 
             loaded = open_model(config.model, None)
-            roles = run_roles(config, loaded.architecture, available_devices())
+            roles = run_roles(config, loaded.architecture, available_devices(config.mesh))
             model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
             findings.extend([check_memory(config, model, roles, loaded.tokenizer)])
     return findings.at("wrong", "warning")

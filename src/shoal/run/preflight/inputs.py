@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shoal.config.schema import Config
-from shoal.mesh import Roles
+from shoal.mesh import Roles, uses_pathways
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.run.preflight.estimate import evaluation_completions
@@ -34,6 +34,9 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
     check.ok(devices_text(roles))
     if used < count:
         check.warning(f"{used} of {count} devices are used: mesh.fsdp=-1 takes them all")
+    if config.mesh.pathways and not uses_pathways(config.mesh):
+        check.warning("mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of this "
+                      "machine are used", "mesh.pathways")
     on_cpu = jax.devices()[0].platform == "cpu"
     if on_cpu and not os.environ.get("JAX_PLATFORMS"):
         for file, extra in (("/dev/nvidia0", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu")):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
-from shoal.mesh import Role, Roles
+from shoal.mesh import Role, Roles, memory_stats
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import (
     Architecture,
@@ -55,7 +55,7 @@ def available_memory(devices: Iterable[Any]) -> AvailableMemory:
     if local[0].platform == "cpu":
         total, free = machine_memory()
         return AvailableMemory(total, free, "RAM of this machine", len(local))
-    stats = [device.memory_stats() or {} for device in local]
+    stats = [memory_stats(device) for device in local]
     limits = [(s["bytes_limit"], s["bytes_limit"] - s.get("bytes_in_use", 0)) for s in stats if "bytes_limit" in s]
     total, free = min(limits, default=(0, 0))
     return AvailableMemory(total, free, local[0].device_kind)

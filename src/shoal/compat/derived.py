@@ -57,8 +57,8 @@ def derive_devices(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def derive_sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, TRL, verl: devices that share a sampler; -1 leaves it open. Scripts name it for a machine of eight, so it
-    is dropped where the keys count the sampler's devices and it does not divide them, as on a mesh of one."""
+    """MaxText, TRL, verl: devices that share a sampler; -1 leaves it open. Scripts name it for a machine of eight:
+    it is dropped where the keys count the sampler's devices and it does not divide them, as on a mesh of one."""
     *_, (name, text) = given.items()
     if text == "-1":
         return {"mesh.sampler_tensor": "0"}, ""

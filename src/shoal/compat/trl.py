@@ -207,9 +207,9 @@ FLAGS: list[Flag] = [
     *idle(SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
     *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs", "push_to_hub",
-          "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout", "use_liger_kernel",
-          "attn_implementation", "dtype", "torch_dtype", "trust_remote_code",
-          "model_revision", "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
+          "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout",
+          "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code", "model_revision",
+          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
 ]
 
 

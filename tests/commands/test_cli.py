@@ -142,7 +142,9 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
     assert calls[0][1][0].sampling.max_completion_tokens == 50
     said = capsys.readouterr().out
     assert said.startswith("max_target_length=150 became sampling.max_completion_tokens=50") and "preset" not in said
-    assert cli.main([*words, "--dry-run"]) == 0
+    assert cli.main([*words, "--dry-run"]) == (2 if command == "train" else 0)  # the run refuses the task
+    assert ("task.name was 'words' and cannot become 'gsm8k'" in capsys.readouterr().err) == (command == "train")
+    assert cli.main([*words[:-1], "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert f"\nresume: {run}\n" in shown and "  max_completion_tokens: 50\n" in shown and "  lr: 0.001\n" in shown
     assert cli.main([command, f"resume={run}", "max_target_length=100"]) == 2
@@ -303,6 +305,24 @@ def test_a_dry_run_touches_nothing(tmp_path):
         "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules")
     assert done.returncode == 0, done.stderr
     assert "path: not/there" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "code", "part"), [
+    ("plan topology=h100:16 mesh.fsdp=16", 0, ""),
+    ("plan topology=v5p-256 mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 mesh.sampler_tensor=8", 0, ""),
+    ("train --plan topology=h100:4 mesh.fsdp=8", 2, "mesh.fsdp=8 does not divide 4 devices; use 1, 2 or 4"),
+    ("plan topology=v6e:4x8@2 mesh.fsdp=-1", 2, "64 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1"),
+    ("plan topology=v6e:4x8@2 mesh.fsdp=-1 mesh.dcn_data=2", 0, ""),
+    ("plan topology=v7-8", 2, "there is no such topology"),
+    ("plan topology=h100:16", 0, "1 of 16 devices are used: mesh.fsdp=-1 takes them all"),
+    ("train mesh.trainer=0.3 mesh.sampler=0.3 mesh.fsdp=-1", 0,
+     "4 of 8 devices are used: raise mesh.trainer or mesh.sampler, 4 have no role"),
+    ("train mesh.sampler=4", 0, "5 of 8 devices are used: mesh.fsdp=-1 takes them all"),
+])
+def test_a_dry_run_judges_the_mesh_on_the_jobs_devices(capsys, words, code, part):
+    assert cli.main([*words.split(), "--dry-run"]) == code
+    found = "".join(capsys.readouterr())
+    assert part in found and ("# warning: devices" in found) == (code == 0 and part != "")
 
 
 @pytest.mark.parametrize(("words", "part"), [

@@ -45,7 +45,10 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
     (4, {"reference": "5"}, "5 (reference) devices are requested"),
     (8, {"trainer": "[0,1]", "sampler": "[1,2]"}, "device 1 would be both the trainer's and the sampler's"),
     (8, {"trainer": "[0,1,2]", "sampler": "[1,2]"}, "devices 1, 2 would be both"),
-    (8, {"trainer": "[0,9]"}, "there is no device 9; JAX finds 8 devices, numbered from 0"),
+    (8, {"trainer": "[0,9]"}, "there is no device 9; JAX finds 8 devices, numbered from 0. All roles share all devices "
+     "with mesh.trainer="),
+    (1, {"trainer": "4", "sampler": "4", "fsdp": 4, "sampler_tensor": 2},
+     "with mesh.trainer= mesh.sampler= mesh.sampler_tensor=0 mesh.fsdp=-1"),
 ])
 def test_what_is_refused(there, asked, part):
     with pytest.raises(ShoalError) as caught:

@@ -362,7 +362,8 @@ def stopped(workshop, monkeypatch, request) -> Path:
 
 def test_another_configuration_under_the_same_name_is_refused(workshop, stopped, capsys):
     error = failed(capsys, workshop.words(stopped.name, *WORDS, "optimizer.lr=1e-3", "seed=1"))
-    assert "was started with seed=0, optimizer.lr=0.01; given now: 1, 0.001" in error and "resume=" in error
+    assert "was started with seed=0, optimizer.lr=0.01; given now: seed=1, optimizer.lr=0.001" in error
+    assert "resume=" in error
 
 
 def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, stopped, capsys):
@@ -405,6 +406,25 @@ def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys,
 def test_a_job_that_names_no_run_is_composed_as_ever(begun, tmp_path):
     for words in ([], ["gsm8k.yml", "steps=3"], ["resume=", f"base_output_directory={tmp_path}"]):
         assert compose_job(Config, words) == compose(Config, words)
+
+
+@pytest.mark.parametrize("words", ["resume=last", "run_name=begun sampling.max_prompt_tokens=100"])
+def test_a_run_goes_on_on_another_mesh(begun, tmp_path, capsys, words):
+    config, _ = compose_job(Config, [*words.split(), f"base_output_directory={tmp_path}", "mesh.fsdp=4",
+                                     "mesh.trainer=4"])
+    plan = resolve_run(config, Console())
+    assert (plan.run, plan.config.mesh.fsdp, plan.config.run_name) == (begun, 4, "begun")
+    said = capsys.readouterr().out
+    assert "mesh.trainer changes from '' to 4, for later resumes too: from here on numbers may differ in their" in said
+
+
+def test_a_dry_run_refuses_what_the_run_it_names_would_refuse(begun, tmp_path, capsys):
+    words = [f"base_output_directory={tmp_path}", "run_name=begun", "sampling.max_prompt_tokens=100"]
+    error = failed(capsys, ["train", *words, "seed=1", "optimizer.lr=1e-3", "mesh.fsdp=4", "--dry-run"])
+    assert "given now: seed=1, optimizer.lr=0.001. Choose" in error
+    assert failed(capsys, ["train", *words, "seed=1", "optimizer.lr=1e-3", "mesh.fsdp=4"]) == error
+    assert cli.main(["train", *words, "mesh.fsdp=4", "--dry-run"]) == 0
+    assert "# warning: configuration: mesh.fsdp changes from 1 to 4" in capsys.readouterr().out
 
 
 def test_what_cannot_change(workshop, stopped, capsys):

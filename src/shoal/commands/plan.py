@@ -10,6 +10,7 @@ from shoal.report.console import Console
 from shoal.report.findings import gib, seconds_text
 from shoal.run.plan.figures import PHASES, Figures, verdict
 from shoal.run.plan.plan import make_plan
+from shoal.run.preflight.inputs import idle_text
 from shoal.run.preflight.settings import check_trainable
 from shoal.text import count
 
@@ -35,6 +36,9 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
 def report(figures: Figures, console: Console) -> None:
     for line in _head(figures):
         console.text(line)
+    roles = {name: one["devices"] for name, one in figures.job["roles"].items()}
+    if idle := idle_text(figures.config.mesh, roles, figures.job["num_devices"]):
+        console.warning(idle)
     for roles in _apart(figures):
         console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")
         console.table(*_memory_table(figures, roles))

@@ -92,13 +92,13 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     devices = f"{available} device{'s' * (available > 1)}"
     numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
     if beyond := [number for number in numbered if number >= available]:
-        raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0")
+        raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
+                         f"{_all_devices(section, available)}")
     counts = {name: size for name, size in sizes.items() if isinstance(size, int)}
     pair = [size for name, size in counts.items() if name != "reference"]
     if max(counts.values(), default=0) > available or (sum(pair) > available and set(pair) != {available}):
         raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
-                         f"requested, but JAX finds {devices}. Lower them, or leave them out: all "
-                         "roles then share all devices")
+                         f"requested, but JAX finds {devices}. Lower them. {_all_devices(section, available)}")
     everything = list(range(available))
 
     def numbers(name: str, others: Sequence[int], counted: Sequence[int]) -> list[int]:
@@ -117,6 +117,16 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     free = [[number for number in everything if number not in taken] for taken in ({*trainer, *sampler}, trainer, ())]
     enough = next(some for some in free if len(some) >= counts.get("reference", 0))
     return RoleDevices(trainer, sampler, numbers("reference", sampler, enough))
+
+
+def _all_devices(section: MeshSection, available: int) -> str:
+    """The words with which all roles share all devices, over a stored configuration too, whose keys stay."""
+    words = [f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)]
+    words += [f"mesh.{axis}={free}" for axis, free in (
+        ("data", 1), ("tensor", 1), ("sampler_tensor", 0), ("dcn_data", 1), ("dcn_fsdp", 1))
+        if available % (getattr(section, axis) or 1)]
+    words += ["mesh.fsdp=-1"] * (section.fsdp > 1)
+    return f"All roles share all devices with {' '.join(words)}"
 
 
 def devices_asked(key: str, text: str, available: int) -> int | list[int]:

@@ -173,6 +173,27 @@ def topology_devices(topology: Topology) -> list[Any]:
     return list(get_topology_desc(f"{topology.kind}:{shape}", platform="tpu", **options).devices)
 
 
+@dataclass(frozen=True)
+class PlaceholderDevice:
+    """A device of a topology without its compiler: roles can be given it, and nothing can be compiled for it."""
+
+    id: int
+    platform: str
+    slice_index: int = 0
+    device_kind: str = ""
+    process_index: int = 0
+
+    @property
+    def coords(self) -> tuple[int, ...]:
+        raise NotImplementedError("only the compiler knows its place in the torus")  # meshes then take devices in order
+
+
+def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
+    """As many devices as a topology has, for a check of meshes that needs no compiler."""
+    platform, each = "tpu" if topology.accelerator.is_tpu else "cuda", topology.num_devices // topology.slices
+    return [PlaceholderDevice(number, platform, number // each) for number in range(topology.num_devices)]
+
+
 def gpu_target(kind: str) -> str:
     """The description of a GPU that XLA's compiler takes in place of one."""
     a = ACCELERATORS[kind]

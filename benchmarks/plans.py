@@ -2,9 +2,9 @@
 
     python benchmarks/plans.py [JOB ...] [--cache FOLDER] [--out FOLDER] [key=value ...]
 
-Plans each job twice by `shoal plan`, the first time with nothing stored (in FOLDER, where `--cache` names one, what an
-earlier run stored), and prints its tables. `key=value` is added to every job, such as `layers=all`. `--out` keeps the
-plans as JSON. Where libtpu or the CUDA plug-in is not installed, the jobs that need it fail with one line.
+Plans each job twice by `shoal plan`, the first time with nothing stored (with `--cache`, with what FOLDER stores), says
+what each needs, and prints one table of all. `key=value` is added to every job, such as `layers=all`. `--out` keeps the
+plans as JSON, and the table is then of all plans in FOLDER. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ JOBS: Mapping[str, str] = {
 }
 """Name -> the words after `shoal plan`, and before LENGTHS."""
 
-PHASES = {"sampling": ("prefill", "decode"), "scoring": ("score", "reference", "teacher"),
-          "update": ("accumulate", "apply"), "publication": ("publish",)}
 GIB = 2**30
 
 
@@ -66,33 +64,31 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 20 else ""
 
 
-def memory_table(found: Mapping[str, Any]) -> str:
-    """A row for each kind, a column for each phase, at its fullest program."""
-    needed, columns = found["memory"]["programs"], {}
-    for phase, names in PHASES.items():
-        if there := [name for name in names if name in needed]:
-            fullest = max(there, key=lambda name: sum(needed[name].values()))
-            columns[f"{phase}: {found['job']['programs'][fullest]['role']}"] = needed[fullest]
-    kinds = dict.fromkeys(kind for parts in columns.values() for kind in parts)
-    rows = [[kind, *(gib(parts.get(kind, 0)) for parts in columns.values())] for kind in kinds]
-    rows = [row for row in rows if any(row[1:])]
-    return table(["", *columns], [*rows, ["all", *(gib(sum(parts.values())) for parts in columns.values())]])
-
-
-def seconds_table(found: Mapping[str, Any]) -> str:
-    rows = {**found["seconds"]["phases"], "all": found["seconds"]["step"]}
-    return table(["", "floor", "transfers hidden", "not hidden"],
-                 [[name, *(f"{one[key]:.2f} s" for key in ("floor", "hidden", "not_hidden"))]
-                  for name, one in rows.items()])
-
-
-def report(name: str, words: Sequence[str], found: Mapping[str, Any], times: Sequence[str]) -> Iterator[str]:
-    yield f"## {name}\n\n    shoal plan {shlex.join(words)}\n\n{found['verdict']}\n"
-    yield memory_table(found) + "\n"
+def rows_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """Row of the table -> the cell of one plan."""
+    needed, rows = found["memory"]["programs"], {}
+    sampling = max(("prefill", "decode"), key=lambda name: sum(needed[name].values()))
+    for place, name in (("training", "accumulate"), ("sampling", sampling)):
+        for kind, size in needed[name].items():
+            rows[f"{place}: {kind.partition(' (')[0]}"] = gib(size)
+        rows[f"**{place}: all**"] = gib(sum(needed[name].values()))
+    rows["memory of a device"] = gib(found["memory"]["bytes"])
     if found["seconds"]:
-        yield seconds_table(found) + "\n"
-    yield from (f"- {one['text']}" for one in found["advice"])
-    yield f"\nplanned in {' and again in '.join(times)}\n"
+        for phase, one in {**found["seconds"]["phases"], "**a step**": found["seconds"]["step"]}.items():
+            low, high = f"{one['hidden']:.1f}", f"{one['not_hidden']:.1f}"
+            rows[phase] = f"{low} s" if low == high else f"{low} to {high} s"
+        low, high = (f"{100 * share:.0f}" for share in found["mfu"][::-1])
+        rows["MFU"] = f"{low}%" if low == high else f"{low} to {high}%"
+    return rows
+
+
+def all_plans(plans: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = {name: rows_of(found) for name, found in plans.items()}
+    order = [row for place in ("training", "**training", "sampling:", "**sampling") for rows in columns.values()
+             for row in rows if row.startswith(place)]
+    order += [row for rows in columns.values() for row in rows]
+    return table(["", *columns], [[row, *(rows.get(row, "") for rows in columns.values())]
+                                  for row in dict.fromkeys(order)])
 
 
 def main() -> None:
@@ -103,18 +99,24 @@ def main() -> None:
     names, added = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if unknown := set(names) - JOBS.keys():
         parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
+    plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as own:
         for name in names or JOBS:
             settings = {word.partition("=")[0]: word for word in [*JOBS[name].split(), *LENGTHS.split(), *added]}
             asked = list(settings.values())
             (_, *first), (found, *again) = (plan(asked, args.cache or own) for _ in range(2))
             times = [f"{seconds:.0f} s ({cpu:.0f} s of CPU)" for seconds, cpu in (first, again)]
-            print("\n".join(report(name, asked, found, times)), flush=True)
+            print(f"## {name}\n\n    shoal plan {shlex.join(asked)}\n\n{found['verdict']}\n", flush=True)
+            print("\n".join([*(f"- or {one['text']}" for one in found["advice"][1:]), ""]))
+            print(f"planned in {' and again in '.join(times)}; load {os.getloadavg()[0]:.1f}\n", flush=True)
+            plans[name] = found
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
                 (args.out / f"{name}.json").write_text(json.dumps(found, indent=1))
-        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        print(f"the largest process took {gib(largest)}; load {' '.join(f'{n:.1f}' for n in os.getloadavg())}")
+    if args.out:
+        plans = {name: json.loads(file.read_text()) for name in JOBS if (file := args.out / f"{name}.json").is_file()}
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(f"{all_plans(plans)}\n\nthe largest process took {gib(largest)}")
 
 
 if __name__ == "__main__":

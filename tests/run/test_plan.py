@@ -183,14 +183,6 @@ def larger(figures: Figures, **extra_bytes: int) -> Figures:
                                       for name, one in figures.programs.items()})
 
 
-def by_key(figures: Figures, describe: Any) -> dict[str, dict[str, Any]]:
-    """First key -> the advice of least memory, or most speed."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in advise(figures, describe)["advice"]:
-        found.setdefault(one["key"], one)
-    return found
-
-
 @pytest.mark.parametrize(("keys", "extra", "expected"), [
     ({"mesh.fsdp": 8}, {"accumulate": 150_000_000}, "batch.micro_tokens=256 (now 512): about 28.6 MiB less a device"),
     ({"mesh.fsdp": 8, "batch.micro_tokens": 128, "model.remat": "dots"}, {"accumulate": 97_500_000},
@@ -228,13 +220,13 @@ def test_what_is_held_is_mended_by_the_mesh():
 def test_keys_that_save_time_are_named_with_bytes_and_seconds():
     figures, describe = job_here(**{"mesh.trainer": "4", "mesh.sampler": "4", "mesh.fsdp": 4, "model.remat": "full",
                                     "batch.micro_tokens": 128, "sampling.slots_per_device": 8})
-    found = by_key(figures, describe)
+    found = {one["key"]: one for one in advise(figures, describe)["advice"]}
     assert {"batch.micro_tokens", "model.remat", "sampling.slots_per_device", "mesh.trainer"} <= set(found)
     remat = found["model.remat"]
     runs, update = figures.job["programs"]["accumulate"]["runs"], 2.0
     assert remat["seconds"] == pytest.approx(0.25 * update * runs, rel=0.35) and remat["bytes"] < 0
     assert "more a device, about " in remat["text"] and "less a step" in remat["text"]
-    together = next(one for one in advise(figures, describe)["advice"] if one["values"].get("mesh.sampler") == "1.0")
+    together = found["mesh.trainer"]
     assert together["text"].startswith("mesh.trainer=1.0 mesh.sampler=1.0") and together["saves"] > 0.05
     told = verdict(replace(figures, **advise(figures, describe)))
     assert "; a step takes about " in told and told.endswith(advise(figures, describe)["advice"][0]["text"])
@@ -263,6 +255,19 @@ def test_a_gather_between_machines_is_removed_by_the_placement():
     named = {row["program"]: row for row in advise(figures, machines)["named_transfers"]}
     assert "mesh.dcn_data=2" in named["accumulate"]["cure"]
     assert "would leave" in named["accumulate"]["cure"]
+
+
+def test_every_key_that_changes_memory_or_time_is_tried():
+    figures, _ = job_here(**{"mesh.trainer": "4", "mesh.sampler": "4", "mesh.fsdp": 2, "mesh.data": 2,
+                             "model.remat": "full", "algorithm.kl_coef": 0.1})
+    job = dict(figures.job) | {"machines": 2}
+    tried = {change.key for change in changes(figures.config, job, change_results=True)}
+    assert tried >= {"batch.micro_tokens", "model.remat", "sampling.slots_per_device", "optimizer.reduce_dtype",
+                     "mesh.fsdp", "mesh.dcn_data", "mesh.tensor", "mesh.sampler_tensor", "mesh.trainer",
+                     "mesh.reference", "algorithm.kl_coef", "batch.group_size", "sampling.max_completion_tokens"}
+    idle, _ = job_here()
+    assert next(change for change in changes(idle.config, idle.job) if change.key == "mesh.fsdp").values == {
+        "mesh.fsdp": 8}
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_never_advised():

@@ -118,8 +118,11 @@ def advise(figures: Figures, describe: Describe) -> dict[str, list[dict[str, Any
     if not figures.is_timed:
         return {"advice": [], "named_transfers": []}
     tried = [one for one in _tried(figures, describe) if one.after.peak <= FULL * figures.memory]
-    faster = sorted((one for one in tried if one.saves >= LEAST_GAIN), key=lambda one: -one.saves)
-    return {"advice": [one.record() for one in faster], "named_transfers": _transfers(figures, tried)}
+    faster: dict[str, Advice] = {}
+    for one in sorted(tried, key=lambda one: -one.saves):
+        if one.saves >= LEAST_GAIN:
+            faster.setdefault(one.change.key, one)
+    return {"advice": [one.record() for one in faster.values()], "named_transfers": _transfers(figures, tried)}
 
 
 def smaller(figures: Figures, describe: Describe) -> list[Advice]:
@@ -205,7 +208,11 @@ def _batch(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     b, s = config.batch, config.sampling
     if b.micro_tokens // 2 >= s.max_prompt_tokens + s.max_completion_tokens:
         yield Change({"batch.micro_tokens": b.micro_tokens // 2}, "weights are gathered more often")
-    yield Change({"batch.micro_tokens": 2 * b.micro_tokens}, "")
+    group = s.max_prompt_tokens + b.group_size * s.max_completion_tokens
+    for more in (2 * b.micro_tokens, group):
+        if more > b.micro_tokens:
+            cost = "" if more < group else "a prompt is computed once for its group"
+            yield Change({"batch.micro_tokens": more}, cost)
     if job["model"]["remat"] == "full":
         yield Change({"model.remat": "dots"}, "products are kept, not computed again")
     else:

@@ -137,7 +137,7 @@ def _tried(figures: Figures, describe: Describe, *, change_results: bool = False
         try:
             other = build(Config, values | {**change.values, **change.kept})
             job = describe(other)
-        except ShoalError:  # sizes that do not divide, devices that are not there
+        except (ShoalError, ValueError):  # sizes that do not divide, devices that are not there
             continue
         yield Advice(change, figures, predict(figures, other, job))
 

@@ -285,7 +285,7 @@ def test_the_largest_batch_that_fits_is_proved_by_a_compilation(monkeypatch):
     def planned(config: PlanConfig, *_: Any) -> Figures:
         tried.append(config.batch.micro_tokens)
         one = figures(memory_bytes=10_085)
-        programs = {name: program | {"extra_bytes": 1000 + config.batch.micro_tokens if name == "accumulate" else 1}
+        programs = {name: {**program, "extra_bytes": 1000 + config.batch.micro_tokens if name == "accumulate" else 1}
                     for name, program in one.programs.items()}
         return replace(one, config=replace(one.config, batch=config.batch), programs=programs,
                        job=dict(one.job) | {"prompts": 64})

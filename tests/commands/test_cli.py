@@ -12,6 +12,7 @@ import time
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from shoal import cli
@@ -69,7 +70,7 @@ def calls(monkeypatch):
         replacement = types.ModuleType(f"shoal.commands.{module}")
         setattr(replacement, name, stand_in(name))
         monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
-    memory = types.ModuleType("shoal.run.preflight.memory")
+    memory = types.ModuleType("shoal.run.plan.exhausted")
     memory.explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, memory.__name__, memory)
     return made
@@ -245,7 +246,7 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
 
 
 def test_what_explains_running_out_of_memory_exists():
-    from shoal.run.preflight.memory import explain_out_of_memory
+    from shoal.run.plan.exhausted import explain_out_of_memory
 
     assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
     assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
@@ -261,11 +262,26 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
         return ShoalError(f"lower batch.micro_tokens={config.batch.micro_tokens}") if config.steps else None
 
     monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
-    monkeypatch.setattr(sys.modules["shoal.run.preflight.memory"], "explain_out_of_memory", explain)
+    monkeypatch.setattr(sys.modules["shoal.run.plan.exhausted"], "explain_out_of_memory", explain)
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "error: lower batch.micro_tokens=2048\n"
     with pytest.raises(type(error)):
         cli.main(["train", "steps=0"])
+
+
+def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flags(capsys, monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB.")
+
+    monkeypatch.setattr("shoal.commands.train.train", out_of_memory)
+    flags = ["--per_device_train_batch_size=8", "--num_generations=8", "--max_completion_length=256"]
+    assert cli.main(["train", *flags]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: memory ran out (12.50GiB more were asked for); besides, a device holds KV caches")
+    for part in ("order: batch.micro_tokens=2048 (now 4096): about 5.6 GiB less a device, weights are gathered more",
+                 "; mesh.fsdp=8 (now 1)", "batch.micro_tokens: --per_device_train_batch_size",
+                 "batch.group_size: --num_generations", "model.remat is gradient_checkpointing"):
+        assert part in error
 
 
 # ---- dry run

@@ -26,12 +26,12 @@ from shoal.rewards.pool import RewardPool
 from shoal.run.derived import with_prompts
 from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, open_data
+from shoal.run.plan.exhausted import explain_out_of_memory
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, set_sizes
 from shoal.run.preflight.memory import (
     MemoryBudget,
     available_memory,
-    explain_out_of_memory,
     judge_memory,
     parameter_count,
     run_engines,
@@ -79,7 +79,7 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
                 report.check("configuration").ok(note)
         task, pool = check_task(config, reward_functions, stack, report)
         trained, roles, has_mesh = check_mesh(config, report)
-        loaded = check_model(trained, roles, report)
+        loaded = check_model(trained, report)
         if loaded and has_mesh:
             roles = run_roles(trained, loaded.architecture, available_devices(trained.mesh))
         prompts = check_data(trained, task, loaded, report) if task and loaded else None
@@ -132,7 +132,7 @@ def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
     return config, roles, True
 
 
-def check_model(config: Config, roles: Roles, report: Report) -> ModelSpec | None:
+def check_model(config: Config, report: Report) -> ModelSpec | None:
     """Loads tokenizer and architecture."""
     try:
         loaded = open_model(config.model, None)

@@ -17,9 +17,6 @@ from shoal.text import count
 SHOWN = 5
 """Rows of a table of transfers or temporaries that are printed; the JSON has more."""
 
-NAMED = 0.05
-"""Share of a step from which a single transfer is named."""
-
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not fit."""
@@ -62,7 +59,7 @@ def report(figures: Figures, console: Console) -> None:
             (shape, gib(size), source) for size, shape, source in figures.programs[fullest]["largest"][:SHOWN]])
     for line in _unknown(figures):
         console.note(line)
-    for one in figures.advice()[1:]:
+    for one in figures.advice[1:]:
         console.note(f"or {one['text']}")
 
 
@@ -145,11 +142,9 @@ def _unknown(figures: Figures) -> Iterator[str]:
     if not figures.programs:
         yield "nothing was compiled: what the roles hold does not fit"
         return
-    step = figures.step_seconds[2] if figures.is_timed else 0.0
-    for seconds, program, row in figures.transfers()[:SHOWN]:
-        if step and seconds > NAMED * step:
-            yield (f"{100 * seconds / step:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
-                   f"{row['axis']} in {program} ({row['source']})")
+    for row in figures.named_transfers:
+        yield (f"{100 * row['share']:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
+               f"{row['axis']} in {row['program']} ({row['source']})" + f"; {row['cure']}" * bool(row["cure"]))
     if copied := figures.job["published_bytes"]:
         yield f"publication copies {gib(copied)} to each of the sampler's devices, counted at the rate of one link"
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
@@ -166,7 +161,8 @@ def record(figures: Figures) -> dict[str, Any]:
     timed = figures.is_timed
     names = ("floor", "hidden", "not_hidden")
     return {
-        "ok": figures.fits, "verdict": verdict(figures), "advice": figures.advice(),
+        "ok": figures.fits, "verdict": verdict(figures), "advice": figures.advice,
+        "named_transfers": figures.named_transfers,
         "micro_tokens": figures.config.batch.micro_tokens,
         "memory": {"bytes": figures.memory, "peak_bytes": figures.peak, "fullest": figures.fullest,
                    "programs": {name: figures.needed(name) for name in figures.job["programs"]}},

@@ -30,6 +30,7 @@ from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
 from shoal.run.loading import ModelSpec, known_architecture, make_model, model_path
 from shoal.run.parts import make_learner
+from shoal.run.plan.links import axis_links
 from shoal.run.preflight.estimate import longest_shape
 from shoal.run.preflight.memory import (
     available_memory,
@@ -235,8 +236,10 @@ class Job:
             "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": self.model.dtype.name,
                       "remat": self.model.remat},
             "roles": {name: {"mesh": {axis: size for axis, size in role.mesh.shape.items() if size > 1},
-                             "devices": [device.id for device in role.mesh.devices.flat]}
+                             "devices": [device.id for device in role.mesh.devices.flat],
+                             "links": axis_links(self.topology, kind, role.mesh)}
                       for name, role in self._roles().items()},
+            "machines": self.topology.machines if self.topology else 1,
             "num_devices": self.topology.num_devices if self.topology else len(available_devices()),
             "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
             "held": self.held(),

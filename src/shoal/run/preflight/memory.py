@@ -338,28 +338,9 @@ def _described(key: str, changed: tuple[Any, Any]) -> str:
     return f"{word}{key}{'' if word else f'={new}'} (now {now})"
 
 
-# ---- exhausted
-
-
-def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
-    """An error in one line with the keys to change, if a device or the machine ran out of memory; else None."""
-    seen: BaseException | None = error
-    while seen is not None and not _is_out_of_memory(seen):
-        seen = seen.__cause__ or seen.__context__
-    if seen is None:
-        return None
-    asked = re.search(r"(?:allocat\w*|Attempting to reserve)\s+([\d.]+ ?(?:bytes|[KMGT]i?B|B)?)", str(seen))
-    what = f" ({asked[1].strip()} more were asked for)" if asked else ""
+def savings_text(config: Any) -> str:
+    """All changes that take less memory, of whatever command; how much is not known."""
     known = keys_of(type(config))
     keys = known if "batch.micro_tokens" in known else known.keys() - _OF_TRAINING
-    advice = "; ".join(_described(saving.key, changed) for saving in SAVINGS
-                       if saving.key in keys and (changed := saving.change(config, jax.device_count())))
-    return ShoalError(f"memory ran out{what}. In this order: {advice}")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error)
-    return type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and (
-        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower())
+    return "; ".join(_described(saving.key, changed) for saving in SAVINGS
+                     if saving.key in keys and (changed := saving.change(config, jax.device_count())))

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("test_resume", "test_assembly", "test_learning", "test_step", "test_objectives_runs", "test_mesh",
-           "test_examples", "test_compat_runs", "test_python")
-"""Files that take minutes: begun first, so that no worker ends with one of them while the other has nothing to do."""
+LONGEST = ("test_pool", "test_processes", "test_resume", "test_learning", "test_assembly", "test_mesh", "test_proof",
+           "test_step", "test_objectives_runs", "test_compat_runs", "test_python", "test_examples", "test_doctor",
+           "test_plan", "test_proof_update", "test_compiled", "test_compiled_decode")
+"""Files that take half a minute and more: begun first, so that no worker ends with one of them while the other has
+nothing to do. test_pool forks a hundred times: in a process that has run others and holds gigabytes that takes 40 s of
+kernel time, in a new one few."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

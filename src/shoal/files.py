@@ -33,7 +33,13 @@ def writing(path: str | Path, key: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(path: Path, key: str = "") -> Iterator[Path]:
-    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed after an error."""
+    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed after an error.
+
+    A device or a pipe is written to as it is: /dev/null would be a file afterwards."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with writing(path, key):
+            yield path
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path, key):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import time
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from shoal import cli
@@ -69,7 +70,7 @@ def calls(monkeypatch):
         replacement = types.ModuleType(f"shoal.commands.{module}")
         setattr(replacement, name, stand_in(name))
         monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
-    memory = types.ModuleType("shoal.run.preflight.memory")
+    memory = types.ModuleType("shoal.run.plan.exhausted")
     memory.explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, memory.__name__, memory)
     return made
@@ -142,7 +143,9 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
     assert calls[0][1][0].sampling.max_completion_tokens == 50
     said = capsys.readouterr().out
     assert said.startswith("max_target_length=150 became sampling.max_completion_tokens=50") and "preset" not in said
-    assert cli.main([*words, "--dry-run"]) == 0
+    assert cli.main([*words, "--dry-run"]) == (2 if command == "train" else 0)  # the run refuses the task
+    assert ("task.name was 'words' and cannot become 'gsm8k'" in capsys.readouterr().err) == (command == "train")
+    assert cli.main([*words[:-1], "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert f"\nresume: {run}\n" in shown and "  max_completion_tokens: 50\n" in shown and "  lr: 0.001\n" in shown
     assert cli.main([command, f"resume={run}", "max_target_length=100"]) == 2
@@ -243,7 +246,7 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
 
 
 def test_what_explains_running_out_of_memory_exists():
-    from shoal.run.preflight.memory import explain_out_of_memory
+    from shoal.run.plan.exhausted import explain_out_of_memory
 
     assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
     assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
@@ -259,11 +262,26 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
         return ShoalError(f"lower batch.micro_tokens={config.batch.micro_tokens}") if config.steps else None
 
     monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
-    monkeypatch.setattr(sys.modules["shoal.run.preflight.memory"], "explain_out_of_memory", explain)
+    monkeypatch.setattr(sys.modules["shoal.run.plan.exhausted"], "explain_out_of_memory", explain)
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "error: lower batch.micro_tokens=2048\n"
     with pytest.raises(type(error)):
         cli.main(["train", "steps=0"])
+
+
+def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flags(capsys, monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB.")
+
+    monkeypatch.setattr("shoal.commands.train.train", out_of_memory)
+    flags = ["--per_device_train_batch_size=8", "--num_generations=8", "--max_completion_length=256"]
+    assert cli.main(["train", *flags]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: memory ran out (12.50GiB more were asked for); besides, a device holds KV caches")
+    for part in ("order: batch.micro_tokens=2048 (now 4096): about 5.6 GiB less a device, weights are gathered more",
+                 "; mesh.fsdp=8 (now 1)", "batch.micro_tokens: --per_device_train_batch_size",
+                 "batch.group_size: --num_generations", "model.remat is gradient_checkpointing"):
+        assert part in error
 
 
 # ---- dry run
@@ -303,6 +321,24 @@ def test_a_dry_run_touches_nothing(tmp_path):
         "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules")
     assert done.returncode == 0, done.stderr
     assert "path: not/there" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "code", "part"), [
+    ("plan topology=h100:16 mesh.fsdp=16", 0, ""),
+    ("plan topology=v5p-256 mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 mesh.sampler_tensor=8", 0, ""),
+    ("train --plan topology=h100:4 mesh.fsdp=8", 2, "mesh.fsdp=8 does not divide 4 devices; use 1, 2 or 4"),
+    ("plan topology=v6e:4x8@2 mesh.fsdp=-1", 2, "64 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1"),
+    ("plan topology=v6e:4x8@2 mesh.fsdp=-1 mesh.dcn_data=2", 0, ""),
+    ("plan topology=v7-8", 2, "there is no such topology"),
+    ("plan topology=h100:16", 0, "1 of 16 devices are used: mesh.fsdp=-1 takes them all"),
+    ("train mesh.trainer=0.3 mesh.sampler=0.3 mesh.fsdp=-1", 0,
+     "4 of 8 devices are used: raise mesh.trainer or mesh.sampler, 4 have no role"),
+    ("train mesh.sampler=4", 0, "5 of 8 devices are used: mesh.fsdp=-1 takes them all"),
+])
+def test_a_dry_run_judges_the_mesh_on_the_jobs_devices(capsys, words, code, part):
+    assert cli.main([*words.split(), "--dry-run"]) == code
+    found = "".join(capsys.readouterr())
+    assert part in found and ("# warning: devices" in found) == (code == 0 and part != "")
 
 
 @pytest.mark.parametrize(("words", "part"), [
@@ -378,19 +414,26 @@ def test_a_dry_run_warns_of_a_folder_that_would_be_looked_for_on_the_hub(capsys,
     assert "on the hub" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("platform", ["cuda", "kpu"])
-def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path, platform):
+def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "1 + 1"}\n')
     commands = [["train", f"base_output_directory={tmp_path / 'runs'}"], ["doctor"], ["eval"],
                 ["generate", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"],
                 ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"],
                 ["pretrain", f"output={tmp_path / 'a'}"]]
-    done = python(f"from shoal.cli import main\nassert [main(words) for words in {commands!r}] == [2] * 7",
-                  JAX_PLATFORMS=platform)
+    done = python(f"""
+from shoal.cli import main
+assert [main(words) for words in {commands!r}] == [2] * 7
+import jax
+jax.config.update("jax_platforms", "kpu")
+assert [main(words) for words in {commands!r}] == [2] * 7""", JAX_PLATFORMS="cuda")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.count(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices") == 7
-    assert ("install 'shoal[cuda]'" in done.stderr) == (platform == "cuda") and "(cpu, cuda, tpu)" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 14 and "(cpu, cuda, tpu)" not in done.stderr
+    for platform, lines in (("cuda", errors[:7]), ("kpu", errors[7:])):
+        for line in lines:
+            assert line.startswith(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices")
+            assert ("install 'shoal[cuda]'" in line) == (platform == "cuda")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

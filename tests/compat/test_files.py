@@ -37,9 +37,10 @@ def test_maxtexts_rl_file_loads():
         "sampling.temperature": 0.9, "sampling.top_k": 50, "sampling.max_completion_tokens": 768,
         "algorithm.kl_coef": 0.08, "algorithm.aggregation": "seq-mean-token-mean", "optimizer.lr": 3e-6,
         "optimizer.clip_grad_norm": 0.1, "optimizer.beta2": 0.99, "batch.prompts_per_step": 1, "batch.group_size": 2,
-        "train.max_staleness": 0, "mesh.trainer": "0.5", "mesh.sampler": "0.5", "checkpoint.every": 50,
-        "checkpoint.keep_last": 10}
-    assert {"attention", "swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(idle_of(resolved))
+        "train.max_staleness": 0, "mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.pathways": True,
+        "mesh.sampler_tensor": 1,
+        "checkpoint.every": 50, "checkpoint.keep_last": 10}
+    assert {"swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(idle_of(resolved))
 
 
 def test_maxtexts_grpo_file_loads():
@@ -86,6 +87,7 @@ def test_verls_file_loads_with_an_estimator_of_groups():
                             "trainer.total_training_steps=10")
     assert (config.steps, config.batch.group_size, config.batch.prompts_per_step) == (10, 5, 1024)
     assert (config.algorithm.num_minibatches, config.algorithm.clip_dual, config.mesh.trainer) == (4, 3.0, "8")
+    assert (config.mesh.fsdp, config.mesh.sampler_tensor) == (-1, 2)
     assert (config.task.name, config.task.path) == ("custom", "~/data/rlhf/gsm8k/train.parquet")
     assert (config.model.dtype, config.optimizer.beta2, config.optimizer.clip_grad_norm) == ("bfloat16", 0.999, 1.0)
     assert "global_profiler.tool" in idle_of(resolved)

@@ -75,6 +75,18 @@ from shoal.types import ShoalError
     (["data.filter_overlong_prompts=True", "data.truncation=error", "steps=7"], {"steps": 7}),
     (["data.truncation='error'"], {"sampling.long_prompts": "error"}),
     (["trainer.nnodes=2"], {"mesh.trainer": "16", "mesh.fsdp": -1}),
+    (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], {}),
+    (["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=1"],
+     {"mesh.trainer": "1", "mesh.fsdp": -1}),
+    (["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=8"],
+     {"mesh.trainer": "8", "mesh.fsdp": -1, "mesh.sampler_tensor": 2}),
+    (["vllm_tensor_parallel_size=4", "mesh.fsdp=2", "mesh.data=2"],
+     {"mesh.data": 2, "mesh.fsdp": 2, "mesh.sampler_tensor": 4}),
+    (["vllm_tensor_parallel_size=2", "mesh.sampler=[0,1,2]"], {"mesh.sampler": "[0,1,2]"}),
+    (["rollout_tensor_parallelism=2", "ici_fsdp_parallelism=-1"], {"mesh.fsdp": -1, "mesh.sampler_tensor": 2}),
+    (["rollout_tensor_parallelism=-1", "ici_fsdp_parallelism=-1"], {"mesh.fsdp": -1}),
+    (["rollout_tensor_parallelism=2", "inference_devices_per_replica=4"],
+     {"mesh.trainer": "1", "mesh.sampler": "4", "mesh.sampler_tensor": 4}),
     (["env.repeats=16", "train.dialog_turns_per_batch=32", "train.total_dialog_turns=320"],
      {"batch.group_size": 16, "batch.prompts_per_step": 2, "steps": 10}),
     (["steps=50", "warmup_ratio=0.1", "num_iterations=2"],
@@ -95,6 +107,15 @@ def test_what_flags_become(words, expected):
     found = difference_from_defaults(compose("train", words)[0])
     assert found == expected
     assert difference_from_defaults(from_overrides(Config, **dict(word.split("=", 1) for word in words))[0]) == expected
+
+
+def test_a_flag_that_is_dropped_or_shards_names_the_key_that_uses_more_devices():
+    for word, reason in (
+            ("--vllm_tensor_parallel_size=2", "it does not divide the sampler's 1 device; mesh.fsdp=-1 takes all"),
+            ("--deepspeed=zero3.json", "mesh.fsdp=-1 shards parameters, gradients and moments"),
+            ("--fsdp=full_shard", "mesh.fsdp=-1 shards parameters, gradients and moments")):
+        [note] = compose("train", [word])[1].notes
+        assert f" changes nothing here: {reason}" in note
 
 
 def test_a_flag_that_is_found_names_its_system():

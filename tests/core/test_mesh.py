@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from small import QWEN3, batches, learner, random_groups, relative, roles
+from small import ON_POLICY, QWEN3, batches, learner, random_groups, relative, roles
 
-from shoal.config.schema import AlgorithmSection, Config, MeshSection
+from shoal.config.schema import AlgorithmSection, Config, MeshSection, OptimizerSection
 from shoal.mesh import Roles, devices, make_mesh, make_roles
+from shoal.mesh.layout import as_mesh
 from shoal.model.transformer import Model, Parameters, checksum, is_param_spec, param_specs, shardings
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
 from shoal.run.parts import open_reference
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
-from shoal.trainer.step import Learner
+from shoal.trainer.step import Learner, put_batch
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -162,11 +163,24 @@ def test_the_compiled_update_holds_its_part_alone():
     assert memory is not None and total / 8 <= memory.argument_size_in_bytes < 1.15 * total / 8
 
 
+@pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2)])
+def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capfd):
+    """So were the embeddings of all tokens, forward and backward, where both `data` and `fsdp` split rows."""
+    one = Learner(Model(SMALL, roles(*mesh).trainer), ON_POLICY, OptimizerSection(), 10)
+    batch = put_batch(one.model, batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)[0])
+    jax.config.update("jax_enable_compilation_cache", False)  # the compiler is to speak
+    try:
+        one.programs["accumulate"].compile(one.programs["zero"].eval_shape(), one.shapes().trainable, batch)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert "full rematerialization" not in capfd.readouterr().err
+
+
 # Sampling
 
 
 @pytest.mark.parametrize("section", [
-    {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}, {"fsdp": 8, "sampler_tensor": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}, {"fsdp": 8, "sampler_tensor": 4},
     {"fsdp": 4, "tensor": 2, "sampler_tensor": 1}, {"trainer": "4", "sampler": "4", "fsdp": 4},
     {"trainer": "4", "sampler": "4", "fsdp": 2, "tensor": 2, "sampler_tensor": 4},
     {"trainer": "6", "sampler": "2", "fsdp": 2, "sampler_tensor": 2},
@@ -256,6 +270,19 @@ def test_on_one_device_publishing_copies_nothing():
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_publishing_to_the_same_devices_in_another_order():
+    """As where a replica is to lie within a host, and the trainer's order is a torus's: the parts change places."""
+    where = roles(data=2, fsdp=2, tensor=2)
+    mesh = as_mesh(np.asarray(jax.devices())[[0, 5, 2, 7, 4, 1, 6, 3]].reshape(4, 2), ("data", "tensor"))
+    model = Model(SMALL, replace(where.sampler, mesh=mesh))
+    for get in (lambda tree: tree.blocks.gate, lambda tree: tree.final_norm):
+        leaf = jax.device_put(get(weights()), get(shardings(SMALL, where.trainer)))
+        place = get(shardings(SMALL, model.role))
+        published, _ = publication._publish(model, leaf, place, np.uint32(0))
+        assert published.sharding == place and (np.asarray(published) == get(weights())).all()
+        assert all((shard.data == get(weights())[shard.index]).all() for shard in published.addressable_shards)
+
+
 # The checksum
 
 
@@ -325,8 +352,11 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
     ((1, 1, 4), {"num_heads": 12, "num_kv_heads": 6},
      "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of it; use 1 or 2")])
 def test_sizes_that_do_not_divide_the_model_are_refused(mesh, changes, message):
+    role = roles(*mesh).trainer
     with pytest.raises(ShoalError, match=message):
-        Model(replace(SMALL, **changes), roles(*mesh).trainer)
+        Model(replace(SMALL, **changes), role)
+    with pytest.raises(ShoalError, match=message.replace("mesh.", "mesh.reference: ")):
+        Model(replace(SMALL, **changes), replace(role, name="reference"))
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():

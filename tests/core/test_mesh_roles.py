@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax
 import pytest
+from jax.experimental import mesh_utils
+from pods import gpu, tpu
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import devices_asked, make_mesh, make_roles, role_devices
+from shoal.mesh import roles as roles_module
 from shoal.types import ShoalError
 
 FOUR, EIGHT = list(range(4)), list(range(8))
@@ -26,6 +29,9 @@ FOUR, EIGHT = list(range(4)), list(range(8))
     (8, {"trainer": "4", "sampler": "2", "reference": "2"}, FOUR, [6, 7], [4, 5]),
     (8, {"trainer": "4", "reference": "4"}, FOUR, FOUR, [4, 5, 6, 7]),
     (8, {"trainer": "4", "sampler": "4", "reference": "[0,1,2,3]"}, FOUR, [4, 5, 6, 7], FOUR),
+    (8, {"trainer": "[4,5,6,7]", "reference": "2"}, [4, 5, 6, 7], [4, 5, 6, 7], [0, 1]),
+    (8, {"trainer": "[0,1]", "sampler": "[2,3]", "reference": "4"}, [0, 1], [2, 3], [4, 5, 6, 7]),
+    (8, {"trainer": "4", "sampler": "2", "reference": "4"}, FOUR, [6, 7], [4, 5, 6, 7]),
 ])
 def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
     found = role_devices(MeshSection(**asked), there)
@@ -39,7 +45,10 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
     (4, {"reference": "5"}, "5 (reference) devices are requested"),
     (8, {"trainer": "[0,1]", "sampler": "[1,2]"}, "device 1 would be both the trainer's and the sampler's"),
     (8, {"trainer": "[0,1,2]", "sampler": "[1,2]"}, "devices 1, 2 would be both"),
-    (8, {"trainer": "[0,9]"}, "there is no device 9; JAX finds 8 devices, numbered from 0"),
+    (8, {"trainer": "[0,9]"}, "there is no device 9; JAX finds 8 devices, numbered from 0. All roles share all devices "
+     "with mesh.trainer="),
+    (1, {"trainer": "4", "sampler": "4", "fsdp": 4, "sampler_tensor": 2},
+     "with mesh.trainer= mesh.sampler= mesh.sampler_tensor=0 mesh.fsdp=-1"),
 ])
 def test_what_is_refused(there, asked, part):
     with pytest.raises(ShoalError) as caught:
@@ -75,9 +84,79 @@ def test_a_view_has_the_trainers_order_of_devices():
     """A program that publishes within the devices needs one order for both meshes."""
     made = make_roles(MeshSection(trainer="[3,1,2,0]", fsdp=4, sampler_tensor=2))
     assert list(made.sampler.mesh.devices.flat) == list(made.trainer.mesh.devices.flat)
-    assert made.sampler.in_flight is made.trainer.in_flight and not made.apart
-    apart = make_roles(MeshSection(trainer="4", sampler="4"))
-    assert apart.sampler.in_flight is not apart.trainer.in_flight and apart.apart
+    again = make_roles(MeshSection(fsdp=4)).trainer  # another run's
+    queues = [role.jit(len)._in_flight for role in (made.trainer, made.sampler, again)]
+    assert queues[0] is queues[1] is queues[2] and not made.disaggregated
+    made = make_roles(MeshSection(trainer="4", sampler="4"))
+    assert made.sampler.jit(len)._in_flight is not made.trainer.jit(len)._in_flight and made.disaggregated
+
+
+@pytest.mark.parametrize(("devices", "tensor"), [
+    (tpu("v5p", 2, 4, 4), 2), (tpu("v5p", 2, 4, 4), 4), (tpu("v5p", 4, 4, 4), 4), (tpu("v6e", 4, 4), 2),
+    (tpu("v6e", 4, 4), 4), (tpu("v6e", 2, 4), 4), (gpu("h200", 2, 8), 8)])
+def test_a_replica_lies_within_a_host(devices, tensor):
+    """The trainer's order is the torus's, whose neighbours are on different hosts."""
+    made = make_roles(MeshSection(fsdp=-1, sampler_tensor=tensor), devices)
+    assert all(len({device.process_index for device in replica}) == 1 for replica in made.sampler.mesh.devices)
+    assert set(made.sampler.mesh.devices.flat) == set(devices)
+    count = (1, len(devices), 1)
+    torus = mesh_utils.create_device_mesh(count, devices, allow_split_physical_axes=True)
+    assert (made.trainer.mesh.devices == torus).all()
+
+
+@pytest.mark.parametrize(("devices", "tensor"), [
+    (tpu("v5p", 2, 4, 4), 1), (tpu("v5p", 2, 4, 4), 8), (tpu("v6e", 2, 2), 2), (tpu("v6e", 2, 4), 2),
+    (gpu("h200", 2, 8), 4)])
+def test_the_trainers_order_stays_where_hosts_make_no_difference(devices, tensor):
+    made = make_roles(MeshSection(fsdp=-1, sampler_tensor=tensor), devices)
+    assert list(made.sampler.mesh.devices.flat) == list(made.trainer.mesh.devices.flat)
+
+
+def test_a_replica_over_two_processes_is_refused_with_a_size_that_is_not(monkeypatch):
+    monkeypatch.setattr(roles_module.jax, "process_count", lambda: 8)
+    devices = tpu("v5p", 2, 4, 4)
+    with pytest.raises(ShoalError, match=r"which have 4 devices each: set mesh.sampler_tensor=4$"):
+        make_roles(MeshSection(fsdp=-1, sampler_tensor=8), devices)
+    made = make_roles(MeshSection(fsdp=-1, sampler_tensor=4), devices)
+    assert made.sampler.local.mesh.devices.shape == (1, 4)
+
+
+def test_slices_may_give_some_of_their_devices():
+    pod = tpu("v6e", 4, 4, slices=2)
+    made = make_mesh(MeshSection(fsdp=8, dcn_data=2), pod).devices
+    assert [{device.slice_index for device in copy.flat} for copy in made] == [{0}, {1}]
+    made = make_mesh(MeshSection(fsdp=4, dcn_data=2), gpu("h200", 2, 8)).devices
+    assert [{device.process_index for device in copy.flat} for copy in made] == [{0}, {1}]
+    # Of a list of devices as many of each slice as the smallest gives.
+    made = make_mesh(MeshSection(fsdp=-1, dcn_data=2), pod[:24]).devices
+    assert made.shape == (2, 8, 1) and [{device.slice_index for device in copy.flat} for copy in made] == [{0}, {1}]
+
+
+@pytest.mark.parametrize(("section", "text"), [
+    ({"fsdp": 32}, "these 32 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1: set mesh.dcn_data=2 "
+                   "mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 mesh.dcn_fsdp=2"),
+    ({"fsdp": 4, "dcn_data": 4}, "are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 4: set mesh.dcn_data=2 "),
+    ({"trainer": "[0,1,2,3]", "dcn_data": 2}, "are 1 slice, but mesh.dcn_data x mesh.dcn_fsdp is 2: leave both out")])
+def test_another_number_of_slices_is_refused(section, text):
+    with pytest.raises(ShoalError) as caught:
+        make_roles(MeshSection(**section), tpu("v6e", 4, 4, slices=2))
+    assert text in str(caught.value)
+
+
+def test_a_sampler_of_its_own_may_span_slices():
+    """Replicas and copies of the reference are independent: each lies within a slice, however many a slice has."""
+    made = make_roles(MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=4), tpu("v6e", 4, 4, slices=2))
+    for mesh, shape in ((made.sampler.mesh, (6, 4)), (made.reference.mesh, (3, 8, 1))):
+        assert mesh.devices.shape == shape
+        assert all(len({device.slice_index for device in copy.flat}) == 1 for copy in mesh.devices)
+    assert make_roles(MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=3),
+                      tpu("v6e", 4, 4, slices=2)).sampler.mesh.devices.shape == (8, 3)  # one of them over both
+
+
+def test_a_reference_has_copies_where_its_devices_do_not_divide_the_model():
+    section = MeshSection(trainer="2", sampler="6", fsdp=2)
+    assert make_roles(section, jax.devices(), hidden_size=3584).reference.mesh.devices.shape == (3, 2, 1)
+    assert make_roles(section, jax.devices(), hidden_size=3072).reference.mesh.devices.shape == (1, 6, 1)
 
 
 def test_slices_are_outermost_on_their_axis():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 import jax
@@ -32,6 +31,11 @@ class Output:
         return self
 
 
+@pytest.fixture(autouse=True)
+def own_queues(monkeypatch):
+    monkeypatch.setattr(programs, "_in_flight", {})
+
+
 def test_a_call_waits_for_the_oldest_of_two_programs_in_flight():
     log: list[str] = []
     program = roles().trainer.jit(lambda x: (x, x + 1))
@@ -50,7 +54,7 @@ def test_what_was_donated_is_not_waited_for():
 
 def test_an_unknown_compiler_option_is_dropped_with_a_warning(monkeypatch):
     monkeypatch.setattr(programs, "_unknown", set())
-    role = replace(roles().trainer, compiler_options=(("xla_no_such_option", True),), in_flight=deque())
+    role = replace(roles().trainer, compiler_options=(("xla_no_such_option", True),))
     program, made_as_early = role.jit(lambda x: x * 2), role.jit(lambda x: x * 4)
     with pytest.warns(UserWarning, match="no option xla_no_such_option"):
         assert program(jnp.ones(3)).tolist() == [2, 2, 2]

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import roles
 
-from shoal.sampler.sample_tokens import SamplingArrays, inverse, sample_tokens, sampling_support, uniform
+from shoal.run.plan.hlo import COLLECTIVES, Module
+from shoal.sampler.sample_tokens import BLOCK, SamplingArrays, inverse, sample_tokens, sampling_support, uniform
 from shoal.types import Address
 
 ADDRESS = Address(seed=0, purpose="train", step=3, row=17)
@@ -139,6 +141,23 @@ def test_a_split_vocabulary_is_searched_by_part():
     assert found.tolist() == inverse(jnp.asarray(masses), u).tolist()
 
 
+@pytest.mark.compile_quickly
+@pytest.mark.parametrize("cut", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.8, "min_p": 0.01}], ids=str)
+def test_truncation_of_a_split_vocabulary_moves_no_logits(cut):
+    role, (rows, size) = roles(tensor=8).sampler, (ROWS, 4096)
+    logits = np.random.default_rng(6).integers(-20, 20, (rows, size)).astype(np.float32) / 4  # with many ties
+    logits[:, ::3] += np.random.default_rng(7).normal(0, 3, (rows, -(-size // 3))).astype(np.float32)
+    split = jax.device_put(logits, role.sharding((None, "vocab"), logits.shape))
+    program = role.jit(lambda logits, u: sample_tokens(logits, how(rows, **cut), u, True, 16, role))
+    token, logprob, ids = program(split, grid(rows))
+    whole = jax.jit(lambda logits, u: sample_tokens(logits, how(rows, **cut), u, True, 16))(logits, grid(rows))
+    assert (token == whole[0]).all() and (ids == whole[2]).all() and np.abs(logprob - whole[1]).max() < 1e-5
+    hlo = Module(program.compile(split, grid(rows)).as_text())
+    moved = [elements for some in hlo.computations.values() for one in some
+             if one.op.removesuffix("-start") in COLLECTIVES for _, elements in arrays(one.shape)]
+    assert 0 < max(moved) <= rows * BLOCK  # candidates, sums and one block
+
+
 def test_drawing_by_address_follows_the_distribution():
     p = np.array([0.02, 0.3, 0.08, 0.25, 0.05, 0.2, 0.1])
     u = uniforms([Address(0, "train", 0, row).key(0) for row in range(80)], range(50)).ravel()
@@ -256,6 +275,21 @@ def test_equals_stay_together():
     assert kept_of([0.3, 0.2, 0.2, 0.2, 0.1], top_k=2) == [0, 1, 2, 3]
     assert kept_of([0.3, 0.2, 0.2, 0.2, 0.1], top_p=0.4) == [0, 1, 2, 3]
     assert kept_of([0.25] * 4, min_p=0.99) == [0, 1, 2, 3]
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 2**32 - 1), top_k=st.integers(0, 30), top_p=st.floats(0.01, 1), distinct=st.integers(1, 40))
+def test_support_equals_that_of_sorted_masses(seed, top_k, top_p, distinct):
+    """Masses are small multiples of 2^-10: their sums are exact in any order."""
+    masses = (np.random.default_rng(seed).integers(0, distinct, (16, 25)) * 2.0**-10).astype(np.float32)
+    masses[:, 7] = 1.0
+    ordered = -np.sort(-masses, -1)
+    smallest = ordered[:, min(top_k or 25, 25) - 1, None]
+    ordered = np.where(ordered >= smallest, ordered, 0)
+    inside = np.cumsum(ordered, -1) - ordered < np.float32(top_p) * ordered.sum(-1, keepdims=True)
+    nucleus = np.where(inside & (ordered > 0), ordered, np.inf).min(-1, keepdims=True) if np.float32(top_p) < 1 else 0
+    keep = np.asarray(_kept(masses, how(16, 1.0, top_k, top_p)))
+    assert (keep == ((masses >= smallest) & (masses >= nucleus))).all()
 
 
 @settings(deadline=None, max_examples=25)

@@ -12,10 +12,12 @@ from shoal.sampler.scheduler import Admission, Scheduler
 BUCKETS = (64, 128, 256)
 
 
-def check_admission(admission: Admission, waiting: list[tuple[int, int]], rows: int) -> None:
-    """One bucket, the head's; of that bucket those that came first."""
+def check_admission(admission: Admission, waiting: list[tuple[int, int]], scheduler: Scheduler) -> None:
+    """One bucket, the head's; of that bucket those that came first; each row enters a group of its own replica."""
     assert admission.bucket == waiting[0][1]
-    assert 1 <= len(admission.ids) == len(admission.groups) <= rows
+    assert 1 <= len(admission.ids) == len(admission.groups) == len(set(admission.rows)) <= scheduler.prefill_rows
+    rows, groups = (count // scheduler.replicas for count in (scheduler.prefill_rows, scheduler.num_groups))
+    assert [row // rows for row in admission.rows] == [group // groups for group in admission.groups]
     same = [id for id, bucket in waiting if bucket == admission.bucket]
     assert list(admission.ids) == same[: len(admission.ids)]
     assert len(set(admission.groups)) == len(admission.groups)
@@ -24,10 +26,10 @@ def check_admission(admission: Admission, waiting: list[tuple[int, int]], rows: 
 class Machine(RuleBasedStateMachine):
     """A plain model beside the scheduler: a list that waits, and who holds which group."""
 
-    @initialize(groups=st.integers(1, 6), rows=st.integers(1, 4))
-    def start(self, groups, rows):
-        self.groups, self.rows = groups, min(rows, groups)
-        self.scheduler = Scheduler(groups, self.rows)
+    @initialize(groups=st.integers(1, 6), rows=st.integers(1, 4), replicas=st.integers(1, 3))
+    def start(self, groups, rows, replicas):
+        self.groups = groups * replicas
+        self.scheduler = Scheduler(self.groups, min(rows, groups) * replicas, replicas)
         self.waiting: list[tuple[int, int]] = []
         self.running: dict[int, int] = {}
         self.next_id, self.admitted = 0, []
@@ -45,7 +47,7 @@ class Machine(RuleBasedStateMachine):
         if admission is None:
             assert not self.waiting or self.running  # alone and waiting, one must get in
             return
-        check_admission(admission, self.waiting, self.rows)
+        check_admission(admission, self.waiting, self.scheduler)
         assert not set(admission.groups) & set(self.running.values())
         self.admitted += admission.ids
         self.running |= dict(zip(admission.ids, admission.groups, strict=True))
@@ -113,18 +115,30 @@ def test_a_prefill_waits_until_it_can_be_filled():
     scheduler = Scheduler(num_groups=4, prefill_rows=2)
     for id in range(6):
         scheduler.submit(id, 64)
-    assert scheduler.admit() == Admission(64, (0, 1), (0, 1))
-    assert scheduler.admit() == Admission(64, (2, 3), (2, 3))
+    assert scheduler.admit() == Admission(64, (0, 1), (0, 1), (0, 1))
+    assert scheduler.admit() == Admission(64, (2, 3), (2, 3), (0, 1))
     assert scheduler.admit() is None
     scheduler.finish(2)
     assert scheduler.admit() is None  # one group is free, two wait, others still run
     scheduler.finish(0)
-    assert scheduler.admit() == Admission(64, (4, 5), (0, 2))
+    assert scheduler.admit() == Admission(64, (4, 5), (0, 2), (0, 1))
 
 
 def test_a_rare_bucket_at_the_head_goes_first_and_alone():
     scheduler = Scheduler(num_groups=4, prefill_rows=4)
     for id, bucket in enumerate((128, 64, 64, 128)):
         scheduler.submit(id, bucket)
-    assert scheduler.admit() == Admission(128, (0, 3), (0, 1))
-    assert scheduler.admit() == Admission(64, (1, 2), (2, 3))
+    assert scheduler.admit() == Admission(128, (0, 3), (0, 1), (0, 1))
+    assert scheduler.admit() == Admission(64, (1, 2), (2, 3), (0, 1))
+
+
+def test_rows_of_a_prefill_enter_groups_of_their_replica():
+    scheduler = Scheduler(num_groups=8, prefill_rows=4, replicas=2)
+    for id in range(10):
+        scheduler.submit(id, 64)
+    assert scheduler.admit() == Admission(64, (0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 2, 3))
+    assert scheduler.admit() == Admission(64, (4, 5, 6, 7), (2, 3, 6, 7), (0, 1, 2, 3))
+    scheduler.finish(2)
+    assert scheduler.admit() is None  # two wait
+    scheduler.finish(7)
+    assert scheduler.admit() == Admission(64, (8, 9), (4, 7), (2, 3))

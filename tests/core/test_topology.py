@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.mesh.accelerators import ACCELERATORS
+from shoal.mesh.accelerators import ACCELERATORS, accelerator_of
 from shoal.mesh.topology import gpu_target, parse_topology, slice_names
 from shoal.types import ShoalError
 
@@ -20,7 +20,8 @@ TPUS = [kind for kind, a in ACCELERATORS.items() if a.is_tpu]
     ("v5e-16", "v5e:4x4", 16), ("v5litepod-8", "v5e:2x4", 8), ("v6e-1", "v6e:1x1", 1), ("v6e-8", "v6e:2x4", 8),
     ("v6e-256", "v6e:16x16", 256), ("v6e:4x8@2", "v6e:4x8@2", 64), ("tpu7x-8", "tpu7x:2x2x1", 8),
     ("tpu7x-128", "tpu7x:4x4x4", 128), ("h100:8", "h100:1x8", 8), ("h200:8x8", "h200:8x8", 64),
-    ("H200-1", "h200:1x1", 1), ("b200:2x8", "b200:2x8", 16), ("a100:4", "a100:1x4", 4)])
+    ("H200-1", "h200:1x1", 1), ("b200:2x8", "b200:2x8", 16), ("a100:4", "a100:1x4", 4),
+    ("a100-40gb:8", "a100-40gb:1x8", 8), ("A100-40GB-4", "a100-40gb:1x4", 4)])
 def test_names_count_as_their_makers_do(text, shown, devices):
     topology = parse_topology(text)
     assert (str(topology), topology.num_devices) == (shown, devices)
@@ -55,3 +56,11 @@ def test_the_table_is_complete(kind):
     a = ACCELERATORS[kind]
     assert min(a.hbm_bytes, a.hbm, a.link, a.dcn, a.peaks["bfloat16"]) > 0 and a.dcn < a.link < a.hbm
     assert (a.clock > 0 and a.largest > 0) if a.is_tpu else f"memory_bandwidth: {int(a.hbm)}" in gpu_target(kind)
+
+
+@pytest.mark.parametrize(("kind", "gib"), [
+    ("NVIDIA A100-SXM4-40GB", 40), ("NVIDIA A100-PCIE-40GB", 40), ("NVIDIA A100-SXM4-80GB", 80),
+    ("NVIDIA A100 80GB PCIe", 80), ("NVIDIA H100 80GB HBM3", 80)])
+def test_memory_is_that_which_the_name_of_the_device_says(kind, gib):
+    found = accelerator_of(kind)
+    assert found is not None and found.hbm_bytes == gib << 30

@@ -14,6 +14,7 @@ from tiny_models import save_tensors
 from tiny_runs import PLAIN, write_data
 
 from shoal import cli
+from shoal.files import write_text
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -281,3 +282,12 @@ def test_a_template_given_as_text_is_no_mistake(workshop):
 
     config, _ = compose("train", workshop.words("never")[1:])
     assert config.model.template == PLAIN and config.batch.group_size == 4
+
+
+def test_a_device_is_written_to_as_it_is(tmp_path):
+    """Replaced by the finished file, /dev/null would be gone for the whole machine."""
+    place, file = tmp_path / "null", tmp_path / "file"
+    place.symlink_to("/dev/null")
+    for path in (place, file):
+        write_text(path, "text")
+    assert place.is_symlink() and place.read_text() == "" and file.read_text() == "text"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,14 +14,20 @@ import pytest
 from small import QWEN3, random_parameters
 
 from shoal import cli
+from shoal.config.keys import keys_of
 from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection, PlanConfig, SamplingSection
+from shoal.config.values import build, get_value
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
+from shoal.run.plan import compilers as compilers_module
 from shoal.run.plan import plan as plan_module
+from shoal.run.plan import worker
+from shoal.run.plan.advice import advise, changes
 from shoal.run.plan.compilers import compilers
 from shoal.run.plan.figures import Figures, verdict
 from shoal.run.plan.job import Job
 from shoal.run.plan.plan import extrapolate, make_plan
+from shoal.run.plan.predict import NOTHING
 from shoal.types import ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -90,7 +97,9 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     files = list((tmp_path / "cache" / "plan").iterdir())
     assert len(files) == 4
     assert cli.main(words[:5] + words[6:]) == 0
-    assert "fits: " in capsys.readouterr().out and list((tmp_path / "cache" / "plan").iterdir()) == files
+    said = capsys.readouterr()
+    assert "fits: " in said.out and list((tmp_path / "cache" / "plan").iterdir()) == files
+    assert "warning: 1 of 8 devices are used: raise mesh.trainer, 7 have no role" in said.err
 
 
 def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path):
@@ -144,20 +153,131 @@ def test_roles_apart_hold_their_own():
     assert "the sampler's copy" not in one.needed("accumulate")
 
 
-def test_what_does_not_fit_names_the_key_that_mends_it():
-    one = figures(memory_bytes=90)
-    assert not one.fits and "does not fit: " in verdict(one)
-    large = {name: program | {"extra_bytes": 60 if name == "accumulate" else 1}
-             for name, program in one.programs.items()}
-    config = replace(one.config, batch=replace(BATCH, micro_tokens=1024))
-    assert "batch.micro_tokens=512 (now 1024)" in verdict(replace(one, programs=large, config=config))
-    assert figures(memory_bytes=70).advice()[0]["key"] == "mesh.fsdp"
+# ---- advice
 
 
-def test_a_key_that_saves_time_is_named():
-    one = figures(memory_bytes=1 << 40)
-    assert [advice["key"] for advice in one.advice()] == ["model.remat", "batch.micro_tokens"]
-    assert "a step takes about 28.0 s to 42.0 s" in verdict(one) and "model.remat=dots (now full)" in verdict(one)
+def job_here(**keys: Any) -> tuple[Figures, Any]:
+    """(figures, describe) of a job of the tiny model on the 8 simulated devices, as if they were accelerators of 100
+    MB: each program takes 2 s, an update moves data for 1 s, decoding for 4 s."""
+    config = build(Config, {"model.dtype": "bfloat16", "sampling.max_prompt_tokens": 64,
+                            "sampling.max_completion_tokens": 64, "batch.micro_tokens": 512, "train.pass_k": 0} | keys)
+
+    def describe(other: Config) -> dict[str, Any]:
+        job = Job(other, "").describe()
+        roles = {name: role | {"links": dict.fromkeys(role["mesh"], 1e9)} for name, role in job["roles"].items()}
+        return job | {"memory_bytes": 100_000_000, "peak_flops": 1e12, "link": 1e9, "roles": roles}
+
+    job = describe(config)
+    program: dict[str, Any] = {**NOTHING, "floor_seconds": 1.0, "compute_seconds": 2.0, "extra_bytes": 1000}
+    rows = {"accumulate": ("all-gather", "fsdp", 1.0), "decode": ("all-reduce", "tensor", 4.0)}
+    programs = {}
+    for name in job["programs"]:
+        kind, axis, seconds = rows.get(name, ("", "", 0.0))
+        mesh = job["roles"][job["programs"][name]["role"]]["mesh"]
+        moved = [{"kind": kind, "axis": axis, "source": "here", "times": 1, "bytes": 1e9, "seconds": seconds}]
+        programs[name] = program | {"collectives": moved * (axis in mesh), "transfer_seconds": seconds * (axis in mesh)}
+    return Figures(config, job, programs), describe
+
+
+def larger(figures: Figures, **extra_bytes: int) -> Figures:
+    """The figures with other temporaries of some programs."""
+    return replace(figures, programs={name: {**one, "extra_bytes": extra_bytes.get(name, one["extra_bytes"])}
+                                      for name, one in figures.programs.items()})
+
+
+@pytest.mark.parametrize(("keys", "extra", "expected"), [
+    ({"mesh.fsdp": 8}, {"accumulate": 150_000_000}, "batch.micro_tokens=256 (now 512): about 28.6 MiB less a device"),
+    ({"mesh.fsdp": 8, "batch.micro_tokens": 128, "model.remat": "dots"}, {"accumulate": 97_500_000},
+     "model.remat=full"),
+    ({"mesh.fsdp": 8}, {"decode": 150_000_000}, "sampling.slots_per_device="),
+    ({}, {"decode": 150_000_000}, "mesh.fsdp=8 (now 1)"),
+])
+def test_what_does_not_fit_names_the_key_that_mends_it(keys, extra, expected):
+    figures, describe = job_here(**keys)
+    figures = larger(figures, **extra)
+    assert not figures.fits
+    told = replace(figures, **advise(figures, describe))
+    assert "does not fit: " in verdict(told) and expected in verdict(told)
+
+
+def test_what_is_held_is_mended_by_the_mesh():
+    """Without a compiled program: the masters of data-parallel copies, a copy of the sampler, no key at all."""
+    def told(memory: int, **keys: Any) -> str:
+        figures, describe = job_here(**keys)
+
+        def small(config: Config) -> dict[str, Any]:
+            return describe(config) | {"memory_bytes": memory}
+
+        figures = Figures(figures.config, small(figures.config), {})
+        assert not figures.fits
+        return verdict(replace(figures, **advise(figures, small)))
+
+    copies = told(6_000_000, **{"mesh.data": 8})
+    assert "mesh.fsdp=-1 mesh.data=1 (now 1 and 8)" in copies
+    assert ", before anything is compiled (Adam's moments 6.7 MiB, " in copies
+    assert "mesh.sampler_tensor=2 (now auto)" in told(3_500_000, **{"mesh.fsdp": 8, "sampling.slots_per_device": 8})
+    assert "more devices (mesh.fsdp): some " in told(1000, **{"mesh.fsdp": 8})
+
+
+def test_keys_that_save_time_are_named_with_bytes_and_seconds():
+    figures, describe = job_here(**{"mesh.trainer": "4", "mesh.sampler": "4", "mesh.fsdp": 4, "model.remat": "full",
+                                    "batch.micro_tokens": 128, "sampling.slots_per_device": 8})
+    found = {one["key"]: one for one in advise(figures, describe)["advice"]}
+    assert {"batch.micro_tokens", "model.remat", "sampling.slots_per_device", "mesh.trainer"} <= set(found)
+    remat = found["model.remat"]
+    runs, update = figures.job["programs"]["accumulate"]["runs"], 2.0
+    assert remat["seconds"] == pytest.approx(0.25 * update * runs, rel=0.35) and remat["bytes"] < 0
+    assert "more a device, about " in remat["text"] and "less a step" in remat["text"]
+    together = found["mesh.trainer"]
+    assert together["text"].startswith("mesh.trainer=1.0 mesh.sampler=1.0") and together["saves"] > 0.05
+    told = verdict(replace(figures, **advise(figures, describe)))
+    assert "; a step takes about " in told and told.endswith(advise(figures, describe)["advice"][0]["text"])
+
+
+def test_a_transfer_that_one_key_removes_is_named_with_the_key():
+    figures, describe = job_here(**{"mesh.fsdp": 2, "mesh.tensor": 4, "sampling.slots_per_device": 8})
+    named = {row["program"]: row for row in advise(figures, describe)["named_transfers"]}
+    assert named["accumulate"]["share"] > 0.05 and named["accumulate"]["axis"] == "fsdp"
+    assert named["decode"]["axis"] == "tensor" and "mesh.sampler_tensor=2" in named["decode"]["cure"]
+    assert "would leave" in named["decode"]["cure"] or "would remove it" in named["decode"]["cure"]
+
+
+def test_a_gather_between_machines_is_removed_by_the_placement():
+    figures, describe = job_here(**{"mesh.fsdp": 8})
+
+    def machines(config: Config) -> dict[str, Any]:
+        """Two machines of four: an axis of eight devices crosses the network between them."""
+        job = describe(config)
+        roles = {name: role | {"links": {axis: 1e9 if axis == "fsdp" and "data" in role["mesh"] else 1e7
+                                         for axis in role["mesh"]}}
+                 for name, role in job["roles"].items()}
+        return job | {"machines": 2, "roles": roles}
+
+    figures = replace(figures, job=machines(figures.config))
+    named = {row["program"]: row for row in advise(figures, machines)["named_transfers"]}
+    assert "mesh.dcn_data=2" in named["accumulate"]["cure"]
+    assert "would leave" in named["accumulate"]["cure"]
+
+
+def test_every_key_that_changes_memory_or_time_is_tried():
+    figures, _ = job_here(**{"mesh.trainer": "4", "mesh.sampler": "4", "mesh.fsdp": 2, "mesh.data": 2,
+                             "model.remat": "full", "algorithm.kl_coef": 0.1})
+    job = dict(figures.job) | {"machines": 2}
+    tried = {change.key for change in changes(figures.config, job, change_results=True)}
+    assert tried >= {"batch.micro_tokens", "model.remat", "sampling.slots_per_device", "optimizer.reduce_dtype",
+                     "mesh.fsdp", "mesh.dcn_data", "mesh.tensor", "mesh.sampler_tensor", "mesh.trainer",
+                     "mesh.reference", "algorithm.kl_coef", "batch.group_size", "sampling.max_completion_tokens"}
+    idle, _ = job_here()
+    assert next(change for change in changes(idle.config, idle.job) if change.key == "mesh.fsdp").values == {
+        "mesh.fsdp": 8}
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_never_advised():
+    figures, describe = job_here(**{"mesh.fsdp": 8})
+    tensors = [change.values.get("mesh.sampler_tensor") for change in changes(figures.config, figures.job)]
+    assert 2 in tensors  # tried, and described as a job of its own
+    for one in advise(figures, describe)["advice"]:
+        describe(build(Config, {name: get_value(figures.config, name) for name in keys_of(Config)} | one["values"]))
 
 
 def test_the_largest_batch_that_fits_is_proved_by_a_compilation(monkeypatch):
@@ -167,12 +287,13 @@ def test_the_largest_batch_that_fits_is_proved_by_a_compilation(monkeypatch):
     def planned(config: PlanConfig, *_: Any) -> Figures:
         tried.append(config.batch.micro_tokens)
         one = figures(memory_bytes=10_085)
-        programs = {name: program | {"extra_bytes": 1000 + config.batch.micro_tokens if name == "accumulate" else 1}
+        programs = {name: {**program, "extra_bytes": 1000 + config.batch.micro_tokens if name == "accumulate" else 1}
                     for name, program in one.programs.items()}
         return replace(one, config=replace(one.config, batch=config.batch), programs=programs,
                        job=dict(one.job) | {"prompts": 64})
 
     monkeypatch.setattr(plan_module, "_figures", planned)
+    monkeypatch.setattr(compilers_module.Compilers, "answer", lambda self, requests: [{"advice": []}])
     sampling = SamplingSection(max_prompt_tokens=512, max_completion_tokens=512)
     fitted = make_plan(PlanConfig(fit=True, sampling=sampling, batch=BATCH), lambda text: None)
     assert fitted.fits and 7000 <= fitted.config.batch.micro_tokens <= 9000 and len(tried) <= 4
@@ -188,17 +309,34 @@ def test_what_cannot_fit_is_said_before_anything_is_compiled(model, monkeypatch)
     assert not found.fits and found.programs == {} and verdict(found).startswith("does not fit: ")
 
 
-def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
+def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for topology, needed in (("v5p-8", "libtpu"), ("h100:8", "jax_cuda13_plugin")):
         with pytest.raises(ShoalError, match=rf"{needed}: pip install 'shoal\[plan\]'"):
             Job(Config(model=ModelSection(name="llama3.1-8b")), topology)
+    # in the process that compiles, its error is one line of the command
+    monkeypatch.setattr("shoal.run.plan.compilers._Compiler", lambda: SimpleNamespace(
+        answer=lambda request: compilers_module.found_in(worker.reply(json.dumps(request)), ""), close=lambda: None))
+    assert cli.main(["plan", "topology=h100:8", "model.name=llama3.1-8b"]) == 2
+    assert "jax_cuda13_plugin: pip install 'shoal[plan]'" in capsys.readouterr().err
 
 
 def test_a_compiler_that_dies_names_its_program(monkeypatch):
     monkeypatch.setattr("shoal.run.plan.compilers.sys.executable", "/bin/true")
     with compilers(1, "v5p-8") as found, pytest.raises(ShoalError, match=r"decode: .*layers=shallow"):
         found.answer([{"config": {}, "topology": "v5p-8", "program": "decode", "layers": 0}])
+
+
+def test_a_compiler_without_memory_ends_and_one_with_a_fault_says_it(monkeypatch):
+    """Ended, its program is named as above."""
+    for fault, expected in ((MemoryError(), SystemExit), (ShoalError("no such device"), {"error": "no such device"}),
+                            (ValueError("odd"), {"fault": "ValueError: odd"})):
+        monkeypatch.setattr(worker, "answer", lambda request, fault=fault: (_ for _ in ()).throw(fault))
+        if expected is SystemExit:
+            with pytest.raises(SystemExit):
+                worker.reply("{}")
+        else:
+            assert worker.reply("{}") == expected
 
 
 @pytest.mark.parametrize(("topology", "needed"), [("v5p-8", "libtpu"), ("h200:4", "jax_cuda13_plugin")])

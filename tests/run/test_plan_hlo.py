@@ -148,23 +148,33 @@ StackFrames
   ROOT %compare.1 = pred[] compare(%i, %constant.1), direction=LT
 }
 
+%called (p: f32[64,16]) -> f32[16,16] {
+  %p = f32[64,16]{1,0} parameter(0)
+  ROOT %reduce-scatter.1 = f32[16,16]{1,0} reduce-scatter(%p), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+}
+
 ENTRY %main (a: bf16[8,16], b: f32[64,16]) -> f32[16,16] {
   %a = bf16[8,16]{1,0} parameter(0)
   %b = f32[64,16]{1,0} parameter(1)
   %tuple.3 = (s32[], bf16[8,16]{1,0}) tuple(%a)
   %while.1 = (s32[], bf16[8,16]{1,0}) while(%tuple.3), condition=%condition, body=%body
+  %dot.1 = f32[64,16]{1,0} add(%b, %b), metadata={op_name="jit(f)/dot_general" stack_frame_id=2}
+  %call-start.1 = ((f32[64,16]{1,0}), f32[16,16]{1,0}) call-start(%dot.1), async_execution_thread="sparsecore", to_apply=%called
+  %call-done.1 = f32[16,16]{1,0} call-done(%call-start.1)
   ROOT %fusion.3 = f32[16,16]{1,0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="jit(f)/add" stack_frame_id=1}, backend_config={"window_config":{"estimated_cycles":"7"}}
 }
 """  # noqa: E501
-"""As libtpu writes it: a gather that two fusions share, a sum of which a fusion keeps a part, cycles, stack frames."""
+"""As libtpu writes it: a gather that two fusions share, a sum of which a fusion keeps a part, one that a SparseCore
+makes beside, cycles, stack frames."""
 
 
 def test_a_gather_inside_asynchronous_fusions_counts_once():
     costs = Module(TPU).costs()
-    gather, scatter = costs.collectives
+    gather, beside, scatter = costs.collectives
     assert (gather.kind, gather.bytes, gather.times) == ("all-gather", 8 * 64 * 2, 32)
     assert gather.source == "model/linear.py:29 < model/transformer.py:251 dot_general"
-    assert (scatter.kind, scatter.bytes, scatter.times) == ("reduce-scatter", 64 * 16 * 4, 1)
+    assert [(one.kind, one.bytes, one.times) for one in (beside, scatter)] == [("reduce-scatter", 64 * 16 * 4, 1)] * 2
+    assert beside.source == gather.source
     assert scatter.source == "model/transformer.py:251 add"
     assert sum(costs.cycles.values()) == 32 * 150 + 7
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)

@@ -2,26 +2,101 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
-import jax.numpy as jnp
+import jax
 import pytest
+from pods import gpu, tpu
 
-from shoal.config.schema import MeshSection
+from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, TeacherSection, TrainSection
+from shoal.mesh import make_roles
+from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
-from shoal.run.sampler_size import with_sampler_tensor
+from shoal.model.transformer import Model, shardings
+from shoal.run.preflight.memory import (
+    AvailableMemory,
+    MemoryBudget,
+    held_versions,
+    judge_memory,
+    suggest_saving,
+    wider_replica,
+)
+from shoal.run.sampler_size import run_roles
+
+OWN = {"trainer": "4", "sampler": "2", "fsdp": 4}
+V5P, V6E = tpu("v5p", 2, 2), tpu("v6e", 2, 4)
 
 
-@pytest.mark.parametrize(("model", "kind", "count", "section", "tensor"), [
-    ("llama3.1-8b", "TPU v5", 4, {"fsdp": 4}, 0),  # 24 GB of masters and moments a device, 16 GB of weights
-    ("llama3.1-8b", "TPU v6 lite", 8, {"fsdp": 8}, 2),  # 12 GB and 16 GB of 33.6
-    ("llama3.1-70b", "TPU v5", 128, {"trainer": "64", "sampler": "64", "fsdp": 64}, 2),
-    ("llama3.1-70b", "TPU v5", 128, {"trainer": "64", "sampler": "64", "fsdp": 64, "sampler_tensor": 8}, 8),
-    ("llama3.1-70b", "TPU v6 lite", 64, {"fsdp": 32, "tensor": 2}, 16),
-    ("llama3.1-8b", "cpu", 8, {"fsdp": 8}, 0),
-    ("qwen2.5-1.5b", "NVIDIA H200", 1, {}, 0),
+def config(kl_coef: float = 0.0, teacher: str = "", max_staleness: int = -1, **mesh: Any) -> Config:
+    return replace(Config(), mesh=MeshSection(**mesh), model=ModelSection(dtype="bfloat16"),
+                   algorithm=AlgorithmSection(kl_coef=kl_coef), teacher=TeacherSection(path=teacher),
+                   train=TrainSection(max_staleness=max_staleness))
+
+
+@pytest.mark.parametrize(("model", "devices", "settings", "tensor"), [
+    ("llama3.1-8b", V5P, {"fsdp": 4}, 1),  # 24 GB of masters and moments a device, 16 GB of weights
+    ("llama3.1-8b", V6E, {"fsdp": 8}, 2),  # 12 GB and 16 GB of 33.6
+    ("llama3.1-8b", V6E, {}, 1),  # the mesh is one device
+    ("llama3.1-8b", V6E, {"fsdp": 4, "data": 2}, 8),  # 24 GB: each of two copies is of four devices
+    ("llama3.1-8b", V6E, {**OWN, "kl_coef": 0.1}, 1),  # 16 GB and 8 of the reference
+    ("llama3.1-8b", V6E, {**OWN, "kl_coef": 0.1, "teacher": "Qwen/Qwen2.5-7B-Instruct"}, 2),  # and 8 of the teacher
+    ("llama3.1-8b", V6E, {**OWN, "kl_coef": 0.1, "teacher": "Qwen/Qwen2.5-7B-Instruct", "reference": "2"}, 1),
+    ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"trainer": "64", "sampler": "64", "fsdp": 64}, 2),
+    ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"trainer": "64", "sampler": "64", "fsdp": 64, "sampler_tensor": 8}, 8),
+    ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"trainer": "64", "sampler": "64", "fsdp": 64, "max_staleness": 1}, 4),
+    ("llama3.1-70b", tpu("v5p", 2, 4, 4), {"fsdp": 32}, 4),
+    ("llama3.1-70b", tpu("v6e", 8, 8), {"fsdp": 32, "tensor": 2}, 16),
+    ("llama3.1-8b", jax.devices(), {"fsdp": 8}, 1),
+    ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 1),
 ])
-def test_a_replica_has_the_least_devices_that_hold_it(model, kind, count, section, tensor):
-    devices = [SimpleNamespace(device_kind=kind)] * count
-    found = with_sampler_tensor(MeshSection(**section), model_named(model).architecture, jnp.bfloat16, devices)
-    assert found.sampler_tensor == tensor
+def test_a_replica_has_the_least_devices_that_hold_it(model, devices, settings, tensor):
+    assert run_roles(config(**settings), model_named(model).architecture, devices).sampler.tensor == tensor
+
+
+def test_of_several_processes_a_replica_has_no_more_devices_than_each(monkeypatch):
+    monkeypatch.setattr(roles_module.jax, "process_count", lambda: 16)
+    made = run_roles(config(fsdp=32, tensor=2), model_named("llama3.1-70b").architecture, tpu("v6e", 8, 8))
+    assert made.sampler.tensor == 4
+
+
+def test_a_reference_on_devices_that_do_not_divide_the_model_has_copies():
+    a = model_named("qwen2.5-7b").architecture
+    made = run_roles(config(0.1, trainer="2", sampler="6", fsdp=2), a, jax.devices())
+    assert made.reference.mesh.devices.shape == (3, 2, 1)
+    kernel = shardings(a, made.reference).embed_tokens
+    assert kernel.shard_shape((a.vocab_size, a.hidden_size)) == (a.vocab_size, a.hidden_size // 2)
+
+
+@pytest.mark.parametrize(("model", "devices", "tensor", "wider"), [
+    ("qwen2.5-7b", gpu("h200", 1, 8), 1, 4),  # 28 heads
+    ("qwen2.5-7b", gpu("h200", 1, 8), 4, 4),  # 8 do not divide them
+    ("llama3.1-8b", gpu("h200", 1, 8), 1, 8),
+    ("llama3.1-8b", tpu("v6e", 2, 4), 1, 4),  # hosts of four
+    ("llama3.1-8b", tpu("v6e", 2, 4), 4, 8),
+])
+def test_a_wider_replica_is_one_that_the_model_and_the_devices_allow(model, devices, tensor, wider):
+    a, mesh = model_named(model).architecture, MeshSection(fsdp=-1, sampler_tensor=tensor)
+    role = make_roles(mesh, devices).sampler
+    assert wider_replica(a, role) == (wider, tensor)
+    Model(a, make_roles(replace(mesh, sampler_tensor=wider), devices).sampler)
+
+
+def test_the_advice_names_a_size_only_where_the_model_is_known():
+    a, budget = model_named("qwen2.5-7b").architecture, MemoryBudget({"the sampler's copy": 16 << 30})
+    sampler = Model(a, make_roles(MeshSection(fsdp=8)).sampler)
+    found = judge_memory(config(fsdp=8), budget, AvailableMemory(8 << 30, 8 << 30, "a device"), sampler)
+    assert "mesh.sampler_tensor=4 (now 1) would take about 12.0 GiB less" in found.text
+    text, _ = suggest_saving(config(fsdp=8), budget, 0, 8)
+    assert text.startswith("a higher mesh.sampler_tensor (now 1) would take much less")
+
+
+@pytest.mark.parametrize(("max_staleness", "interval", "held"), [
+    (-1, 1, [(1, 0)]),  # the trainer's own arrays, where type and devices are its own
+    (1, 1, [(2, 1)]),
+    (-1, 3, [(1, 0), (1, 1), (1, 1)]),  # between two publications the trainer goes on
+    (2, 2, [(2, 1), (2, 2)]),
+])
+def test_versions_that_are_held_at_once(max_staleness, interval, held):
+    section = TrainSection(max_staleness=max_staleness, weight_sync_interval=interval)
+    assert list(held_versions(replace(Config(), train=section))) == held

@@ -26,13 +26,12 @@ from shoal.rewards.pool import RewardPool
 from shoal.run.derived import with_prompts
 from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, open_data
+from shoal.run.plan.exhausted import explain_out_of_memory
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, set_sizes
 from shoal.run.preflight.memory import (
-    AvailableMemory,
     MemoryBudget,
     available_memory,
-    explain_out_of_memory,
     judge_memory,
     parameter_count,
     run_engines,
@@ -80,9 +79,9 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
                 report.check("configuration").ok(note)
         task, pool = check_task(config, reward_functions, stack, report)
         trained, roles, has_mesh = check_mesh(config, report)
-        loaded = check_model(trained, roles, report)
+        loaded = check_model(trained, report)
         if loaded and has_mesh:
-            roles = run_roles(trained, loaded.architecture, available_devices())
+            roles = run_roles(trained, loaded.architecture, available_devices(trained.mesh))
         prompts = check_data(trained, task, loaded, report) if task and loaded else None
         if task and pool and not check_reward(pool, task, loaded, prompts, report):
             pool = None
@@ -120,7 +119,7 @@ def check_task(config: Config, reward_functions: Sequence[Callable], stack: Exit
 
 def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
     """The configuration with the prompts of its devices, the mesh, True; if it cannot be made, one device and False."""
-    devices = available_devices()
+    devices = available_devices(config.mesh)
     try:
         roles = make_roles(config.mesh)
         config = with_prompts(config, roles.trainer.mesh.size)
@@ -133,7 +132,7 @@ def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
     return config, roles, True
 
 
-def check_model(config: Config, roles: Roles, report: Report) -> ModelSpec | None:
+def check_model(config: Config, report: Report) -> ModelSpec | None:
     """Loads tokenizer and architecture."""
     try:
         loaded = open_model(config.model, None)
@@ -216,7 +215,7 @@ class Job:
         budget = static_budget(self.config, self.model, self.roles, self.teacher, self.engines)
         needed = budget.total * self.available.sharing
         if asked and self.available.free and needed > self.available.free:
-            report_memory(self.config, budget, self.available, self.roles, self.report)
+            report_memory(self, budget)
             return
         try:
             parameters = self.loaded.load(self.roles.trainer, jnp.float32)
@@ -233,7 +232,7 @@ class Job:
         if tried is not None and asked:
             report_agreement(self.config, tried, jnp.dtype(self.model.dtype).name, self.report)
             add_measured(budget, tried, self.config, self.roles.trainer.row_shards, self.engines)
-            report_memory(self.config, budget, self.available, self.roles, self.report)
+            report_memory(self, budget)
             report_time(self, asked[0], tried, budget)
 
 
@@ -297,16 +296,16 @@ def report_agreement(config: Config, trial: StepTrial, dtype: str, report: Repor
                         f"batch.group_size={config.batch.group_size}", "batch.group_size")
 
 
-def report_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, roles: Roles,
-                  report: Report) -> None:
+def report_memory(job: Job, budget: MemoryBudget) -> None:
     """Reports the memory needed and free on each device, and if it is tight, the key that saves most."""
+    report, available = job.report, job.available
     report.result["memory"] = {
         "needed_bytes": budget.total * available.sharing, "free_bytes": available.free,
         "total_bytes": available.total, "phase": budget.phase, "phases": budget.phases, "parts": budget.parts,
         "sharing_devices": available.sharing, "where": available.where,
         "devices": [{"device": str(device), "needed_bytes": budget.total}
-                    for device in roles.trainer.mesh.devices.flat]}
-    found: Finding = judge_memory(config, budget, available)
+                    for device in job.roles.trainer.mesh.devices.flat]}
+    found: Finding = judge_memory(job.config, budget, available, job.model.on(job.roles.sampler))
     report.findings.extend([found])
     if found.level == "wrong":
         report.result["advice"] = {"text": found.text.rpartition(". ")[2], "key": found.key, "gain": 0.0}

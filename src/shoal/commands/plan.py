@@ -10,14 +10,12 @@ from shoal.report.console import Console
 from shoal.report.findings import gib, seconds_text
 from shoal.run.plan.figures import PHASES, Figures, verdict
 from shoal.run.plan.plan import make_plan
+from shoal.run.preflight.inputs import idle_text
 from shoal.run.preflight.settings import check_trainable
 from shoal.text import count
 
 SHOWN = 5
 """Rows of a table of transfers or temporaries that are printed; the JSON has more."""
-
-NAMED = 0.05
-"""Share of a step from which a single transfer is named."""
 
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
@@ -35,6 +33,9 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
 def report(figures: Figures, console: Console) -> None:
     for line in _head(figures):
         console.text(line)
+    roles = {name: one["devices"] for name, one in figures.job["roles"].items()}
+    if idle := idle_text(figures.config.mesh, roles, figures.job["num_devices"]):
+        console.warning(idle)
     for roles in _apart(figures):
         console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")
         console.table(*_memory_table(figures, roles))
@@ -58,7 +59,7 @@ def report(figures: Figures, console: Console) -> None:
             (shape, gib(size), source) for size, shape, source in figures.programs[fullest]["largest"][:SHOWN]])
     for line in _unknown(figures):
         console.note(line)
-    for one in figures.advice()[1:]:
+    for one in figures.advice[1:]:
         console.note(f"or {one['text']}")
 
 
@@ -141,11 +142,9 @@ def _unknown(figures: Figures) -> Iterator[str]:
     if not figures.programs:
         yield "nothing was compiled: what the roles hold does not fit"
         return
-    step = figures.step_seconds[2] if figures.is_timed else 0.0
-    for seconds, program, row in figures.transfers()[:SHOWN]:
-        if step and seconds > NAMED * step:
-            yield (f"{100 * seconds / step:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
-                   f"{row['axis']} in {program} ({row['source']})")
+    for row in figures.named_transfers:
+        yield (f"{100 * row['share']:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
+               f"{row['axis']} in {row['program']} ({row['source']})" + f"; {row['cure']}" * bool(row["cure"]))
     if copied := figures.job["published_bytes"]:
         yield f"publication copies {gib(copied)} to each of the sampler's devices, counted at the rate of one link"
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
@@ -162,7 +161,8 @@ def record(figures: Figures) -> dict[str, Any]:
     timed = figures.is_timed
     names = ("floor", "hidden", "not_hidden")
     return {
-        "ok": figures.fits, "verdict": verdict(figures), "advice": figures.advice(),
+        "ok": figures.fits, "verdict": verdict(figures), "advice": figures.advice,
+        "named_transfers": figures.named_transfers,
         "micro_tokens": figures.config.batch.micro_tokens,
         "memory": {"bytes": figures.memory, "peak_bytes": figures.peak, "fullest": figures.fullest,
                    "programs": {name: figures.needed(name) for name in figures.job["programs"]}},

@@ -37,13 +37,13 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
     check_new_folder(config.output, "output")
     with console or Console() as console, tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_tokenizer(folder, words.corpus(20_000), config.vocabulary)
-        tokenizer = Tokenizer.load(folder)
-        architecture = tiny_architecture(config.hidden_size, config.layers, tokenizer.vocab_size)
         roles, task, sampling = make_roles(MeshSection()), load_task(config.task), SamplingSection()
         example = task.pretrain_example
         if example is None:
             raise ShoalError(f"task.name={config.task.name!r} has no worked solutions to train on: use words")
+        write_tokenizer(folder, words.corpus(20_000), config.vocabulary)
+        tokenizer = Tokenizer.load(folder)
+        architecture = tiny_architecture(config.hidden_size, config.layers, tokenizer.vocab_size)
         sets = prepare_sets(task, tokenizer, sampling, console.warning)
         evaluator = Evaluator(sets, sampling.params, 0, task)
         model = Model(architecture, roles.sampler)

@@ -67,7 +67,7 @@ class Replayer:
         config = at_version(segments, group.step if group.purpose is Purpose.TRAIN else group.step - 1)
         spec = resolve_model(ModelSection(path=str(run / MODEL_FOLDER)))
         placed = config if mesh == MeshSection() else replace(config, mesh=mesh)
-        roles = run_roles(placed, spec.architecture, available_devices())
+        roles = run_roles(placed, spec.architecture, available_devices(placed.mesh))
         return cls(run, config, segments, roles, spec, console, read_checkpoint_records(run))
 
     @property

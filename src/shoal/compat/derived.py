@@ -56,6 +56,27 @@ def derive_devices(given: Given, get: Get) -> tuple[Values, str]:
         f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
+def derive_sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText, TRL, verl: devices that share a sampler; -1 leaves it open. Scripts name it for a machine of eight:
+    it is dropped where the keys count the sampler's devices and it does not divide them, as on a mesh of one."""
+    *_, (name, text) = given.items()
+    if text == "-1":
+        return {"mesh.sampler_tensor": "0"}, ""
+    size, devices = to_int(name, text), _sampler_devices(get)
+    if devices and devices % size:
+        return {}, f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all devices"
+    return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
+
+
+def _sampler_devices(get: Get) -> int | None:
+    """The sampler's devices, as far as the keys count them."""
+    own, trainer = get("mesh.sampler"), get("mesh.trainer")
+    if not own and get("mesh.fsdp") != -1:
+        return math.prod(get(f"mesh.{axis}") for axis in ("data", "fsdp", "tensor", "dcn_data", "dcn_fsdp"))
+    text = own or trainer
+    return int(text) if text.isdigit() else len(text.split(",")) if text.startswith("[") else None
+
+
 # ---- sizes of a step, and how many there are
 
 
@@ -231,7 +252,7 @@ def derive_trl_delta(given: Given, get: Get) -> tuple[Values, str]:
 
 
 DERIVATIONS = (
-    derive_lengths, derive_devices, derive_turns_per_batch, derive_turns, derive_micro_batch,
+    derive_lengths, derive_devices, derive_sampler_tensor, derive_turns_per_batch, derive_turns, derive_micro_batch,
     derive_micro_batch_per_gpu, derive_mini_batches, derive_trl_batch, derive_trl_updates, derive_epochs, derive_warmup,
     derive_train_rl, derive_test_batches, derive_trl_delta)
 """Every rule; each asks for the keys that it needs, so their order does not matter."""

@@ -38,6 +38,8 @@ NOTHING = ("", "none", "null", "{}", "[]")
 OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 """Texts of a flag that is not switched on."""
 
+REPLICA = "devices that share a sampler; dropped where mesh.* counts devices that it does not divide"
+SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
 LORA, QUANTISED = "LoRA is not supported yet; all weights are trained", "quantised weights are not supported yet"
 UNSUPPORTED: Mapping[str, str] = {
     "^(train|eval)_(dataset|data)$":

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.compat.derived import derive_devices, derive_lengths, derive_test_batches, derive_train_rl, derive_warmup
+from shoal.compat.derived import (
+    derive_devices,
+    derive_lengths,
+    derive_sampler_tensor,
+    derive_test_batches,
+    derive_train_rl,
+    derive_warmup,
+)
 from shoal.compat.flags import (
     LORA,
     QUANTISED,
+    REPLICA,
     Flag,
     Values,
     choice,
@@ -61,6 +69,7 @@ FLAGS: list[Flag] = [
         rl__num_generations="batch.group_size", rl__num_iterations="algorithm.num_epochs",
         rl__grpo_beta="algorithm.kl_coef", rl__off_policy_steps="train.max_staleness"),
     Flag("scan_layers", ("model.scan_layers",), is_switch=True),
+    Flag("use_pathways", ("mesh.pathways",), is_switch=True),
     reads("decode_sampling_top_k", "sampling.top_k", each("sampling.top_k"), "0 is all"),
     reads("decode_sampling_nucleus_p", "sampling.top_p",
           lambda name, text: {"sampling.top_p": "1" if text in ("-1", "0") else text}, "-1 is 1: all"),
@@ -93,6 +102,7 @@ FLAGS: list[Flag] = [
     *derived(derive_devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
              "inference_devices_per_replica devices (1 and 4 where only the other is given)",
              "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
+    *derived(derive_sampler_tensor, "mesh.sampler_tensor", REPLICA, "rollout_tensor_parallelism", yields=True),
     *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
     *derived(derive_train_rl, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
     *derived(derive_train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
@@ -146,8 +156,8 @@ FLAGS: list[Flag] = [
           "solution_*_token", "chat_template_path", "data_template_path", "chat_template", "use_chat_template"),
     # ---- what cannot matter here
     *idle("taken as HF_TOKEN of this process, written nowhere", TOKEN),
-    *idle("Pathways is not set up by Shoal: JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET choose it", "use_pathways",
-          "use_pathways_reshard", "enable_single_controller"),
+    *idle("mesh.pathways=true or JAX_PLATFORMS=proxy chooses Pathways", "use_pathways_reshard",
+          "enable_single_controller"),
     *idle("one process starts no distributed system", "skip_jax_distributed_system",
           "jax_distributed_initialization_timeout"),
     *idle("weights are always read a tensor at a time", "lazy_load_tensors"),
@@ -196,7 +206,7 @@ FLAGS: list[Flag] = [
         """),
     *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", """
         kv_cache_buffer hbm_utilization_vllm swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
-        max_num_seqs async_scheduling rollout_data_parallelism rollout_tensor_parallelism rollout_subslice_shape
+        max_num_seqs async_scheduling rollout_data_parallelism rollout_subslice_shape
         rollout_enable_single_controller rollout_micro_batch_size train_micro_batch_size micro_batch_size
         num_trainer_slices num_samplers_slices chips_per_vm rl.max_concurrency rl.reshard_chunk_size
         inference_* multi_sampling return_log_prob enable_model_warmup enable_llm_inference_pool

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shoal.compat.derived import (
     derive_epochs,
+    derive_sampler_tensor,
     derive_trl_batch,
     derive_trl_delta,
     derive_trl_updates,
@@ -17,6 +18,8 @@ from shoal.compat.flags import (
     LORA,
     NOTHING,
     REMAT,
+    REPLICA,
+    SHARDED,
     Flag,
     Given,
     Values,
@@ -180,6 +183,7 @@ FLAGS: list[Flag] = [
         ("mode", "correction correction_level", "token or sequence, mask (mis) or truncate (tis)"),
         ("clip_max", "correction_cap", "None: no bound"), ("cap", "correction_cap", "as clip_max"),
         ("clip_min", "correction_floor", "None: no bound"))],
+    *derived(derive_sampler_tensor, "mesh.sampler_tensor", REPLICA, "vllm_tensor_parallel_size"),
     *refused("the sampler is the model itself, no vLLM draws; leave it out", "use_vllm"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
@@ -196,15 +200,16 @@ FLAGS: list[Flag] = [
     *idle("every group is written to the run's groups/", "log_completions", "num_completions_to_print"),
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
     *idle("the sampler is the model itself, no vLLM draws", "vllm_mode", "vllm_gpu_memory_utilization",
-          "vllm_tensor_parallel_size", "vllm_server_host", "vllm_server_port", "vllm_server_base_url",
+          "vllm_server_host", "vllm_server_port", "vllm_server_base_url",
           "vllm_server_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl"),
     *idle("steps between evaluations and checkpoints are eval_steps and save_steps", "eval_strategy", "save_strategy",
           "do_train", "do_eval", "per_device_eval_batch_size", "eval_on_start"),
+    *idle(SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
     *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs", "push_to_hub",
-          "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout", "deepspeed",
-          "fsdp", "fsdp_config", "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code",
-          "model_revision", "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
+          "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout",
+          "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code", "model_revision",
+          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
 ]
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.compat.derived import derive_epochs, derive_micro_batch_per_gpu, derive_mini_batches, derive_warmup
+from shoal.compat.derived import (
+    derive_epochs,
+    derive_micro_batch_per_gpu,
+    derive_mini_batches,
+    derive_sampler_tensor,
+    derive_warmup,
+)
 from shoal.compat.flags import (
     LORA,
     QUANTISED,
     REMAT,
+    REPLICA,
+    SHARDED,
     Flag,
     Given,
     Values,
@@ -228,7 +236,8 @@ FLAGS: list[Flag] = [
           "reward_model.*", "reward.*", "reward_manager.*"),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
-    *idle("the sampler is split as the trainer is: mesh.tensor", _R + "tensor_model_parallel_size"),
+    *derived(derive_sampler_tensor, "mesh.sampler_tensor", REPLICA, _R + "tensor_model_parallel_size"),
+    *idle(SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
     *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization"),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
@@ -243,7 +252,7 @@ FLAGS: list[Flag] = [
         multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.* prometheus.*"""),
           *_under(_MODEL, """
         use_shm trust_remote_code enable_activation_offload use_liger *fused_kernel* tiled_mlp.*"""), *_under(_A, """
-        checkpoint.* profiler.* fsdp_config.* strategy use_torch_compile use_fused_kernels
+        checkpoint.* profiler.* fsdp_config.* use_torch_compile use_fused_kernels
         ulysses_sequence_parallel_size entropy_from_logits_with_chunking entropy_checkpointing rollout_n
         freeze_vision_tower calculate_entropy calculate_sum_pi_squared sum_pi_squared_checkpointing
         optim.optimizer_impl optim.total_training_steps""")),

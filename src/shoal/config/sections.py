@@ -417,6 +417,9 @@ class MeshSection:
     slice says."""
     process: int = -1
     """Number of this process, from 0; process 0 writes the run folder. Slurm and TPU slices give it."""
+    pathways: bool = False
+    """Use the devices of all hosts from this one process, through Pathways' proxy at JAX_BACKEND_TARGET; as
+    JAX_PLATFORMS=proxy does."""
     compiler_options: tuple[str, ...] = ()
     """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the platform."""
 

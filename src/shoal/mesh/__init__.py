@@ -1,11 +1,13 @@
 """Devices: meshes, the roles that use them, the programs that roles compile, and what accelerators can do."""
 
 from shoal.mesh.accelerators import accelerator_of, peak_flops
-from shoal.mesh.devices import available_devices, devices_asked, role_devices
-from shoal.mesh.layout import listed_divisors, make_mesh
+from shoal.mesh.devices import available_devices, devices_asked, memory_stats, role_devices
+from shoal.mesh.layout import listed, listed_divisors, make_mesh
+from shoal.mesh.pathways import uses_pathways
 from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program
 from shoal.mesh.roles import Role, Roles, make_roles, put
 
 __all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "World", "accelerator_of", "available_devices", "devices_asked",
-           "listed_divisors", "make_mesh", "make_roles", "peak_flops", "put", "role_devices"]
+           "listed", "listed_divisors", "make_mesh", "make_roles", "memory_stats", "peak_flops", "put", "role_devices",
+           "uses_pathways"]

@@ -44,6 +44,9 @@ class Accelerator:
 
 _GIB = 1 << 30
 
+_A100 = {"bfloat16": 312e12, "float32": 19.5e12}
+_AMPERE = {"core_count": 108, "clock_rate_ghz": 1.41, "l2_cache_size": 40 << 20, "capability": 8,
+           "shared_memory_per_core": 164 << 10}
 _HOPPER = {"core_count": 132, "clock_rate_ghz": 1.98, "l2_cache_size": 50 << 20, "capability": 9,
            "shared_memory_per_core": 228 << 10}
 
@@ -61,9 +64,8 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     "tpu7x": Accelerator("TPU ?7x?", {"bfloat16": 1153.5e12}, int(94.75 * _GIB), 3.69e12, 100e9, 6.25e9, 2.2e9, 3, 2,
                          2, 9216),
     # NVIDIA's data sheets; float32 without TensorFloat-32, which JAX does not use here.
-    "a100": Accelerator(r"NVIDIA A100\b.*", {"bfloat16": 312e12, "float32": 19.5e12}, 80 * _GIB, 2.039e12, 300e9, 25e9,
-                        target={"core_count": 108, "clock_rate_ghz": 1.41, "l2_cache_size": 40 << 20, "capability": 8,
-                                "shared_memory_per_core": 164 << 10}),
+    "a100-40gb": Accelerator(r"NVIDIA A100\b.*\b40GB.*", _A100, 40 * _GIB, 1.555e12, 300e9, 25e9, target=_AMPERE),
+    "a100": Accelerator(r"NVIDIA A100\b.*", _A100, 80 * _GIB, 2.039e12, 300e9, 25e9, target=_AMPERE),
     "h100": Accelerator(r"NVIDIA H100\b.*", {"bfloat16": 989e12, "float32": 67e12}, 80 * _GIB, 3.35e12, 450e9, 50e9,
                         target=_HOPPER),
     "h200": Accelerator(r"NVIDIA H200\b.*", {"bfloat16": 989e12, "float32": 67e12}, 141 * 10**9, 4.8e12, 450e9, 50e9,

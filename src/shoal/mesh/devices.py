@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,18 +12,30 @@ from typing import Any
 import jax
 
 from shoal.config.schema import MeshSection
+from shoal.mesh.pathways import start_pathways, uses_pathways
 from shoal.types import ShoalError
 
+NO_KEYS = MeshSection()
 
-def available_devices() -> list[Any]:
-    """JAX's devices; ShoalError where JAX finds none of the platform that JAX_PLATFORMS names."""
-    if not jax.config.values["jax_platforms"] and not accelerators_possible():
+
+def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
+    """JAX's devices, of all hosts under Pathways; ShoalError where JAX finds none of the platform that JAX_PLATFORMS
+    names. `section` says whether Pathways is used, as the environment may too."""
+    through_proxy = uses_pathways(section)
+    if through_proxy:
+        start_pathways()
+    elif not jax.config.values["jax_platforms"] and not accelerators_possible():
         jax.config.update("jax_platforms", "cpu")
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
         asked = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0]
+        if through_proxy:
+            told = "" if "establish connection" in reason else f" ({reason})"  # of missing credentials, too
+            raise ShoalError(f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
+                             f"answers there{told}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
+                             "use the devices of this machine") from error
         extras = [f"'shoal[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
         install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
         raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
@@ -50,6 +62,14 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
     return True
 
 
+def memory_stats(device: Any) -> Mapping[str, int]:
+    """Bytes by name of a device's memory, as it counts them itself; nothing on a CPU and behind a proxy of Pathways."""
+    try:
+        return device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        return {}
+
+
 @dataclass(frozen=True)
 class RoleDevices:
     """Numbers of the devices of each role."""
@@ -72,13 +92,13 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     devices = f"{available} device{'s' * (available > 1)}"
     numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
     if beyond := [number for number in numbered if number >= available]:
-        raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0")
+        raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
+                         f"{_all_devices(section, available)}")
     counts = {name: size for name, size in sizes.items() if isinstance(size, int)}
     pair = [size for name, size in counts.items() if name != "reference"]
     if max(counts.values(), default=0) > available or (sum(pair) > available and set(pair) != {available}):
         raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
-                         f"requested, but JAX finds {devices}. Lower them, or leave them out: all "
-                         "roles then share all devices")
+                         f"requested, but JAX finds {devices}. Lower them. {_all_devices(section, available)}")
     everything = list(range(available))
 
     def numbers(name: str, others: Sequence[int], counted: Sequence[int]) -> list[int]:
@@ -93,9 +113,20 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     if common and set(trainer) != set(sampler):
         raise ShoalError(f"{shown}: device{'s' * (len(common) > 1)} {', '.join(map(str, sorted(common)))} would be "
                          "both the trainer's and the sampler's; they share all of their devices or none")
-    # After the trainer's, where there are so many.
-    after = everything[len(trainer):] if len(trainer) + counts.get("reference", 0) <= available else everything
-    return RoleDevices(trainer, sampler, numbers("reference", sampler, after))
+    # On devices that no other role has, or that the trainer has not, where there are so many.
+    free = [[number for number in everything if number not in taken] for taken in ({*trainer, *sampler}, trainer, ())]
+    enough = next(some for some in free if len(some) >= counts.get("reference", 0))
+    return RoleDevices(trainer, sampler, numbers("reference", sampler, enough))
+
+
+def _all_devices(section: MeshSection, available: int) -> str:
+    """The words with which all roles share all devices, over a stored configuration too, whose keys stay."""
+    words = [f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)]
+    words += [f"mesh.{axis}={free}" for axis, free in (
+        ("data", 1), ("tensor", 1), ("sampler_tensor", 0), ("dcn_data", 1), ("dcn_fsdp", 1))
+        if available % (getattr(section, axis) or 1)]
+    words += ["mesh.fsdp=-1"] * (section.fsdp > 1)
+    return f"All roles share all devices with {' '.join(words)}"
 
 
 def devices_asked(key: str, text: str, available: int) -> int | list[int]:

@@ -19,17 +19,19 @@ AXES = ("data", "fsdp", "tensor")
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     """The trainer's mesh `data x fsdp x tensor` over the first devices; fsdp=-1 takes all that the others leave.
 
-    `mesh.dcn_data` and `mesh.dcn_fsdp` slices (or hosts) multiply their axes. ShoalError for a size that does not
-    divide the devices: the rest would stay idle.
+    `mesh.dcn_data` and `mesh.dcn_fsdp` slices (or hosts) multiply their axes, with as many devices of each.
+    ShoalError for a size that does not divide the devices: the rest would stay idle.
     """
     slices = (section.dcn_data, section.dcn_fsdp, 1)
-    count = math.prod(slices)
-    if len(devices) % count:
-        raise ShoalError(f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not divide "
-                         f"{_devices(len(devices))} into {count} slices of one size")
+    count, parts = math.prod(slices), by_slice(devices)
+    if count != len(parts):
+        if len(devices) % count:
+            raise ShoalError(f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not divide "
+                             f"{_devices(len(devices))} into {count} slices of one size")
+        parts = np.reshape(np.asarray(devices), (count, -1)).tolist()  # hosts, which have no number of a slice
     # fsdp last: it takes what the others leave.
     sizes = {"data": section.data, "tensor": section.tensor, "fsdp": section.fsdp}
-    left = each = len(devices) // count
+    left = each = min(map(len, parts))
     for axis, size in sizes.items():
         if size == -1:
             sizes[axis] = size = left
@@ -39,7 +41,11 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
             raise ShoalError(f"mesh.{axis}={size} does not divide {place}{within}; use {listed_divisors(left)}")
         left //= size
     shape = tuple(sizes[axis] for axis in AXES)
-    return as_mesh(arrange(devices[: math.prod(shape) * count], shape, slices), AXES)
+    parts = [part[: math.prod(shape)] for part in parts]
+    _check_slices(parts)
+    grid = np.stack([arrange(part, shape) for part in parts]).reshape(*slices, *shape)
+    order = [position for axis in range(len(shape)) for position in (axis, len(shape) + axis)]
+    return as_mesh(grid.transpose(order).reshape([one * many for one, many in zip(shape, slices, strict=True)]), AXES)
 
 
 def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
@@ -48,25 +54,52 @@ def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def arrange(devices: Sequence[Any], shape: Sequence[int], slices: Sequence[int]) -> np.ndarray:
-    """Devices as an array of `shape` times `slices`, the slices outermost within each axis."""
-    count = math.prod(slices)
+def arrange(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
+    """Devices of one slice as an array of `shape`."""
     if devices[0].platform == "tpu":
-        found = len({getattr(device, "slice_index", 0) for device in devices})
-        if found != count:
-            raise ShoalError(f"these {len(devices)} devices are {found} slices, but mesh.dcn_data x mesh.dcn_fsdp is "
-                             f"{count}: set mesh.dcn_data={found} (the slices exchange gradients alone) or "
-                             f"mesh.dcn_fsdp={found}")
         try:
-            if count > 1:
-                return mesh_utils.create_hybrid_device_mesh(shape, slices, devices, allow_split_physical_axes=True)
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         except (AssertionError, NotImplementedError, ValueError):
             pass  # a part of a slice that is no box: in the order of the devices
-    axes = len(shape)
-    grid = np.asarray(devices).reshape(*slices, *shape)
-    order = [position for axis in range(axes) for position in (axis, axes + axis)]
-    return grid.transpose(order).reshape([one * many for one, many in zip(shape, slices, strict=True)])
+    return np.reshape(np.asarray(devices), shape)
+
+
+def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
+    """Devices as copies of `shape`, each within a slice where the slices' sizes allow it: copies exchange nothing."""
+    size, parts = math.prod(shape), by_slice(devices)
+    if any(len(part) % size for part in parts):
+        parts = [list(devices)]
+    return np.concatenate([arrange(part, (len(part) // size, *shape)) for part in parts])
+
+
+def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices of each slice, as JAX numbers them, in their order; those without a number are of one."""
+    found: dict[int, list[Any]] = {}
+    for device in devices:
+        found.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    return [found[number] for number in sorted(found)]
+
+
+def by_host(devices: np.ndarray, size: int) -> np.ndarray:
+    """Devices as rows of `size`: in their order, or host by host where only so each row lies within a host."""
+
+    def within_hosts(grid: np.ndarray) -> bool:
+        return all(len({device.process_index for device in row}) == 1 for row in grid)
+
+    grid = devices.reshape(-1, size)
+    grouped = np.asarray(sorted(devices.flat, key=lambda device: device.process_index)).reshape(-1, size)
+    return grouped if within_hosts(grouped) and not within_hosts(grid) else grid
+
+
+def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
+    """ShoalError unless each part is a TPU slice's, and each of another."""
+    devices = [device for part in parts for device in part]
+    found, count = len(by_slice(devices)), len(parts)
+    if devices[0].platform == "tpu" and not found == count == sum(len(by_slice(part)) for part in parts):
+        cure = f"set mesh.dcn_data={found} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 " \
+               f"mesh.dcn_fsdp={found}" if found > 1 else "leave both out"
+        raise ShoalError(f"these {len(devices)} devices are {found} slice{'s' * (found > 1)}, but mesh.dcn_data x "
+                         f"mesh.dcn_fsdp is {count}: {cure}")
 
 
 def listed_divisors(*numbers: int) -> str:
@@ -76,7 +109,12 @@ def listed_divisors(*numbers: int) -> str:
     ('1, 2, 4 or 8', '1, 2 or 4')
     """
     common = math.gcd(*numbers)
-    *most, last = (str(size) for size in range(1, common + 1) if common % size == 0)
+    return listed([size for size in range(1, common + 1) if common % size == 0])
+
+
+def listed(sizes: Sequence[int]) -> str:
+    """`1, 2 or 4`"""
+    *most, last = map(str, sizes)
     return f"{', '.join(most)} or {last}" if most else last
 
 

@@ -23,18 +23,19 @@ from typing import Any
 import jax
 
 from shoal.config.schema import MeshSection
+from shoal.mesh.coordination import service_apart
+from shoal.mesh.meeting import START_SECONDS, meet_main, meet_others
+from shoal.mesh.pathways import uses_pathways
 from shoal.types import ShoalError
 
-START_SECONDS = 300
-"""How long processes wait for each other to start."""
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+"""A link whose other machine is gone closes after 10 + 4 x 5 seconds."""
 HEARTBEAT_SECONDS = 40
-"""After so long without a sign of life of a process (its machine is gone) JAX ends the others."""
+"""After so long without a sign of life of a process (it is frozen) JAX ends the others."""
 LEAVE_SECONDS = 45
 """How long a process that fails waits for the others to fail too; if they do not, it has failed alone."""
 REPORT_SECONDS = 60
 """After so long the process that is waited for is named."""
-MOST_BYTES = 1 << 20
-"""The longest line by which processes meet."""
 ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
 """Environments of several processes that JAX recognises and that are looked for."""
 NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
@@ -44,6 +45,11 @@ NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
 def find_processes(section: MeshSection) -> MeshSection:
     """The section with all three keys of a run in several processes, or none; nothing is started."""
     given = {name: getattr(section, name) for name, none in NO_SECTION.items() if getattr(section, name) != none}
+    if uses_pathways(section):  # its hosts may look like those of several processes
+        if given:
+            raise ShoalError(f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave out "
+                             "mesh.coordinator, mesh.processes and mesh.process")
+        return section
     if (found := _environment()) is not None and found.get_process_count() > 1 and len(given) < len(NO_SECTION):
         port = os.environ.get("JAX_COORDINATOR_PORT")
         section = replace(section, processes=section.processes or found.get_process_count(),
@@ -153,12 +159,17 @@ class World:
     def watch(self, links: dict[int, socket.socket]) -> None:
         """Begins to watch other processes: a link that closes without a farewell ends this process too.
 
-        The kernel closes it however a process ends, at once; only a machine that is gone is left to JAX's heartbeats.
+        The kernel closes it however a process ends, at once; where a machine is gone, the kernels of the others find it
+        out (KEEPALIVE).
         """
         self.links = list(links.values())
         for number, link in links.items():
             link.settimeout(None)
-            threading.Thread(target=self._watch, args=(link, number), name="processes", daemon=True).start()
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, seconds in KEEPALIVE.items():
+                if hasattr(socket, option):  # Linux has all of them
+                    link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+            threading.Thread(target=self._watch, args=(link, number), name=f"processes {number}", daemon=True).start()
 
     def _watch(self, link: socket.socket, number: int) -> None:
         text = b""
@@ -202,112 +213,21 @@ def join(section: MeshSection) -> World:
     if section.processes <= 1:
         return World()
     world = World(section.processes, section.process)
-    world.names, links = _meet_main(section) if section.process else _meet_others(section)
+    world.names, links = meet_main(section) if section.process else meet_others(section)
     world.watch(links)
     # For CPU devices; by default JAX has no collectives between processes there.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
     # Slurm with a process for each GPU: JAX gives each its own. Else a process has all devices that it sees.
     per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0]
-    jax.distributed.initialize(
-        section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
-        cluster_detection_method="deactivate" if per_node == "1" else None,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
+    with service_apart():
+        jax.distributed.initialize(
+            section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
+            cluster_detection_method="deactivate" if per_node == "1" else None,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
     from jax._src import distributed
 
     world.client = distributed.global_state.client
     atexit.register(world.farewell)
     _joined.append(world)
     return world
-
-
-def _meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
-    """In process 0: the names of all processes, and the links to the others, once all have come.
-
-    JAX's own service listens at the same port afterwards: it would abort the process where one does not come.
-    """
-    port, names, links = int(section.coordinator.rpartition(":")[2]), {0: _name(0)}, {}
-    dual = socket.has_dualstack_ipv6()
-    try:
-        listener = socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET,
-                                        backlog=section.processes, dualstack_ipv6=dual)
-    except OSError as error:
-        raise ShoalError(f"mesh.coordinator={section.coordinator}: process 0 cannot listen there ({error.strerror}); "
-                         "choose another port") from error
-    with listener:
-        deadline = time.monotonic() + START_SECONDS
-        while missing := sorted(set(range(section.processes)) - set(names)):
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                link, _ = listener.accept()
-            except TimeoutError:
-                raise ShoalError(f"mesh.processes={section.processes}: process {', '.join(map(str, missing))} has not "
-                                 f"come within {START_SECONDS} s; start each with its own mesh.process, and "
-                                 f"mesh.coordinator={section.coordinator}") from None
-            try:
-                one = _read_line(link, seconds=10)
-                number, count, name = int(one["process"]), int(one["processes"]), str(one["name"])
-            except (OSError, ValueError, KeyError, TypeError):  # not a process of a run
-                link.close()
-                continue
-            wrong = f"mesh.processes={count}, process 0 has mesh.processes={section.processes}" \
-                if count != section.processes else f"mesh.process={number}, as {names[number]} has" \
-                if number in names else ""
-            if wrong:
-                for other in (*links.values(), link):
-                    _send_line(other, {"error": f"{name} was started with {wrong}"})
-                    other.close()
-                raise ShoalError(f"{name} was started with {wrong}")
-            names[number], links[number] = name, link
-    listed = [names[number] for number in range(section.processes)]
-    for link in links.values():
-        _send_line(link, {"names": listed})
-    return listed, links
-
-
-def _meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
-    """In the other processes: the names of all, and the link to process 0, once all have come."""
-    host, _, port = section.coordinator.rpartition(":")
-    deadline, reported = time.monotonic() + START_SECONDS, False
-    while True:
-        try:
-            link = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ShoalError(f"mesh.coordinator={section.coordinator}: nobody answers there "
-                                 f"({error.strerror or error}) after {START_SECONDS} s; start process 0 "
-                                 "(mesh.process=0) on that host, with this port open") from error
-        if not reported:
-            reported = True
-            print(f"waiting for process 0 at {section.coordinator}", file=sys.stderr, flush=True)
-        time.sleep(0.2)
-    try:
-        _send_line(link, {"process": section.process, "processes": section.processes, "name": _name(section.process)})
-        answer = _read_line(link, START_SECONDS + 10)
-        if "error" in answer:
-            link.close()
-            raise ShoalError(answer["error"])
-        return list(answer["names"]), {0: link}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        link.close()
-        raise ShoalError(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a run, or it "
-                         "has ended; start it again, or give another port") from error
-
-
-def _name(number: int) -> str:
-    return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
-
-
-def _send_line(link: socket.socket, value: Any) -> None:
-    with contextlib.suppress(OSError):
-        link.sendall(json.dumps(value).encode() + b"\n")
-
-
-def _read_line(link: socket.socket, seconds: float) -> Any:
-    """One line of JSON, a byte at a time: what follows it is not this reader's."""
-    link.settimeout(seconds)
-    line = b""
-    while not line.endswith(b"\n") and len(line) < MOST_BYTES and (byte := link.recv(1)):
-        line += byte
-    return json.loads(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,12 @@ from jax.core import Tracer
 MAX_IN_FLIGHT = 2
 """Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
 after a rendezvous of 40 s."""
+
+_V5P = {
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_reduce_scatter_padding": True,
+}
 
 COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "tpu": {
@@ -30,16 +36,25 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # Products of one input are not joined: for that the weights of q, k and v (of a small model also gate and up) would
     # be copied beside each other, in decoding at every token.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
+    # As JAX names them. Beyond four chips XLA's defaults sum gradients by an all-reduce, since that uses all dimensions
+    # of the torus: twice the bytes, and each gradient whole on each chip (70B on 64 chips: 10.7 GB of temporaries, with
+    # these 9.5). A SparseCore scatters over all dimensions too, while the products go on; without padding it refuses
+    # parts that six links do not divide.
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
 }
-"""Platform -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather of weights into
-an all-reduce; with these they are gathers, and run under the products."""
+"""Platform or kind of device -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather
+of weights into an all-reduce; with those for TPUs they are gathers, and run under the products."""
 
 _unknown: set[str] = set()
 """Options that the installed compiler has refused."""
 
+_in_flight: dict[frozenset[Any], deque[Any]] = {}
+"""Devices -> outputs of their unfinished programs, oldest first: one queue, whichever roles and meshes they serve."""
 
-def platform_options(platform: str) -> Mapping[str, Any]:
-    return COMPILER_OPTIONS.get(platform, {})
+
+def device_options(device: Any) -> Mapping[str, Any]:
+    return {**COMPILER_OPTIONS.get(device.platform, {}), **COMPILER_OPTIONS.get(device.device_kind, {})}
 
 
 class Program:
@@ -50,10 +65,10 @@ class Program:
     too. Compiler options that the installed compiler does not know are dropped with a warning.
     """
 
-    def __init__(self, function: Callable, compiler_options: Mapping[str, Any], in_flight: deque[Any],
+    def __init__(self, function: Callable, compiler_options: Mapping[str, Any], devices: Iterable[Any],
                  options: Mapping[str, Any]) -> None:
         self.function, self.compiler_options, self.options = function, dict(compiler_options), dict(options)
-        self._in_flight = in_flight
+        self._in_flight = _in_flight.setdefault(frozenset(devices), deque())
         self._jitted = self._jit()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Moves an array from one layout of some devices to another, by all-to-all, gather and slice alone.
+"""Moves an array from one layout of some devices to another, by all-to-all, gather, slice and exchange alone.
 
 XLA's partitioner replicates an array as a last resort where the two layouts cut the devices differently: a whole
 stacked weight on each device. Here no more than the part of one of the two layouts stands on a device, but for a
@@ -48,6 +48,25 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
 
     moved = jax.shard_map(move, mesh=mesh, in_specs=spec(before), out_specs=spec(after), check_vma=False)
     return jax.lax.with_sharding_constraint(moved(array), target)
+
+
+def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
+    """The layout `source` with the devices in the order of `target`; itself where these are others."""
+    before, after = np.asarray(source.mesh.devices), np.asarray(target.mesh.devices)
+    if set(before.flat) != set(after.flat) or list(before.flat) == list(after.flat):
+        return source
+    return NamedSharding(as_mesh(after.reshape(before.shape), source.mesh.axis_names), source.spec)
+
+
+def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedSharding) -> jax.Array:
+    """Inside a compiled function: the part of each device that it has in the layout `ordered`, which is `source` with
+    the devices in another order. A program knows one order, so its output is the parts in a row along the first
+    dimension; as arrays of single devices they make the array in `ordered`."""
+    before, after = (list(np.asarray(sharding.mesh.devices).flat) for sharding in (source, ordered))
+    names, moves = source.mesh.axis_names, [(sender, before.index(device)) for sender, device in enumerate(after)]
+    exchange = jax.shard_map(lambda part: jax.lax.ppermute(part, names, moves), mesh=source.mesh, check_vma=False,
+                             in_specs=source.spec, out_specs=PartitionSpec(names))
+    return exchange(array)
 
 
 def _common_mesh(one: Any, other: Any) -> Mesh | None:

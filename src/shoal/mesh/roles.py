@@ -9,9 +9,8 @@ of the same devices.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,12 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
 from shoal.mesh.devices import RoleDevices, available_devices, role_devices
-from shoal.mesh.layout import arrange, as_mesh, listed_divisors, make_mesh
-from shoal.mesh.programs import Program, platform_options
+from shoal.mesh.layout import arrange_copies, as_mesh, by_host, by_slice, listed_divisors, make_mesh
+from shoal.mesh.programs import Program, device_options
 from shoal.types import ShoalError
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
+    "fsdp_rows": "data",  # rows of all devices of `fsdp` together, where these share another dimension
     "embed": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",
@@ -50,11 +50,10 @@ class Role:
     mesh: Mesh
     rules: tuple[tuple[str, Any], ...]
     compiler_options: tuple[tuple[str, Any], ...] = ()
-    in_flight: deque[Any] = field(default_factory=deque, compare=False, repr=False)  # one for all roles on the devices
 
     def jit(self, function: Callable, **options: Any) -> Program:
         """A function compiled for the role's devices, with its compiler options; `options` are those of `jax.jit`."""
-        return Program(function, dict(self.compiler_options), self.in_flight, options)
+        return Program(function, dict(self.compiler_options), self.mesh.devices.flat, options)
 
     @property
     def platform(self) -> str:
@@ -140,28 +139,28 @@ class Roles:
         return self.trainer, self.sampler, self.reference
 
     @property
-    def apart(self) -> bool:
+    def disaggregated(self) -> bool:
         """True if the sampler has devices of its own."""
         return set(self.trainer.mesh.devices.flat).isdisjoint(self.sampler.mesh.devices.flat)
 
 
-def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Roles:
+def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidden_size: int = 0) -> Roles:
     """The roles on their devices; two that share devices may divide them differently.
 
+    A reference on other devices than the trainer's splits a model's `hidden_size` over as many of them as divide it.
     ShoalError for devices that are not there, roles that overlap in part, sizes that do not divide, and what several
     processes cannot do.
     """
     if section.processes > 1:
         raise ShoalError(f"mesh.processes={section.processes}: only shoal train runs in several processes; leave out "
                          "mesh.coordinator, mesh.processes and mesh.process")
-    devices = devices if devices is not None else available_devices()
+    devices = devices if devices is not None else available_devices(section)
     numbers = role_devices(section, len(devices))
     mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
-    options, queues = role_options(section, devices[0].platform), {}
+    options = role_options(section, devices[0])
 
     def role(name: str, mesh: Mesh, rules: Mapping[str, Any]) -> Role:
-        in_flight = queues.setdefault(frozenset(mesh.devices.flat), deque())
-        return Role(name, mesh, tuple(rules.items()), options, in_flight)
+        return Role(name, mesh, tuple(rules.items()), options)
 
     trainer = role("trainer", mesh, TRAINER_RULES)
     sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), SAMPLER_RULES)
@@ -170,15 +169,16 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None) -> Ro
     if set(numbers.reference) == set(numbers.trainer):
         return Roles(trainer, sampler, trainer)  # one layout, and so one program for its log-probs and the trainer's
     scoring = [devices[number] for number in numbers.reference]
-    tensor = math.gcd(section.tensor, len(scoring))
-    mesh = as_mesh(arrange(scoring, (1, len(scoring) // tensor, tensor), (1, 1, 1)), mesh.axis_names)
+    within = math.gcd(*map(len, by_slice(scoring)))
+    tensor = math.gcd(section.tensor, within)
+    mesh = as_mesh(arrange_copies(scoring, (math.gcd(within // tensor, hidden_size), tensor)), mesh.axis_names)
     return Roles(trainer, sampler, role("reference", mesh, TRAINER_RULES))
 
 
-def role_options(section: MeshSection, platform: str) -> tuple[tuple[str, Any], ...]:
-    """Compiler options: those of the platform, and `mesh.compiler_options` over them."""
+def role_options(section: MeshSection, device: Any) -> tuple[tuple[str, Any], ...]:
+    """Compiler options: those of the device, and `mesh.compiler_options` over them."""
     own = dict(option.split("=", 1) for option in section.compiler_options)
-    return tuple({**platform_options(platform), **own}.items())
+    return tuple({**device_options(device), **own}.items())
 
 
 def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices) -> Mesh:
@@ -190,14 +190,14 @@ def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], n
         raise ShoalError(f"{key}={tensor} does not divide the sampler's {count} device{'s' * (count > 1)}; use "
                          f"{listed_divisors(count)}{'' if section.sampler_tensor else ' for mesh.sampler_tensor'}")
     if shared:
-        # In the trainer's order: a program that publishes within the devices needs one order for both meshes.
-        return as_mesh(trainer.devices.reshape(-1, tensor), SAMPLER_AXES)
-    own = [devices[number] for number in numbers.sampler]
-    return as_mesh(arrange(own, (count // tensor, tensor), (1, 1)), SAMPLER_AXES)
+        # In the trainer's order where that will do: weights are published without an exchange of parts before. Of a
+        # torus it puts neighbours on different hosts, but a process samples with whole replicas on its own devices.
+        return as_mesh(by_host(trainer.devices, tensor), SAMPLER_AXES)
+    return as_mesh(arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES)
 
 
 def _check_processes(section: MeshSection, numbers: RoleDevices, trainer: Role, sampler: Role, count: int) -> None:
-    """ShoalError for what a run in several processes refuses: idle devices, roles apart, a replica over processes."""
+    """ShoalError for what several processes refuse: idle devices, roles on devices of their own, a replica over two."""
     processes = jax.process_count()
     if numbers.sampler != numbers.trainer or set(numbers.reference) != set(numbers.trainer):
         raise ShoalError(f"a run in {processes} processes has all roles on all devices, since each process samples on "
@@ -221,4 +221,4 @@ def view_of(role: Role, devices: Sequence[Any]) -> Role:
         shape.append(math.gcd(role.mesh.shape[axis], left))
         left //= shape[-1]
     mesh = as_mesh(np.asarray(devices).reshape(left, *reversed(shape)), role.mesh.axis_names)
-    return replace(role, mesh=mesh, in_flight=deque())
+    return replace(role, mesh=mesh)

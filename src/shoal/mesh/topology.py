@@ -61,6 +61,11 @@ class Topology:
     def num_devices(self) -> int:
         return self.num_chips * self.accelerator.devices
 
+    @property
+    def machines(self) -> int:
+        """Slices, or machines with GPUs: what a slower network joins."""
+        return self.slices if self.accelerator.is_tpu else self.shape[0]
+
     def describe(self) -> str:
         """`128 v5p chips (4x4x8)`"""
         shape, a = "x".join(map(str, self.shape)), self.accelerator
@@ -72,7 +77,8 @@ class Topology:
 
 def parse_topology(text: str) -> Topology:
     """The topology that a text names; ShoalError with the nearest for one that does not exist."""
-    found = re.fullmatch(r"(?i)([a-z0-9]+?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))(?:@(?P<slices>\d+))?", text)
+    found = re.fullmatch(r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
+                         r"(?:@(?P<slices>\d+))?", text)
     kind = found[1].lower().replace("v5litepod", "v5e") if found else ""
     if not found or kind not in ACCELERATORS:
         name = re.split("[-:@]", text)[0].lower()
@@ -171,6 +177,27 @@ def topology_devices(topology: Topology) -> list[Any]:
     if topology.slices > 1:
         options["num_slices"] = topology.slices
     return list(get_topology_desc(f"{topology.kind}:{shape}", platform="tpu", **options).devices)
+
+
+@dataclass(frozen=True)
+class PlaceholderDevice:
+    """A device of a topology without its compiler: roles can be given it, and nothing can be compiled for it."""
+
+    id: int
+    platform: str
+    slice_index: int = 0
+    device_kind: str = ""
+    process_index: int = 0
+
+    @property
+    def coords(self) -> tuple[int, ...]:
+        raise NotImplementedError("only the compiler knows its place in the torus")  # meshes then take devices in order
+
+
+def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
+    """As many devices as a topology has, for a check of meshes that needs no compiler."""
+    platform, each = "tpu" if topology.accelerator.is_tpu else "cuda", topology.num_devices // topology.slices
+    return [PlaceholderDevice(number, platform, number // each) for number in range(topology.num_devices)]
 
 
 def gpu_target(kind: str) -> str:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shoal.mesh import Role, listed_divisors
+from shoal.mesh import Role, listed, listed_divisors
 from shoal.model.linear import Biased, Cast, Weight, cast_product, linear, spread
 from shoal.types import ShoalError
 
@@ -194,16 +194,24 @@ def check_mesh(a: Architecture, role: Role) -> None:
     vocabulary that does not divide is whole on each device (a warning at the head of a run says so).
     """
     tensor, fsdp = role.tensor, role.mesh.shape.get("fsdp", 1)
-    key = "mesh.sampler_tensor (or mesh.tensor)" if role.name == "sampler" else "mesh.tensor"
-    for axis, parts, name, size in ((key, tensor, "num_attention_heads", a.num_heads),
-                                    (key, tensor, "intermediate_size", a.intermediate_size),
-                                    ("mesh.fsdp", fsdp, "hidden_size", a.hidden_size)):
-        if size % parts:
-            raise ShoalError(f"{axis}={parts} does not divide the model's {name}={size}; use "
-                             f"{listed_divisors(size, role.mesh.size)}")
-    if a.num_kv_heads % tensor and tensor % a.num_kv_heads:
-        raise ShoalError(f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "
-                         f"is a multiple of it; use {listed_divisors(a.num_kv_heads, role.mesh.size)}")
+    on = "mesh.reference: " if role.name == "reference" else "mesh."
+    key = "mesh.sampler_tensor (or mesh.tensor)" if role.name == "sampler" else f"{on}tensor"
+    use = f"use {listed(tensor_sizes(a, role.mesh.size))}"
+    for name, size in (("num_attention_heads", a.num_heads), ("intermediate_size", a.intermediate_size)):
+        if size % tensor:
+            raise ShoalError(f"{key}={tensor} does not divide the model's {name}={size}; {use}")
+    if tensor not in tensor_sizes(a, tensor):
+        raise ShoalError(f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor is a "
+                         f"multiple of it; {use}")
+    if a.hidden_size % fsdp:
+        raise ShoalError(f"{on}fsdp={fsdp} does not divide the model's hidden_size={a.hidden_size}; use "
+                         f"{listed_divisors(a.hidden_size, role.mesh.size)}")
+
+
+def tensor_sizes(a: Architecture, count: int) -> list[int]:
+    """The sizes of `tensor` into which a model, and so many devices, can be divided."""
+    return [size for size in range(1, count + 1) if not count % size and not a.num_heads % size
+            and not a.intermediate_size % size and (not a.num_kv_heads % size or not size % a.num_kv_heads)]
 
 
 def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
@@ -277,9 +285,7 @@ def forward(
     parameters hold layers apart.
     """
     a = model.architecture
-    # Gathered, then cast: the other way round would copy the whole table.
-    x = parameters.embed_tokens[tokens].astype(model.dtype)
-    x = model.role.constrain(x, "rows", None, None)
+    x = _embed(model, parameters.embed_tokens, tokens)
     rope = rotary(a, positions)
 
     def layer(x: jax.Array, weights: Block, cache: Any) -> tuple[jax.Array, Any]:
@@ -305,6 +311,19 @@ def forward(
             x, new = layer(x, weights, cache)
             aux += (new,)
     return rms_norm(x, parameters.final_norm, a.norm_eps), aux
+
+
+def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """table[V, D] at tokens[R, T] -> [R, T, D]."""
+    constrain = model.role.constrain
+    if model.role.row_axes == ("data", "fsdp"):
+        # A device of `fsdp` looks up its columns for the rows of all of these, then columns and rows change places.
+        # From tokens alone the partitioner makes [R, T, D] whole on each device where `data` splits rows too.
+        tokens = constrain(tokens, "fsdp_rows", None)
+    x = table[tokens].astype(model.dtype)  # the other way round would copy the whole table
+    if model.role.row_axes == ("data", "fsdp"):
+        x = constrain(x, "fsdp_rows", None, "embed")
+    return constrain(x, "rows", None, None)
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:

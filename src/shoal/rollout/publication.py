@@ -1,6 +1,7 @@
 """How the trainer's weights become the sampler's: an array at a time, to its type, layout and devices, verified.
 
-    trainer's array -> cast and laid out as the sampler has it, on the trainer's devices (one program)
+    trainer's array -> where the sampler's mesh has the same devices in another order, their parts exchanged
+                    -> cast and laid out as the sampler has it, on the trainer's devices (one program)
                     -> the same devices: done; others: copied part by part, without a detour over the host
 """
 
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program
 from shoal.mesh.layout import as_mesh
-from shoal.mesh.reshard import reshard
+from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
 from shoal.model.transformer import (
     Model,
@@ -94,7 +95,8 @@ def publication_program(model: Model, source: NamedSharding, place: NamedShardin
     """The program that lays an array of the trainer's out for the sampler on the trainer's devices, and gives its
     checksum.
 
-    On other devices than the sampler's, each holds the part that a replica of as many devices would have there.
+    On other devices than the sampler's, each holds the part that a replica of as many devices would have there; on the
+    same, `source` has them in the sampler's order (`in_order_of`).
     """
     role = view_of(model.role, list(np.asarray(source.mesh.devices).flat))
     target = NamedSharding(role.mesh, place.spec)
@@ -104,6 +106,11 @@ def publication_program(model: Model, source: NamedSharding, place: NamedShardin
         return reshard(cast, source, target), array_checksum(cast, number)
 
     return role.jit(convert, out_shardings=(target, role.replicated))
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _exchange(model: Model, source: NamedSharding, ordered: NamedSharding) -> Program:
+    return model.role.jit(lambda array: exchange_parts(array, source, ordered))
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -121,7 +128,11 @@ def _publish(model: Model, leaf: jax.Array, place: NamedSharding, number: np.uin
     source = leaf.sharding
     if not isinstance(source, NamedSharding):  # of one device, made without a mesh
         source = NamedSharding(as_mesh(np.asarray(list(leaf.devices())), ("data",)), PartitionSpec())
-    laid_out, expected = publication_program(model, source, place)(leaf, number)
+    ordered = in_order_of(source, place)
+    if ordered != source:
+        parts = _exchange(model, source, ordered)(leaf).addressable_shards
+        leaf = jax.make_array_from_single_device_arrays(leaf.shape, ordered, [part.data for part in parts])
+    laid_out, expected = publication_program(model, ordered, place)(leaf, number)
     if set(place.device_set) == set(laid_out.sharding.device_set):
         return laid_out, expected
     return _copied(laid_out, place), expected

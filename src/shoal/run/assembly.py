@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +25,7 @@ import numpy as np
 from shoal.config.schema import Config
 from shoal.config.text import texts_of, to_dict
 from shoal.files import writing
-from shoal.mesh import Roles, World, available_devices
+from shoal.mesh import Roles, World, available_devices, memory_stats
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
@@ -146,7 +145,7 @@ def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitS
 
 def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[Config, Roles]:
     """The meshes, and the configuration with prompts counted for all of the trainer's devices."""
-    roles, given = run_roles(plan.config, a, available_devices()), plan.config.mesh
+    roles, given = run_roles(plan.config, a, available_devices(plan.config.mesh)), plan.config.mesh
     if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
         console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit fewer devices")
     config = with_prompts(plan.config, roles.trainer.mesh.size)
@@ -234,9 +233,7 @@ def kept_text(folder: Path, command: str) -> str:
 
 def peak_bytes() -> int:
     """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
-    stats: Any = jax.local_devices()[0].memory_stats()
-    # Devices of the CPU backend have no figures of memory.
-    if stats and "peak_bytes_in_use" in stats:
+    if "peak_bytes_in_use" in (stats := memory_stats(jax.local_devices()[0])):
         return int(stats["peak_bytes_in_use"])
     import resource
 

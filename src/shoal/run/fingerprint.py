@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.report.console import Console
 from shoal.report.lines import json_line
 from shoal.types import Address, Params, RewardFunction, ShoalError
+from shoal.workers.process import num_cores
 
 if TYPE_CHECKING:
     from shoal.tasks.task import Task
@@ -42,10 +43,9 @@ def machine() -> dict[str, str]:
     """Devices, threads and versions: with equal ones, a run's numbers on CPU are equal bit for bit."""
     import jax
 
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers")
     return {"platform": platform.machine(), "processor": _processor(), "python": platform.python_version(),
-            "device": jax.devices()[0].device_kind, "devices": str(jax.device_count()), "threads": str(threads),
+            "device": jax.devices()[0].device_kind, "devices": str(jax.device_count()), "threads": str(num_cores()),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             **{name: _version(name) for name in packages}}
 

@@ -18,7 +18,7 @@ from shoal.config.schema import Config, ModelSection
 from shoal.files import check_local, write_text
 from shoal.mesh import Role
 from shoal.model import hf, hf_config, hub
-from shoal.model.names import model_named
+from shoal.model.names import MODELS, model_named
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Architecture, Model
 from shoal.report.console import Console
@@ -103,6 +103,16 @@ def model_path(section: ModelSection) -> str:
     if not section.name or section.path != ModelSection().path:
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id
+
+
+def known_architecture(section: ModelSection) -> Architecture | None:
+    """The sizes of a model that is a folder or has a well-known name; None for others, which the hub knows."""
+    path = model_path(section)
+    if Path(path).expanduser().is_dir() or path == ModelSection.path:
+        return resolve_model(section).architecture
+    if section.name and "/" not in section.name:
+        return model_named(section.name).architecture
+    return next((known.architecture for known in MODELS.values() if known.hub_id.lower() == path.lower()), None)
 
 
 def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:

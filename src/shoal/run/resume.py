@@ -12,9 +12,10 @@ from shoal.config.keys import is_under, keys_of
 from shoal.config.loading import Resolved, given_values, load, nested_names, recompose
 from shoal.config.schema import Config
 from shoal.config.translator import COMMAND_LINE, PYTHON, Entry
-from shoal.config.values import get_value, leaves_of
+from shoal.config.values import get_value, leaves_of, shown
 from shoal.files import check_local
 from shoal.report.console import Console
+from shoal.report.findings import Findings
 from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder
 from shoal.report.reading import read_config
 from shoal.run.fingerprint import compare_facts
@@ -26,13 +27,16 @@ if TYPE_CHECKING:
     from shoal.trainer.step import Learner
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
-        "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "reward.timeout_seconds",
-        "reward.memory_gib", "reward.workers")
+        "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "mesh.pathways",
+        "reward.timeout_seconds", "reward.memory_gib", "reward.workers")
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
 the end of a learning rate schedule."""
 
 FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name")
 """Keys that cannot change when a run is resumed."""
+
+MESH = "mesh."
+"""Keys that may change although they can change the last bits of a step: a run may move to other devices."""
 
 PLACE = ("resume", "base_output_directory")
 """Keys that name the run to resume."""
@@ -85,45 +89,54 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
     return find_run(resume, base)
 
 
-def resolve_run(config: Config, console: Console) -> ResumePlan:
+def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     """Decides whether a run is new or resumed, and with which configuration.
 
     With `resume`, `config` was composed on the stored configuration: a changed key is a warning, a key of FIXED an
-    error. If `run_name` names a run, its configuration must be equal, except for keys of FREE."""
+    error. If `run_name` names a run, its configuration must be equal, except for keys of FREE and those of the mesh,
+    which are warnings too."""
     check_local(config.base_output_directory, "base_output_directory")
     if config.resume:
         run = find_run(config.resume, config.base_output_directory)
-        stored = read_config(run)
-        for key in changed_keys(stored, config):
-            before, now = get_value(stored, key), get_value(config, key)
-            if key in FIXED:
-                raise ShoalError(f"resume={run}: {key} was {before!r} and cannot become {now!r}: start a new run, from "
-                                 f"these weights with model={run}")
-            console.warning(f"{key} changes from {before} to {now}: from here on the run differs from the one that "
-                            "was started")
-        _check_steps(run, stored, config, console)
+    elif not (config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name))):
+        return ResumePlan(config)
+    stored = read_config(run)
+    changed = changed_keys(stored, config)
+    if config.resume:
+        _check_fixed(run, stored, config)
+    elif refused := [key for key in changed if not is_under(key, (MESH,))]:
+        before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, config))
+        raise ShoalError(f"the run {run} was started with {before}; given now: {now}. Choose another run_name, "
+                         f"give the values that it was started with, or change them with resume={run}")
+    for key in changed:
+        before, now = (shown(get_value(one, key)) or "''" for one in (stored, config))
+        effect = "numbers may differ in their last bits" if is_under(key, (MESH,)) else \
+            "the run differs from the one that was started"
+        report.warning(f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}")
+    _check_steps(run, stored, config, report)
+    if config.resume:
         return ResumePlan(replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory,
                                   resume=""), run)
-    if config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name)):
-        stored = read_config(run)
-        if keys := changed_keys(stored, config):
-            before = ", ".join(f"{key}={get_value(stored, key)}" for key in keys)
-            now = ", ".join(str(get_value(config, key)) for key in keys)
-            raise ShoalError(f"the run {run} was started with {before}; given now: {now}. Choose another run_name, "
-                             f"give the values that it was started with, or change them with resume={run}")
-        _check_steps(run, stored, config, console)
-        return ResumePlan(replace(config, batch=stored.batch), run)
-    return ResumePlan(config)
+    return ResumePlan(replace(config, batch=stored.batch), run)
 
 
-def _check_steps(run: Path, stored: Config, config: Config, console: Console) -> None:
+def _check_fixed(run: Path, stored: Config, config: Config) -> None:
+    """ShoalError for a changed key of FIXED."""
+    for key in FIXED:
+        before, now = get_value(stored, key), get_value(config, key)
+        if before != now:
+            raise ShoalError(f"resume={run}: {key} was {before!r} and cannot become {now!r}: start a new run, from "
+                             f"these weights with model={run}")
+
+
+def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
     """ShoalError for fewer steps than the run has made; a warning where they move the learning rate's schedule."""
     from shoal.trainer.checkpoint import versions
 
     if (made := max(versions(run), default=0)) > config.steps:
         raise ShoalError(f"steps={config.steps}: the run {run} has made {made} already; give as many or more")
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
-        console.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
+        report.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
                         f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
 
 

@@ -2,53 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
-from shoal.config.schema import Config, MeshSection
-from shoal.mesh import Roles, accelerator_of, make_roles, role_devices
-from shoal.model.transformer import Architecture
-from shoal.run.loading import compute_dtype
-from shoal.run.preflight.memory import parameter_count
+from shoal.config.schema import Config
+from shoal.mesh import Roles, accelerator_of, make_roles
+from shoal.model.transformer import Architecture, check_mesh, tensor_sizes
+from shoal.run.loading import compute_dtype, known_architecture
+from shoal.run.preflight.memory import held_versions, parameter_count, weight_bytes
 
-TRAINER_BYTES = 12
-"""Bytes of a parameter that the trainer holds all the time: its master and two moments in float32."""
 SHARE = 0.75
 """Of a device's memory that weights may take; the rest is for caches and what programs need besides."""
 
 
 def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
-    """The roles of a run that trains a model of this architecture."""
-    dtype = compute_dtype(config.model.dtype, devices[0].platform)
-    return make_roles(with_sampler_tensor(config.mesh, a, dtype, devices), devices)
-
-
-def with_sampler_tensor(section: MeshSection, a: Architecture, dtype: Any, devices: Sequence[Any]) -> MeshSection:
-    """The section with `sampler_tensor` decided: `tensor` where a replica fits so, else the least that fits.
-
-    It stays `tensor` where a device's memory is not known, as on a CPU.
-    """
+    """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor` decided: `mesh.tensor`
+    where a replica fits so, else the least that fits. It stays `mesh.tensor` where a device's memory is not known, as
+    on a CPU."""
+    scored = scored_models(config, a)
+    hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
+    roles = make_roles(config.mesh, devices, hidden_size)
+    for model, role in (a, roles.trainer), *((model, roles.reference) for model in scored):
+        check_mesh(model, role)
     memory = device_memory(devices[0])
-    if section.sampler_tensor or not memory:
-        return section
-    numbers = role_devices(section, len(devices))
-    shared = set(numbers.sampler) == set(numbers.trainer)
-    count, total = len(numbers.sampler), parameter_count(a)
-    held = TRAINER_BYTES * total / len(numbers.trainer) if shared else 0.0
+    if config.mesh.sampler_tensor or not memory:
+        return roles
+    dtype = compute_dtype(config.model.dtype, devices[0].platform)
+    sampler, sizes = roles.sampler, tensor_sizes(a, roles.sampler.local.mesh.size)
+    free = SHARE * memory - other_weights(roles, a, scored, dtype)
     # By a power of two: what heads, feed-forward size and the network are multiples of.
-    fitting = section.tensor
-    while held + total * jnp.dtype(dtype).itemsize / fitting > SHARE * memory and is_divisor(2 * fitting, a, count):
+    fitting = sampler.tensor
+    needed = parameter_count(a) * jnp.dtype(dtype).itemsize * max(held for held, _ in held_versions(config))
+    while needed / fitting > free and 2 * fitting in sizes:
         fitting *= 2
-    return section if fitting == section.tensor else replace(section, sampler_tensor=fitting)
+    if fitting == sampler.tensor:
+        return roles
+    return make_roles(replace(config.mesh, sampler_tensor=fitting), devices, hidden_size)
 
 
-def is_divisor(tensor: int, a: Architecture, count: int) -> bool:
-    """True if `tensor` devices can share a replica of the model among so many devices."""
-    heads = a.num_kv_heads % tensor == 0 or tensor % a.num_kv_heads == 0
-    return count % tensor == 0 and a.num_heads % tensor == 0 and a.intermediate_size % tensor == 0 and heads
+def scored_models(config: Config, a: Architecture) -> list[Architecture]:
+    """The models on the reference's devices: the first weights for a KL term, and a teacher whose sizes are known."""
+    found = [a] if config.algorithm.kl_coef > 0 else []
+    section = replace(config.model, path=config.teacher.path, name="", tokenizer="", template="")
+    if config.teacher.path and (teacher := known_architecture(section)):
+        found.append(teacher)
+    return found
+
+
+def other_weights(roles: Roles, a: Architecture, scored: Sequence[Architecture], dtype: Any) -> int:
+    """Bytes of weights on a device of the sampler that other roles hold all the time."""
+    own = set(roles.sampler.mesh.devices.flat)
+    # The masters and two moments of each in float32; the gradient is there when nothing is sampled.
+    held = 0 if roles.disaggregated else 3 * weight_bytes(a, roles.trainer, jnp.float32)
+    if not own.isdisjoint(roles.reference.mesh.devices.flat):
+        held += sum(weight_bytes(model, roles.reference, dtype) for model in scored)
+    return held
 
 
 def device_memory(device: Any) -> int:

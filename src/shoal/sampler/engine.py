@@ -51,7 +51,7 @@ class Engine:
     """The `Sampler` in this process: `slots` completions at once, in groups of `group_size`.
 
     `decode` turns token ids into text and is needed only for stop strings. With `truncated` the compiled program has
-    top-k, top-p and min-p (it then sorts the vocabulary at every token). `max_support` is K: truncation keeps at most
+    top-k, top-p and min-p (it then searches their bounds at every token). `max_support` is K: truncation keeps at most
     K tokens, and completions record which, in `extra["support_ids"]`, int32[T, K].
     """
 
@@ -77,7 +77,7 @@ class Engine:
         # A quarter of the groups enters in one prefill: it costs the same however few of its rows are used
         # (docs/decisions/0004).
         rows = min(self.num_groups, _round_up(max(1, self.num_groups // 4), shards))
-        self.scheduler = Scheduler(self.num_groups, rows)
+        self.scheduler = Scheduler(self.num_groups, rows, shards)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[tuple[SampledTokens, tuple[int | None, ...]]] = deque()  # with the request of each row
@@ -169,13 +169,15 @@ class Engine:
         rows, siblings = self.scheduler.prefill_rows, self.group_size
         tokens = np.zeros((rows, admission.bucket), np.int32)
         length, active, limit = np.ones(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.int32)
-        groups = np.full(rows, self.num_groups, np.int32)  # past the end: nothing is written
+        own = self.num_groups // self.scheduler.replicas  # a row enters a group of its replica, counted within it
+        groups = np.full(rows, own, np.int32)  # past the end: nothing is written
+        owners: list[int | None] = [None] * rows
         keys = np.zeros((rows, siblings, 2), np.uint32)
         sampling = [np.zeros(rows, dtype) for dtype in (np.float32, np.int32, np.float32, np.float32)]
-        for row, (id, group) in enumerate(zip(admission.ids, admission.groups, strict=True)):
-            request = self.progress[id].request
+        for row, id, group in zip(admission.rows, admission.ids, admission.groups, strict=True):
+            request, owners[row] = self.progress[id].request, id
             ids, params = request.prompt_ids, request.params
-            tokens[row, : len(ids)], length[row], groups[row] = ids, len(ids), group
+            tokens[row, : len(ids)], length[row], groups[row] = ids, len(ids), group % own
             active[row], limit[row] = request.num_completions, params.max_tokens
             keys[row] = [request.address.key(index) for index in range(siblings)]
             for column, value in zip(sampling, (params.temperature, params.top_k, params.top_p, params.min_p),
@@ -187,7 +189,7 @@ class Engine:
         self._state, sampled = self.programs["prefill"](
             self.parameters, state=self._state, tokens=tokens, length=length, groups=groups, active=active,
             limit=limit, keys=keys, sampling=SamplingArrays(*sampling))
-        self.in_flight.append((sampled, admission.ids + (None,) * (rows - len(admission.ids))))
+        self.in_flight.append((sampled, tuple(owners)))
 
     def _start_decode(self) -> None:
         owners: list[int | None] = [None] * self.num_groups

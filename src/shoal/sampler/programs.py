@@ -5,6 +5,7 @@ One compiled program (N, G, a bucket of prompt lengths) gives a completion the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -73,15 +74,18 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     """The programs for a state of `sizes`: groups, slots a group, prompt tokens, completion tokens."""
     make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
-    static = {"model": model, "eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
+    static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     block = kv_cache.keys_at_once(model.role.platform)
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
-    jit = partial(model.role.jit, donate_argnames="state")
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
-    return Programs(layout, model.role.jit(make, out_shardings=layout),
-                    jit(partial(_prefill, **static), out_shardings=(layout, model.role.replicated)),
-                    jit(partial(_decode_replicas, **static, block=block), out_shardings=(layout, sampled)))
+
+    def jit(step: Callable) -> Program:
+        return model.role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",
+                              out_shardings=(layout, sampled))
+
+    return Programs(layout, model.role.jit(make, out_shardings=layout), jit(partial(_prefill, **static)),
+                    jit(partial(_decode, **static, block=block)))
 
 
 def _idle_state(model: Model, groups: int, siblings: int, prefix: int, own: int) -> DecodeState:
@@ -119,7 +123,7 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
 
 
 def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
-    """How decoding's tokens are split: each replica's are its own rows'."""
+    """How sampled tokens are split: each replica's are its own rows'."""
     rows, steps = PartitionSpec(role.row_axes), PartitionSpec(None, role.row_axes)
     return SampledTokens(steps, steps, rows, rows, rows, steps if max_support else None)
 
@@ -131,12 +135,11 @@ def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: 
     shape = position.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
-    # Truncation sorts the whole vocabulary; else logits stay split through the choice of the token.
-    axis = None if truncated else model.vocab_axis
-    scores = model.role.constrain(scores, None, axis)
+    # They stay split through the choice of the token.
+    scores = model.role.constrain(scores, None, model.vocab_axis)
     noise = uniform(keys, position).reshape(-1)
     token, logprob, support_ids = sample_tokens(scores, flat, noise, truncated, max_support,
-                                                model.role if axis else None)
+                                                model.role if model.vocab_axis else None)
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids
@@ -146,10 +149,29 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
 
 
+def _by_replica(step: Callable, model: Model, max_support: int, parameters: Params, *, state: DecodeState,
+                **by_row: jax.Array) -> tuple[DecodeState, SampledTokens]:
+    """A step on each replica's rows by itself: replicas exchange nothing, and each decodes up to its own last slot."""
+    role = model.role
+    if role.row_shards == 1:
+        return step(parameters, state=state, model=model, **by_row)
+
+    def one(parameters: Params, state: DecodeState, by_row: dict[str, jax.Array]) -> tuple[DecodeState, SampledTokens]:
+        # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
+        rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
+        inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
+        return step(parameters, state=state, model=inner, **by_row)
+
+    rows, tokens = PartitionSpec(role.row_axes), _tokens_by_row(role, max_support)
+    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=(rows, tokens),
+                         axis_names=set(role.row_axes), check_vma=False)(parameters, state, by_row)
+
+
 def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, groups: jax.Array,
              active: jax.Array, limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model,
              eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
-    """Prompts tokens[R, T] of length[R] enter groups[R]; the first active[R] siblings sample their first token."""
+    """Prompts tokens[R, T] of length[R] enter groups[R] of their replica; the first active[R] siblings sample their
+    first token."""
     rows, size = tokens.shape
     siblings = keys.shape[1]
     positions = jnp.broadcast_to(jnp.arange(size), (rows, size))
@@ -180,24 +202,6 @@ def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, lengt
     sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
                             None if support_ids is None else support_ids[None])
     return state, sampled
-
-
-def _decode_replicas(parameters: Params, *, state: DecodeState, stopped: jax.Array, model: Model,
-                     **static: Any) -> tuple[DecodeState, SampledTokens]:
-    """`_decode` on each replica's slots by itself: replicas exchange nothing, and each ends with its own last slot."""
-    role = model.role
-    if role.row_shards == 1:
-        return _decode(parameters, state=state, stopped=stopped, model=model, **static)
-
-    def one(parameters: Params, state: DecodeState, stopped: jax.Array) -> tuple[DecodeState, SampledTokens]:
-        # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
-        rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
-        inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
-        return _decode(parameters, state=state, stopped=stopped, model=inner, **static)
-
-    rows, tokens = PartitionSpec(role.row_axes), _tokens_by_row(role, static["max_support"])
-    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=(rows, tokens),
-                         axis_names=set(role.row_axes), check_vma=False)(parameters, state, stopped)
 
 
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],

@@ -5,10 +5,13 @@ The inverse by blocks takes 1.2 ms for 16 rows of 152k tokens on two CPU cores; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
 
@@ -45,9 +48,9 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
     """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support ids int32[N, K]).
 
     The log-prob is under the distribution that was sampled from, temperature and truncation included; that of a greedy
-    token is at temperature 1, untruncated. `truncated` is static: without it nothing is sorted. `max_support` is K:
-    truncation then keeps at most K tokens and returns which (-1 fills up; all -1 means that every token was kept).
-    `role` splits the vocabulary where it is not truncated, see `inverse`.
+    token is at temperature 1, untruncated. `truncated` is static: without it no bounds are searched. `max_support` is
+    K: truncation then keeps at most K tokens and returns which (-1 fills up; all -1 means that every token was kept).
+    `role` splits the vocabulary, see `inverse`.
     """
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
@@ -58,17 +61,33 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
         masses = jnp.where(greedy[:, None] | sampling_support(masses, params), masses, 0.0)
     if max_support:
         truncates = ~greedy & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
-        largest, support_ids = jax.lax.top_k(masses, min(max_support, masses.shape[-1]))
-        support_ids = jnp.where(truncates[:, None] & (largest > 0), support_ids, -1).astype(jnp.int32)
-        index = jnp.arange(len(masses))[:, None], jnp.where(support_ids < 0, masses.shape[-1], support_ids)
-        kept = jnp.zeros_like(masses).at[index].set(largest, mode="drop")
-        masses = jnp.where(truncates[:, None], kept, masses)
+        largest, found = _most_likely(masses, min(max_support, masses.shape[-1]), role)
+        support_ids = jnp.where(truncates[:, None] & (largest > 0), found, -1).astype(jnp.int32)
+        # Of equals the first are listed. A comparison, not a scatter: the vocabulary stays split.
+        least, last = largest[:, -1:], found[:, -1:]
+        kept = (masses > least) | ((masses == least) & (jnp.arange(masses.shape[-1]) <= last))
+        masses = jnp.where(kept | ~truncates[:, None], masses, 0.0)
     total = masses.sum(-1)
     # Greedy by the logits: two that differ may have equal masses.
     token = jnp.where(greedy, jnp.argmax(logits, -1), inverse(masses, uniforms, role)).astype(jnp.int32)
     top = scaled.max(-1)
     score = jnp.take_along_axis(scaled, token[:, None], -1)[:, 0]
     return token, score - top - jnp.log(total), support_ids
+
+
+def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of masses[N, V] and their tokens, of equals the first. Where a role splits V each part finds
+    its own, and these alone move."""
+    if role is None or role.tensor == 1:
+        return jax.lax.top_k(masses, count)
+    each = masses.shape[-1] // role.tensor
+    # The partitioner alone would gather the masses.
+    split = PartitionSpec(None, "tensor")
+    largest, tokens = jax.shard_map(partial(jax.lax.top_k, k=min(count, each)), mesh=role.mesh, in_specs=split,
+                                    out_specs=split, axis_names={"tensor"}, check_vma=False)(masses)
+    tokens += jnp.repeat(each * jnp.arange(role.tensor), min(count, each))
+    largest, place = jax.lax.top_k(role.constrain(largest, None, None), count)
+    return largest, jnp.take_along_axis(role.constrain(tokens, None, None), place, -1)
 
 
 def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None) -> jax.Array:
@@ -104,19 +123,37 @@ def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.A
 
 
 def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
-    """The tokens that truncation keeps, bool[N, V].
+    """The tokens of masses[N, V], at most 1 each, that truncation keeps, bool[N, V].
 
     First the top_k most likely; of those the smallest set with top_p of their mass; of those the ones at least min_p
     times as likely as the most likely. Ties at a bound are all kept.
     """
-    size = masses.shape[-1]
-    ordered = -jnp.sort(-masses, axis=-1)
-    count = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, size), size)
-    smallest = jnp.take_along_axis(ordered, count[:, None] - 1, -1)
+    by_count, by_mass = params.top_k > 0, params.top_p < 1.0
+
+    def mass_from(bound: jax.Array) -> jax.Array:
+        return jnp.where(masses >= bound[:, None], masses, 0.0).sum(-1)
+
     # The order of transformers' samplers: top-k, then top-p (arXiv 1904.09751), then min-p (arXiv 2407.01082).
-    ordered = jnp.where(ordered >= smallest, ordered, 0.0)
-    before = jnp.cumsum(ordered, -1) - ordered  # mass of the more likely tokens
-    share = params.top_p[:, None]  # at 1 everything is kept, also masses that vanish in the rounded sum
-    inside = (before < share * ordered.sum(-1, keepdims=True)) | (share >= 1.0)
-    nucleus = jnp.min(jnp.where(inside & (ordered > 0), ordered, jnp.inf), -1, keepdims=True)
-    return (masses >= smallest) & (masses >= nucleus) & (masses >= params.min_p[:, None] * ordered[:, :1])
+    smallest = _largest(lambda bound: (masses >= bound[:, None]).sum(-1) >= params.top_k, by_count)
+    total = mass_from(smallest)
+    nucleus = _largest(lambda bound: mass_from(jnp.maximum(bound, smallest)) >= params.top_p * total, by_mass)
+    return masses >= jnp.maximum(jnp.maximum(smallest, nucleus), params.min_p * masses.max(-1))[:, None]
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.Array:
+    """The largest float32[N] below 2 for which `holds`, which also holds for all smaller ones; 0 where not `wanted`.
+
+    Bit by bit, as positive floats are ordered like their bits: 30 sums over a vocabulary in place of sorting it, and of
+    a split one only sums move. 64 rows of 152k take 0.24 seconds of a CPU core, sorted they took 2.3. Rounding is
+    monotone in what a sum leaves out, so that the search is exact.
+    """
+
+    def value(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    def narrow(turn: jax.Array, bits: jax.Array) -> jax.Array:
+        more = bits | (jnp.uint32(2**29) >> turn.astype(jnp.uint32))
+        return jnp.where(holds(value(more)), more, bits)
+
+    turns = jnp.where(wanted.any(), 30, 0)
+    return jnp.where(wanted, value(jax.lax.fori_loop(0, turns, narrow, jnp.zeros(len(wanted), jnp.uint32))), 0.0)

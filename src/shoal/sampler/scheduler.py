@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Admission:
-    """One prefill: request ids and the numbers of the groups they enter; all prompts fit `bucket` tokens."""
+    """One prefill: request ids, the groups they enter and the rows they take; all prompts fit `bucket` tokens."""
 
     bucket: int
     ids: tuple[int, ...]
     groups: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 @dataclass
@@ -20,11 +21,13 @@ class Scheduler:
     """First come, first served, a bucket of prompt lengths at a time.
 
     Prompts enter together, `prefill_rows` at once. A prefill costs the same however many of its rows are used, so the
-    scheduler waits until it can fill one, unless nothing else is left to run.
+    scheduler waits until it can fill one, unless nothing else is left to run. Each replica has an equal part of the
+    groups and of the rows, in order, and its rows enter its own groups.
     """
 
     num_groups: int
     prefill_rows: int
+    replicas: int = 1
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (id, bucket)
     running: dict[int, int] = field(default_factory=dict)  # id -> group
     free: list[int] = field(default_factory=list)
@@ -44,13 +47,20 @@ class Scheduler:
             return None
         # The first one's bucket, not the fullest: otherwise a rare length would wait to the end of the step.
         bucket = self.waiting[0][1]
-        room = min(self.prefill_rows, len(self.free))
-        ids = [id for id, size in self.waiting if size == bucket][:room]
+        room = self._room()
+        ids = [id for id, size in self.waiting if size == bucket][:len(room)]
         chosen = set(ids)
         self.waiting = deque(entry for entry in self.waiting if entry[0] not in chosen)
-        groups = [self.free.pop(0) for _ in ids]
+        rows, groups = zip(*room[:len(ids)], strict=True)
+        self.free = [group for group in self.free if group not in groups]
         self.running.update(zip(ids, groups, strict=True))
-        return Admission(bucket, tuple(ids), tuple(groups))
+        return Admission(bucket, tuple(ids), groups, rows)
+
+    def _room(self) -> list[tuple[int, int]]:
+        """The rows of a prefill that can be used, each with the free group that it enters."""
+        groups, rows = self.num_groups // self.replicas, self.prefill_rows // self.replicas
+        return [(replica * rows + number, group) for replica in range(self.replicas)
+                for number, group in enumerate([g for g in self.free if g // groups == replica][:rows])]
 
     def finish(self, id: int) -> None:
         """Frees a request's group, or removes it from the queue."""

@@ -242,6 +242,7 @@ def pretrain_problem(row: int, task: TaskSection) -> Problem:
     return train_problem(row, task, "pretrain")
 
 
+@functools.cache  # half a second; a command may load its task more than once
 def held_out(count: int, task: TaskSection, unseen: bool = False) -> tuple[Problem, ...]:
     """`count` held-out problems, all with different numbers; fewer where the dials admit no more."""
     rng = generator("words", "unseen_templates" if unseen else "held_out", 0, task.num_steps, task.max_value)

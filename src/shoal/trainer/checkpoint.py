@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,46 +150,62 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
     weights; None does not read them.
 
     Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved, ShoalError if it was
-    saved with another model or optimizer, or if the machine cannot read it now (memory, permissions, network).
+    saved with another model or optimizer, or if the machine cannot read it now (memory, permissions, network). Of
+    several processes all raise the same, whichever has met it.
     """
-    path = (run / FOLDER / str(version)).absolute()
-    ocp = load_orbax()
-    wanted = {"state": _tree(learner.shapes())}
-    try:
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+    path, wanted, world = (run / FOLDER / str(version)).absolute(), {"state": _tree(learner.shapes())}, world or World()
+
+    def read_extra() -> tuple[dict[str, Any], list[str], dict[str, int]]:
+        with _reader(load_orbax().JsonCheckpointHandler()) as reader:
             extra = reader.restore(path / "extra")
         if sampler is not None and extra["published"]:
             wanted["published"] = {str(number): sampler for number in extra["published"]}
-        others = [name for name, tree in wanted.items() if layout(tree) != extra["layouts"][name]]
-        found = {} if others else {name: _read(path, name, tree, extra, world or World())
-                                  for name, tree in wanted.items()}
-    except Exception as error:  # for a bad file Orbax raises anything, bare Exception included
-        if _is_machine_fault(error):
-            raise ShoalError(f"checkpoint {path} cannot be read now ({cause(error)}): nothing was changed; solve "
-                             "that and repeat the command") from error
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged ({cause(error)})") from error
+        return extra, [name for name, tree in wanted.items() if layout(tree) != extra["layouts"][name]], \
+            extra["checksums"]
+
+    def read_arrays(name: str) -> Any:
+        with _reader(load_orbax().StandardCheckpointHandler()) as reader:
+            return reader.restore(path / name, args=load_orbax().args.StandardRestore(wanted[name]))
+
+    extra, others, checksums = _read_everywhere(path, "extra", read_extra, world)
     if others:
         raise ShoalError(f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has other "
                          "names, shapes or types): give model.* and optimizer.* as they were, above all "
                          "optimizer.clip_grad_norm and weight_decay, 0 or not")
+    found = {name: _read_everywhere(path, name, partial(read_arrays, name), world) for name in wanted}
+    for name, tree in found.items():
+        if (now := int(checksum(tree))) != checksums[name]:
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged ({name} has checksum {now:#010x}, saved was "
+                                    f"{checksums[name]:#010x})")
     state, published = TrainState(**found["state"]), found.get("published", {})
     return Restored(version, state, extra, {int(number): params for number, params in published.items()})
 
 
-def _read(path: Path, name: str, wanted: Any, extra: Mapping[str, Any], world: World) -> Any:
-    tree, wrong = None, None
+def _reader(handler: Any) -> Any:
+    """A reader of Orbax that waits for no other process: by default it meets all of them after each part, and one that
+    has met a damaged file would never come."""
+    ocp = load_orbax()
+    alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: World) -> Any:
+    """What `read` returns, once it has in all processes; else the fault of one of them, in all."""
+    found, fault = None, None
     try:
-        with load_orbax().StandardCheckpointer() as reader:
-            tree = reader.restore(path / name, wanted)
-    except Exception as error:
-        wrong = error
-    # Before the checksum, which all processes compute together: a damaged piece is met by those alone that read it.
-    if faults := [*filter(None, world.exchange_json(f"{name} of {path.name}", cause(wrong) if wrong else ""))]:
-        raise wrong or ValueError(faults[0])
-    found, saved = int(checksum(tree)), extra["checksums"][name]
-    if found != saved:
-        raise ValueError(f"{name} has checksum {found:#010x}, saved was {saved:#010x}")
-    return tree
+        found = read()
+    except Exception as error:  # for a bad file Orbax raises anything, bare Exception included
+        fault = error
+    where = f" in {world.names[world.index]}" if world.count > 1 else ""
+    faults = [*filter(None, world.exchange_json(f"{part} of checkpoint {path.name}", fault and [
+        _is_machine_fault(fault), cause(fault) + where]))]
+    if not faults:
+        return found
+    is_machine, text = max(faults, key=lambda one: one[0])
+    if is_machine:
+        raise ShoalError(f"checkpoint {path} cannot be read now ({text}): nothing was changed; solve that and repeat "
+                         "the command") from fault
+    raise DamagedCheckpoint(f"checkpoint {path} is damaged ({text})") from fault
 
 
 def _is_machine_fault(error: Exception) -> bool:
@@ -202,18 +219,15 @@ def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[
                    world: World) -> Restored | None:
     """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and moved away.
 
-    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged. Of several processes all
-    read the same one: where one finds damage, none takes it.
+    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged. Several processes read
+    the same ones, those that the first sees.
     """
     damaged: dict[int, str] = {}
-    for version in reversed(versions(run)):
-        restored, fault = None, ""
+    for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
         try:
             restored = restore(run, version, learner, sampler, world)
         except DamagedCheckpoint as error:
-            fault = str(error)
-        if faults := [*filter(None, world.exchange_json(f"checkpoint {version}", fault))]:
-            damaged[version] = faults[0]
+            damaged[version] = str(error)
             continue
         for number, text in damaged.items() if world.is_main else ():
             warn(f"{text}; it is moved to {_move_away(run, number)}, the one before it is used")

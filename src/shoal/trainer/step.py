@@ -190,7 +190,8 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
     accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0,
                           out_shardings=(sums, role.host_layout))
-    return zero, accumulate, score_program(model, objective.chunk_elements)
+    # Scoring sums no gradients: one program, whatever their type is.
+    return zero, accumulate, score_program(replace(model, reduce_dtype=Model.reduce_dtype), objective.chunk_elements)
 
 
 @lru_cache(PROGRAMS_KEPT)

@@ -118,6 +118,11 @@ def _stream(number: int, mode: str) -> Any:
         return open(os.devnull, mode, encoding="utf-8")
 
 
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

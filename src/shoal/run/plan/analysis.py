@@ -13,13 +13,11 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from shoal.files import appearing
 from shoal.mesh.accelerators import Accelerator
@@ -28,6 +26,7 @@ from shoal.run.plan.flops import jaxpr_flops
 from shoal.run.plan.groups import device_groups, group_size
 from shoal.run.plan.hlo import Costs, Module
 from shoal.run.plan.job import Job, Planned
+from shoal.run.plan.links import axes_of, bandwidth
 from shoal.run.preflight.memory import bytes_per_device
 
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -157,13 +156,15 @@ def _collective_rows(job: Job, planned: Planned, costs: Costs) -> list[dict[str,
     places: dict[str, tuple[str, float, int]] = {}
     for one in costs.collectives:
         if one.groups not in places:
-            group = (device_groups(one.groups) or [[]])[0]
-            places[one.groups] = (_axes(planned, group), _bandwidth(job, planned, group), group_size(one.groups))
-        axes, bandwidth, size = places[one.groups]
+            group, mesh = (device_groups(one.groups) or [[]])[0], planned.role.mesh
+            known = group if group and max(group) < mesh.size else []
+            places[one.groups] = (axes_of(mesh, known), bandwidth(job.topology, job.accelerator, mesh, known),
+                                  group_size(one.groups))
+        axes, rate, size = places[one.groups]
         row = rows[one.kind, axes, one.source]
         row["times"] += one.times
         row["bytes"] += one.total
-        row["seconds"] += _moved(one.kind, one.total, size) / bandwidth
+        row["seconds"] += _moved(one.kind, one.total, size) / rate
     found = [{"kind": kind, "axis": axes, "source": source, **row} for (kind, axes, source), row in rows.items()]
     return sorted(found, key=lambda row: -row["bytes"])
 
@@ -172,37 +173,3 @@ def _moved(kind: str, size: float, devices: int) -> float:
     """Bytes that a device receives."""
     share = (devices - 1) / devices
     return {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share) * size
-
-
-def _axes(planned: Planned, group: Sequence[int]) -> str:
-    """The mesh axes along which a group of devices lies."""
-    shape = planned.role.mesh.shape
-    if not group or max(group) >= planned.role.mesh.size:
-        return "?"
-    places = np.array([np.unravel_index(number, tuple(shape.values())) for number in group])
-    return "+".join(axis for number, axis in enumerate(shape) if len(set(places[:, number])) > 1)
-
-
-def _bandwidth(job: Job, planned: Planned, group: Sequence[int]) -> float:
-    """Bytes a second that each device of a group can receive from the others."""
-    kind = job.accelerator
-    if kind is None or len(group) < 2 or max(group) >= planned.role.mesh.size:
-        return math.inf
-    devices = [planned.role.mesh.devices.flat[number] for number in group]
-    slices = {getattr(device, "slice_index", None) or 0 for device in devices}
-    places = np.array([getattr(device, "coords", None) or (0, 0, device.id) for device in devices])
-    varying = [axis for axis in range(places.shape[1]) if len(set(places[:, axis])) > 1]
-    if len(slices) > 1 or (not kind.is_tpu and job.topology and 0 in varying):
-        return kind.dcn
-    if not kind.is_tpu:
-        return kind.link
-    shape = job.topology.shape if job.topology else ()
-    ways = sum(2 if _wraps(kind, shape, axis) else 1 for axis in varying)
-    return kind.link * ways if ways else kind.hbm / 2  # two devices of one chip
-
-
-def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:
-    """True where the ends of a dimension are joined: in both directions then, one ring."""
-    if axis >= len(shape):
-        return False
-    return shape[axis] == 16 if kind.torus == 2 else all(size % 4 == 0 for size in shape)

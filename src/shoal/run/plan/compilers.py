@@ -73,16 +73,20 @@ class _Compiler:
             raise ShoalError(f"{request['program'] or 'the job'}: its compiler ended without an answer (exit code "
                              f"{self._process.wait()}), as a process does that the machine's memory cannot hold: "
                              "compile fewer layers (layers=shallow), or plan on a larger machine")
-        found: Mapping[str, Any] = json.loads(line)
-        if "error" in found:
-            raise ShoalError(found["error"])
-        if "fault" in found:
-            raise RuntimeError(f"{request['program'] or 'the job'}: {found['fault']}")
-        return found["found"]
+        return found_in(json.loads(line), request["program"])
 
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def found_in(reply: Mapping[str, Any], program: str) -> dict[str, Any]:
+    """What a compiler found; what it says to be wrong is raised."""
+    if "error" in reply:
+        raise ShoalError(reply["error"])
+    if "fault" in reply:
+        raise RuntimeError(f"{program or 'the job'}: {reply['fault']}")
+    return reply["found"]
 
 
 @contextmanager

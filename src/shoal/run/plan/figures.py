@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.config.schema import Config
 from shoal.report.findings import gib, seconds_text
-from shoal.run.loading import activation_bytes
-from shoal.run.plan.job import planned_architecture
-from shoal.run.preflight.estimate import DOTS_GAIN, LEAST_GAIN
-from shoal.run.preflight.memory import MemoryBudget, suggest_saving
 
 PHASES: Mapping[str, tuple[str, str]] = {
     "prefill": ("sampling", "sampling"), "decode": ("sampling", "sampling"), "score": ("scoring", "always"),
@@ -30,6 +26,8 @@ class Figures:
     config: Config  # as resolved on the topology's devices
     job: Mapping[str, Any]
     programs: Mapping[str, Mapping[str, Any]]  # empty where the job was found impossible before compiling
+    advice: Sequence[Mapping[str, Any]] = ()  # the keys to change, and
+    named_transfers: Sequence[Mapping[str, Any]] = ()  # what takes much of a step, as `advise` gives both
 
     # ---- memory
 
@@ -71,16 +69,6 @@ class Figures:
     @property
     def fits(self) -> bool:
         return self.peak <= self.memory and not any(one["error"] for one in self.programs.values())
-
-    def budget(self) -> MemoryBudget:
-        """What the fullest device needs, with the parts that SAVINGS name."""
-        role = self.job["programs"][self.fullest]["role"]
-        found = MemoryBudget(self.held(role, "always"))
-        needed, always = self.needed(self.fullest), self.held(role, "always")
-        rest = {kind if kind != "temporaries" or self.fullest in ("accumulate", "apply") else "sampler's temporaries":
-                size for kind, size in needed.items() if kind not in always}
-        (found.sampling if PHASES[self.fullest][0] == "sampling" else found.update).update(rest)
-        return found
 
     # ---- time
 
@@ -124,56 +112,11 @@ class Figures:
                  for name, one in self.programs.items() for row in one["collectives"]]
         return sorted(found, key=lambda item: -item[0])
 
-    # ---- the key to change
 
-    def advice(self) -> list[dict[str, Any]]:
-        """Keys whose change would make the job fit, or save LEAST_GAIN of a step: the text, the key, the share."""
-        if not self.fits:
-            text, key = suggest_saving(self.config, self.budget(), self.peak - self.memory, self.job["num_devices"])
-            return [{"key": key, "text": text, "saves": 0.0}]
-        if not self.is_timed:
-            return []
-        found = [one for one in self._faster() if one["saves"] >= LEAST_GAIN]
-        return sorted(found, key=lambda one: -one["saves"])
-
-    def _faster(self) -> Iterator[dict[str, Any]]:
-        low, high = self.step_seconds[1:]
-        step, free = (low + high) / 2, FULL * self.memory - sum(self.needed("accumulate").values())
-        c, update = self.config, self.programs["accumulate"]
-        runs, phases = self.job["programs"]["accumulate"]["runs"], self.phase_seconds()
-        updates = c.algorithm.num_epochs * c.algorithm.num_minibatches
-        if runs > updates and free > update["extra_bytes"]:
-            # Weights are gathered and gradients reduced once a micro-batch, however long it is.
-            saved = runs / 2 * update["transfer_seconds"] / 2
-            yield _advice("batch.micro_tokens", 2 * c.batch.micro_tokens, c.batch.micro_tokens, saved / step,
-                          f"{gib(update['extra_bytes'])} more, half as many gathers of weights")
-        more = activation_bytes_of(self.job, c)
-        if c.model.remat == "full" and free > more:
-            yield _advice("model.remat", "dots", "full", DOTS_GAIN * phases["update"][1] / step,
-                          f"{gib(more)} more, products are not computed again")
-        completions = self.job["prompts"] * c.batch.group_size
-        caches = sum(size for kind, size in self.held("sampler", "sampling").items() if kind.startswith("KV caches"))
-        sampling_free = FULL * self.memory - sum(self.needed("decode").values())
-        if self.job["slots"] < completions and sampling_free > caches * (completions / self.job["slots"] - 1):
-            share = (1 - self.job["slots"] / completions) * phases["sampling"][1] / step
-            yield _advice("sampling.slots_per_device", 0, c.sampling.slots_per_device, share / 2,
-                          f"all {completions} completions of a step at once instead of {self.job['slots']}")
-        used, there = self.num_devices, self.job["num_devices"]
-        if used < there:
-            yield _advice("mesh.fsdp", -1, c.mesh.fsdp, 1 - used / there, f"{there} devices instead of {used}")
-
-
-def activation_bytes_of(job: Mapping[str, Any], config: Config) -> int:
-    """Bytes that model.remat=dots stores on a device for a micro-batch."""
-    mesh = job["roles"]["trainer"]["mesh"]
-    shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    return activation_bytes(planned_architecture(config.model), job["shape"]["tokens"] // shards,
-                            job["model"]["dtype"]) // mesh.get("tensor", 1)
-
-
-def _advice(key: str, new: Any, now: Any, saves: float, what: str) -> dict[str, Any]:
-    return {"key": key, "saves": saves,
-            "text": f"{key}={new} (now {now}): {what}; saves about {100 * saves:.0f}% of a step"}
+def parts_text(figures: Figures) -> str:
+    """What a device needs at its fullest, by kind, the largest first."""
+    parts = sorted(figures.needed(figures.fullest).items(), key=lambda part: -part[1])
+    return ", ".join(f"{kind} {gib(size)}" for kind, size in parts if size)
 
 
 def resolved(config: Config, job: Mapping[str, Any]) -> Config:
@@ -184,12 +127,13 @@ def resolved(config: Config, job: Mapping[str, Any]) -> Config:
 def verdict(figures: Figures) -> str:
     """The last line: fits or not, the seconds of a step, the key."""
     used = f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} ({figures.fullest})"
-    advice = figures.advice()
     text = "does not fit" if not figures.fits else "fits" if figures.peak <= FULL * figures.memory else \
         "fits, but is tight"
     text += f": {used}"
+    if not figures.programs:
+        text += f", before anything is compiled ({parts_text(figures)})"
     if figures.is_timed:
         _, low, high = figures.step_seconds
         shown = dict.fromkeys((seconds_text(low), seconds_text(high)))
         text += f"; a step takes about {' to '.join(shown)}"
-    return f"{text}. {advice[0]['text']}" if advice else text
+    return f"{text}. {figures.advice[0]['text']}" if figures.advice else text

@@ -23,7 +23,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
          "opt-barrier", "optimization-barrier", "while", "conditional", "call", "async-start", "async-update",
-         "async-done", "custom-call-done", "copy-done", "iota"}
+         "async-done", "call-start", "call-done", "custom-call-done", "copy-done", "iota"}
 """Operations that read and write nothing themselves."""
 
 _SLICES = {"dynamic-slice", "gather", "slice"}
@@ -113,6 +113,10 @@ class Module:
                 current = ""
 
     @cached_property
+    def _by_name(self) -> dict[str, Instruction]:
+        return {one.name: one for some in self.computations.values() for one in some}
+
+    @cached_property
     def _frames(self) -> dict[int, tuple[int, int]]:
         """Stack frame -> (its location, its parent, 0 for none)."""
         return {int(a): (int(b), int(c) - 1) for a, b, c in re.findall(
@@ -170,9 +174,10 @@ class Module:
             if one.op in ("call", "conditional", "async-start"):
                 for inside in self._called(one):
                     self._visit(inside, times, trips, found, channels)
-            elif one.op == "fusion":
-                for inner in self._inside(one.named("calls")):
-                    self._collective(inner, one, one.named("calls"), times, found, channels)
+            elif one.op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
+                where = one.named("calls") or one.named("to_apply")
+                for inner in self._inside(where):
+                    self._collective(inner, one, where, times, found, channels)
             if one.op not in _FREE:
                 self._operation(one, shapes, times, found)
 
@@ -234,8 +239,10 @@ class Module:
             kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
         elif kind == "reduce-scatter":
             size *= max(1, group_size(groups))
-        source = self.source(one)
-        source = self.source(around) if source == one.op else source  # the parts of a fusion may be unnamed
+        # The parts of a fusion may be unnamed, and a sum that the compiler made: what it sums is not.
+        made = self._by_name.get(around.operands[0], around) if around.operands else around
+        sources = [self.source(other) for other in (one, around, made)]
+        source = next((text for text in sources if " " in text), sources[0])
         found.collectives.append(Collective(kind, size, times, groups, source))
 
     def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs) -> None:

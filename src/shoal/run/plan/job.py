@@ -19,17 +19,18 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of
+from shoal.mesh.reshard import in_order_of
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.hub import locate
 from shoal.model.kv_cache import keys_at_once
-from shoal.model.names import MODELS, model_named
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
-from shoal.run.loading import ModelSpec, make_model, model_path, resolve_model
+from shoal.run.loading import ModelSpec, known_architecture, make_model, model_path
 from shoal.run.parts import make_learner
+from shoal.run.plan.links import axis_links
 from shoal.run.preflight.estimate import longest_shape
 from shoal.run.preflight.memory import (
     available_memory,
@@ -51,15 +52,7 @@ from shoal.types import ShoalError
 
 def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
-    path = model_path(section)
-    if Path(path).expanduser().is_dir() or path == ModelSection.path:
-        return resolve_model(section).architecture
-    if section.name and "/" not in section.name:
-        return model_named(section.name).architecture
-    for known in MODELS.values():
-        if known.hub_id.lower() == path.lower():
-            return known.architecture
-    return architecture_of(locate(path, weights=False))
+    return known_architecture(section) or architecture_of(locate(model_path(section), weights=False))
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class Job:
 
     def __init__(self, config: Config, topology: str, layers: int = 0) -> None:
         self.topology: Topology | None = parse_topology(topology) if topology else None
-        devices = topology_devices(self.topology) if self.topology else available_devices()
+        devices = topology_devices(self.topology) if self.topology else available_devices(config.mesh)
         self.architecture = planned_architecture(config.model)
         self.roles = run_roles(config, self.architecture, devices)
         self.config = with_prompts(config, self.roles.trainer.mesh.size)
@@ -205,6 +198,7 @@ class Job:
         if not pairs:
             return {}
         mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
+        mine = mine.update(sharding=in_order_of(mine.sharding, own.sharding))
         program = publication_program(self.sampler_model, mine.sharding, own.sharding)
         arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)
         return {"publish": Planned(program, self.roles.trainer, (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
@@ -242,8 +236,10 @@ class Job:
             "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": self.model.dtype.name,
                       "remat": self.model.remat},
             "roles": {name: {"mesh": {axis: size for axis, size in role.mesh.shape.items() if size > 1},
-                             "devices": [device.id for device in role.mesh.devices.flat]}
+                             "devices": [device.id for device in role.mesh.devices.flat],
+                             "links": axis_links(self.topology, kind, role.mesh)}
                       for name, role in self._roles().items()},
+            "machines": self.topology.machines if self.topology else 1,
             "num_devices": self.topology.num_devices if self.topology else len(available_devices()),
             "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
             "held": self.held(),
@@ -255,7 +251,7 @@ class Job:
                        "prompts": c.batch.prompts_per_step * group[0]},
             "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
                                        num_scorings(c.algorithm, bool(c.teacher.path))),
-            "published_bytes": bytes_per_device([own for _, own in self._copied()]) if self.roles.apart else 0,
+            "published_bytes": bytes_per_device([own for _, own in self._copied()]) if self.roles.disaggregated else 0,
             "link": kind.link if kind else None,
         }
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from shoal.config.values import get_value
 from shoal.run.plan.compilers import Compilers, compilers
 from shoal.run.plan.figures import FULL, PHASES, Figures, resolved
 from shoal.run.preflight.memory import machine_memory
+from shoal.workers.process import num_cores
 
 SHALLOW = (2, 4)
 """Numbers of layers at which a deep model's decoding is compiled: it is unrolled over layers, and each further layer
@@ -38,13 +38,16 @@ MOST_TRIES = 4
 
 def make_plan(config: PlanConfig, say: Callable[[str], None]) -> Figures:
     """The figures of a job, with `fit=true` those of the largest batch.micro_tokens that fits."""
-    with compilers(os.cpu_count() or 1, config.topology) as found:
+    with compilers(num_cores(), config.topology) as found:
         figures = _figures(config, found, say)
-        return _fitted(config, figures, found, say) if config.fit else figures
+        figures = _fitted(config, figures, found, say) if config.fit else figures
+        request = _request(figures.config, config.topology, "", 0)
+        known = {"figures": {"job": figures.job, "programs": figures.programs}}
+        return replace(figures, **found.answer([request | known])[0])
 
 
 def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -> Figures:
-    job = found.answer([_request(config, "", 0)])[0]
+    job = found.answer([_request(config, config.topology, "", 0)])[0]
     figures = Figures(resolved(config, job), job, {})
     if not figures.fits:  # by what is held alone
         return figures
@@ -58,7 +61,7 @@ def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -
         shallow = deep and name != "publish" and (config.layers == "shallow" or
                                                   (config.layers == "auto" and name == "decode"))
         for number in reversed(SHALLOW) if shallow else (0,):
-            requests[name, number] = _request(config, name, number)
+            requests[name, number] = _request(config, config.topology, name, number)
     say(f"{job['devices']}: compiling {len(requests)} programs, {found.count} at once")
     answers = dict(zip(requests, found.answer(list(requests.values())), strict=True))
     programs = {name: answers[name, 0] if (name, 0) in answers else
@@ -66,9 +69,9 @@ def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -
     return replace(figures, programs=programs)
 
 
-def _request(config: PlanConfig, program: str, layers: int) -> dict[str, Any]:
+def _request(config: Config, topology: str, program: str, layers: int) -> dict[str, Any]:
     values = {name: get_value(config, name) for name in keys_of(Config)}
-    return {"config": values, "topology": config.topology, "program": program, "layers": layers}
+    return {"config": values, "topology": topology, "program": program, "layers": layers}
 
 
 # ---- a deep model from shallow ones

@@ -26,20 +26,41 @@ if TYPE_CHECKING:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of one program, or of the job where the request names none."""
+    """The figures of one program; the job's where the request names none; advice where it brings all figures."""
+    from shoal.run.plan.advice import advise
     from shoal.run.plan.analysis import analyse
+    from shoal.run.plan.figures import Figures
+    from shoal.run.plan.job import Job
 
-    job = _job(json.dumps(request["config"]), request["topology"], request["layers"])
+    config, topology = json.dumps(request["config"]), request["topology"]
+    if "figures" in request:
+        return advise(Figures(_config(config), **request["figures"]), lambda other: Job(other, topology).describe())
+    job = _job(config, topology, request["layers"])
     return analyse(job, request["program"]) if request["program"] else job.describe()
+
+
+def _config(text: str) -> Config:
+    keys = keys_of(Config)
+    return build(Config, {name: convert_value(keys[name], value) for name, value in json.loads(text).items()})
 
 
 @lru_cache(4)
 def _job(config: str, topology: str, layers: int) -> Job:
     from shoal.run.plan.job import Job
 
-    keys = keys_of(Config)
-    values = {name: convert_value(keys[name], value) for name, value in json.loads(config).items()}
-    return Job(build(Config, values), topology, layers)
+    return Job(_config(config), topology, layers)
+
+
+def reply(line: str) -> dict[str, Any]:
+    """The answer to a line, or what is wrong with it. SystemExit where this process has no memory for it."""
+    try:
+        return {"found": answer(json.loads(line))}
+    except ShoalError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        raise SystemExit("out of memory") from None
+    except Exception as error:
+        return {"fault": f"{type(error).__name__}: {str(error)[:2000]}"}
 
 
 def main() -> None:
@@ -48,13 +69,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
     for line in sys.stdin:
-        try:
-            found: dict[str, Any] = {"found": answer(json.loads(line))}
-        except ShoalError as error:
-            found = {"error": str(error)}
-        except Exception as error:
-            found = {"fault": f"{type(error).__name__}: {str(error)[:2000]}"}
-        out.write(json.dumps(found) + "\n")
+        out.write(json.dumps(reply(line)) + "\n")
         out.flush()
 
 

@@ -28,8 +28,8 @@ GENERATED = ("words", "countdown")
 
 def check_dry_run(config: Any) -> list[Finding]:
     """What a run would warn of; ShoalError for what it would refuse. The user's own model and data are checked unless
-    they may be the hub's. JAX is imported for these alone, and started for a mesh, a step of LARGE_STEP tokens, or
-    prompts a device that may be too few."""
+    they may be the hub's. JAX is imported for these, a topology and a run that is there; it is started for a mesh, a
+    step of LARGE_STEP tokens, or prompts a device that may be too few."""
     check_before_weights(config)
     known, command, findings = keys_of(type(config)), command_of(type(config)), Findings()
     is_training = isinstance(config, Config)
@@ -37,6 +37,10 @@ def check_dry_run(config: Any) -> list[Finding]:
     if is_training:
         check_settings(config, findings)
         check_run_folder(config)
+    if command == "train":
+        from shoal.run.resume import resolve_run
+
+        config = resolve_run(config, findings.of("configuration")).config
     # Of several processes none is started, so the devices of all are not known.
     own_mesh = "mesh.fsdp" in known and config.mesh != MeshSection() and config.mesh.processes <= 1
     model_is_here = "model.path" in known and _is_here(config.model)
@@ -51,18 +55,25 @@ def check_dry_run(config: Any) -> list[Finding]:
     if is_training and (task or own_model):
         _check_inputs(config, task, model_is_here, findings)
     needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
-    if own_mesh or needs_devices or (is_training and _tokens(config) > LARGE_STEP):
+    topology = getattr(config, "topology", "")
+    if own_mesh or needs_devices or topology or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import available_devices, make_roles
+        from shoal.mesh.topology import parse_topology, placeholder_devices
 
-        roles = make_roles(config.mesh)
+        devices = placeholder_devices(parse_topology(topology)) if topology else available_devices(config.mesh)
+        roles = make_roles(config.mesh, devices)
         config = with_prompts(config, roles.trainer.mesh.size) if is_training else config
-        if is_training and model_is_here:
+        if is_training:
+            from shoal.run.preflight.inputs import check_idle
+
+            check_idle(config.mesh, roles, len(devices), findings)
+        if is_training and model_is_here and not topology:
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
             from shoal.run.sampler_size import run_roles
 
             loaded = open_model(config.model, None)
-            roles = run_roles(config, loaded.architecture, available_devices())
+            roles = run_roles(config, loaded.architecture, available_devices(config.mesh))
             model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
             findings.extend([check_memory(config, model, roles, loaded.tokenizer)])
     return findings.at("wrong", "warning")

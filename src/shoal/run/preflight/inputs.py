@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from shoal.config.schema import Config
-from shoal.mesh import Roles
+from shoal.config.schema import Config, MeshSection
+from shoal.mesh import Roles, role_devices, uses_pathways
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.run.preflight.estimate import evaluation_completions
@@ -30,10 +31,11 @@ NUM_RENDERED = 8
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
     check, count = findings.of("devices"), jax.device_count()
-    used = len({device for role in roles.all for device in role.mesh.devices.flat})
     check.ok(devices_text(roles))
-    if used < count:
-        check.warning(f"{used} of {count} devices are used: mesh.fsdp=-1 takes them all")
+    check_idle(config.mesh, roles, count, findings)
+    if config.mesh.pathways and not uses_pathways(config.mesh):
+        check.warning("mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of this "
+                      "machine are used", "mesh.pathways")
     on_cpu = jax.devices()[0].platform == "cpu"
     if on_cpu and not os.environ.get("JAX_PLATFORMS"):
         for file, extra in (("/dev/nvidia0", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu")):
@@ -47,6 +49,28 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
                       f"{roles.trainer.row_shards} parts of the mesh without a prompt: raise it")
 
 
+def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:
+    """Warns of devices that no role uses."""
+    if text := idle_text(mesh, {role.name: list(role.mesh.devices.flat) for role in roles.all}, available):
+        findings.of("devices").warning(text)
+
+
+def idle_text(mesh: MeshSection, roles: Mapping[str, Sequence[Any]], available: int) -> str:
+    """How many devices no role uses, and which keys use them; empty if none is idle. `roles`: the devices of each."""
+    used = len({device for devices in roles.values() for device in devices})
+    if used >= available:
+        return ""
+    numbers = role_devices(mesh, available)
+    left = available - len({*numbers.trainer, *numbers.sampler, *numbers.reference})
+    cures = []
+    if len(roles["trainer"]) < len(numbers.trainer):
+        cures.append("mesh.fsdp=-1 takes all of the trainer's" if left else "mesh.fsdp=-1 takes them all")
+    if left:
+        named = " or ".join(f"mesh.{name}" for name in ("trainer", "sampler", "reference") if getattr(mesh, name))
+        cures.append(f"raise {named}, {left} have no role")
+    return f"{used} of {available} devices are used: {'; '.join(cures)}"
+
+
 def check_vocabulary(vocab_size: int, roles: Roles, findings: Findings) -> None:
     for key, role in (("mesh.tensor", roles.trainer), ("mesh.sampler_tensor", roles.sampler)):
         if vocab_size % role.tensor:
@@ -57,7 +81,7 @@ def check_vocabulary(vocab_size: int, roles: Roles, findings: Findings) -> None:
 
 def devices_text(roles: Roles) -> str:
     device, sampler = jax.devices()[0], roles.sampler.mesh
-    where = f" for the trainer, {sampler.size} others for the sampler" if roles.apart else ""
+    where = f" for the trainer, {sampler.size} others for the sampler" if roles.disaggregated else ""
     split = f", {sampler.shape['data']} samplers of {sampler.shape['tensor']}" if sampler.shape["tensor"] > 1 else ""
     return f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} ({device.platform})" \
            f"{split}, JAX {jax.__version__}"

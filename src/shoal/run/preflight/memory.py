@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
-from shoal.mesh import Role, Roles
+from shoal.mesh import Role, Roles, memory_stats
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import (
     Architecture,
@@ -25,9 +26,10 @@ from shoal.model.transformer import (
     param_shapes,
     param_specs,
     reads_layers_apart,
+    tensor_sizes,
 )
 from shoal.report.findings import Finding, gib
-from shoal.run.parts import make_learner, training_engine_maker
+from shoal.run.parts import make_learner, schedule_of, training_engine_maker
 from shoal.sampler.engine import Engine
 from shoal.types import Purpose, ShoalError
 
@@ -53,7 +55,7 @@ def available_memory(devices: Iterable[Any]) -> AvailableMemory:
     if local[0].platform == "cpu":
         total, free = machine_memory()
         return AvailableMemory(total, free, "RAM of this machine", len(local))
-    stats = [device.memory_stats() or {} for device in local]
+    stats = [memory_stats(device) for device in local]
     limits = [(s["bytes_limit"], s["bytes_limit"] - s.get("bytes_in_use", 0)) for s in stats if "bytes_limit" in s]
     total, free = min(limits, default=(0, 0))
     return AvailableMemory(total, free, local[0].device_kind)
@@ -157,8 +159,12 @@ def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture
                             "Adam's moments": bytes_per_device(moments)})
     trainer.update["gradient"] = trainer.always["parameters"]
     sampler, reference = MemoryBudget(), MemoryBudget()
-    if copied := copied_shapes(state.trainable, model.on(roles.sampler)):
-        sampler.always["the sampler's copy"] = bytes_per_device([own for _, own in copied])
+    copied = copied_shapes(state.trainable, model.on(roles.sampler))
+    own = bytes_per_device([own for _, own in copied])
+    shared = bytes_per_device(state.trainable) - bytes_per_device([mine for mine, _ in copied])
+    # Of arrays that are the trainer's own, only those of older versions take more.
+    if size := max(held * own + older * shared for held, older in held_versions(config)):
+        sampler.always["the sampler's copy"] = size
     size, name = max((bytes_per_device(engine.state_shapes()), name) for name, engine in engines.items())
     sampler.sampling[f"KV caches ({name})"] = size
     if config.algorithm.kl_coef > 0:
@@ -166,6 +172,16 @@ def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture
     if teacher:
         reference.always["teacher"] = weight_bytes(teacher, roles.reference, model.dtype)
     return {"trainer": trainer, "sampler": sampler, "reference": reference}
+
+
+def held_versions(config: Config) -> Iterator[tuple[int, int]]:
+    """(published versions whose weights are held, those of them that are older than the trainer's) while each of some
+    later steps samples and updates."""
+    schedule = schedule_of(config.train)
+    newest = schedule.weight_sync_interval * (schedule.lag + 1)
+    held = list(filter(schedule.publishes, range(schedule.version(newest), newest + 1)))
+    for step in range(newest, newest + schedule.weight_sync_interval):  # until the next is published
+        yield len(held), sum(version < step for version in held)
 
 
 def copied_shapes(parameters: Any, sampler: Model) -> list[tuple[Any, Any]]:
@@ -191,7 +207,8 @@ def static_budget(config: Config, model: Model, roles: Roles, teacher: Architect
     return max(by_devices.values(), key=lambda budget: budget.total)
 
 
-def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, bound: str = "at most") -> Finding:
+def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemory, sampler: Model,
+                 bound: str = "at most") -> Finding:
     """Whether a job fits: what each device needs and has, and if that is tight, the change that saves most. `bound`:
     `at least` where activations are unknown."""
     total = budget.total * available.sharing
@@ -202,7 +219,8 @@ def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemor
     text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
     if total <= FULL * available.free:
         return Finding("memory", "ok", text)
-    cure, key = suggest_saving(config, budget, total - FULL * available.free, jax.device_count())
+    cure, key = suggest_saving(config, budget, total - FULL * available.free, jax.device_count(),
+                               wider_replica(sampler.architecture, sampler.role))
     if total > available.free:
         return Finding("memory", "wrong", f"too little: {text}. {cure}", key)
     return Finding("memory", "warning", f"tight: {text}. {cure}", key)
@@ -213,7 +231,7 @@ def check_memory(config: Config, model: Model, roles: Roles, tokenizer: Tokenize
     available, found = available_memory(roles.trainer.mesh.devices.flat), []
     for name, engine in run_engines(config, model, roles.sampler, tokenizer):  # one by one: a huge one is not made
         budget = static_budget(config, model, roles, None, {name: engine})
-        found.append((budget.total, judge_memory(config, budget, available, "at least")))
+        found.append((budget.total, judge_memory(config, budget, available, model.on(roles.sampler), "at least")))
         if found[-1][1].level == "wrong" and budget.total * available.sharing > available.total:
             raise ShoalError(found[-1][1].text)
     return max(found, key=lambda one: one[0])[1]
@@ -228,12 +246,13 @@ class Saving:
 
     key: str
     parts: tuple[str, ...]  # of a MemoryBudget, that it makes smaller
-    change: Callable[[Any, int], tuple[Any, Any] | None]
-    """(configuration, number of devices) -> (new value, None for a lower one; the one now)"""
+    change: Callable[..., tuple[Any, Any] | None]
+    """(configuration, number of devices, `wider_replica` if it is known) -> (new value, None for a lower one, inf for a
+    higher one; the one now)"""
 
 
-def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any, int], tuple[int, int] | None]:
-    def change(config: Any, _: int) -> tuple[int, int] | None:
+def _halved(key: str, least: Callable[[Any], int]) -> Callable[..., tuple[int, int] | None]:
+    def change(config: Any, *_: Any) -> tuple[int, int] | None:
         now = get_value(config, key) or config.batch.prompts_per_step * config.batch.group_size  # 0 slots: a step's
         half = max(least(config), now // 2)
         return (half, now) if half < now else None
@@ -241,12 +260,12 @@ def _halved(key: str, least: Callable[[Any], int]) -> Callable[[Any, int], tuple
     return change
 
 
-def _lower(key: str) -> Callable[[Any, int], tuple[None, Any]]:
-    return lambda config, _: (None, get_value(config, key))
+def _lower(key: str) -> Callable[..., tuple[None, Any]]:
+    return lambda config, *_: (None, get_value(config, key))
 
 
-def _more_devices(axis: str) -> Callable[[Any, int], tuple[int, int] | None]:
-    def change(config: Any, count: int) -> tuple[int, int] | None:
+def _more_devices(axis: str) -> Callable[..., tuple[int, int] | None]:
+    def change(config: Any, count: int, *_: Any) -> tuple[int, int] | None:
         m = config.mesh
         now = getattr(m, axis)
         most = count // max(1, m.data * abs(m.fsdp) * m.tensor // abs(now))
@@ -255,14 +274,19 @@ def _more_devices(axis: str) -> Callable[[Any, int], tuple[int, int] | None]:
     return change
 
 
-def _wider_replicas(config: Any, count: int) -> tuple[int, int] | None:
+def _wider_replicas(config: Any, count: int, sizes: tuple[int, int] | None = None) -> tuple[float, int] | None:
     now = config.mesh.sampler_tensor or config.mesh.tensor
-    new = min(count, max(HOST, 2 * now))
+    new, now = sizes or (math.inf if count > now else now, now)
     return (new, now) if new > now else None
 
 
-HOST = 8
-"""Devices of a replica of the sampler that is too large for fewer: a host has so many GPUs."""
+def wider_replica(a: Architecture, role: Role) -> tuple[int, int]:
+    """Devices of a replica of the sampler: all that a host has if the model can be divided so, else the next more that
+    it can; and those of one now, which stand for both where there are no more."""
+    host = min(Counter(device.process_index for device in role.mesh.devices.flat).values())
+    wider = [size for size in tensor_sizes(a, role.local.mesh.size) if size > role.tensor]
+    return max((size for size in wider if size <= host), default=min(wider, default=role.tensor)), role.tensor
+
 
 _CACHES = ("KV caches", "sampler's temporaries")
 _WEIGHTS = ("parameters", "Adam's moments", "gradient")
@@ -271,8 +295,9 @@ SAVINGS = (
     Saving("batch", (), _halved("batch", lambda c: getattr(c, "pass_k", 0) or getattr(c, "num_generations", 1))),
     Saving("batch.micro_tokens", ("activations",),
            _halved("batch.micro_tokens", lambda c: c.sampling.max_prompt_tokens + c.sampling.max_completion_tokens)),
-    Saving("model.remat", ("activations",), lambda c, _: ("full", c.model.remat) if c.model.remat != "full" else None),
-    Saving("algorithm.kl_coef", ("reference",), lambda c, _: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
+    Saving("model.remat", ("activations",), lambda c, *_: ("full", c.model.remat) if c.model.remat != "full" else None),
+    Saving("algorithm.kl_coef", ("reference",),
+           lambda c, *_: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
     Saving("mesh.fsdp", (*_WEIGHTS, "reference", "teacher"), _more_devices("fsdp")),
     Saving("sampling.slots_per_device", _CACHES,
            _halved("sampling.slots_per_device", lambda c: max(c.batch.group_size, c.pass_k))),
@@ -281,7 +306,7 @@ SAVINGS = (
     Saving("sampling.max_prompt_tokens", _CACHES, _lower("sampling.max_prompt_tokens")),
     Saving("mesh.sampler_tensor", ("the sampler's copy",), _wider_replicas),
     Saving("model.dtype", ("the sampler's copy",),
-           lambda c, _: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
+           lambda c, *_: ("bfloat16", c.model.dtype) if c.model.dtype != "bfloat16" else None),
 )
 """Keys that take less memory, the cheapest first: the first three change no result."""
 
@@ -289,16 +314,17 @@ _OF_TRAINING = {"model.remat", "sampling.slots_per_device"}
 """Keys that commands which only sample have, and do not need."""
 
 
-def suggest_saving(config: Config, budget: MemoryBudget, excess: float, devices: int) -> tuple[str, str]:
+def suggest_saving(config: Config, budget: MemoryBudget, excess: float, devices: int,
+                   replica: tuple[int, int] | None = None) -> tuple[str, str]:
     """(text, key) of the first change that makes the largest part smaller; the text names more if `excess` is more."""
     largest = next(iter(budget.parts)).partition(" (")[0]
     found = [(saving, changed) for saving in SAVINGS
-             if largest in saving.parts and (changed := saving.change(config, devices))]
+             if largest in saving.parts and (changed := saving.change(config, devices, replica))]
     if not found:
         return "a smaller model, or more devices (mesh.fsdp)", "model.path"
     (saving, (new, now)), *others = found
     size = sum(size for name, size in budget.parts.items() if name.partition(" (")[0] in saving.parts)
-    is_known = new is not None and not isinstance(new, str)
+    is_known = new not in (None, math.inf) and not isinstance(new, str)
     saved = size * (1 - min(new, now) / max(new, now)) if is_known else math.inf
     text = f"{_described(saving.key, (new, now))} would take {f'about {gib(saved)}' if is_known else 'much'} less"
     if saved < excess and others:
@@ -308,31 +334,13 @@ def suggest_saving(config: Config, budget: MemoryBudget, excess: float, devices:
 
 def _described(key: str, changed: tuple[Any, Any]) -> str:
     new, now = changed
-    return f"{'a lower ' if new is None else ''}{key}{'' if new is None else f'={new}'} (now {now})"
+    word = "a lower " if new is None else "a higher " if new == math.inf else ""
+    return f"{word}{key}{'' if word else f'={new}'} (now {now})"
 
 
-# ---- exhausted
-
-
-def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
-    """An error in one line with the keys to change, if a device or the machine ran out of memory; else None."""
-    seen: BaseException | None = error
-    while seen is not None and not _is_out_of_memory(seen):
-        seen = seen.__cause__ or seen.__context__
-    if seen is None:
-        return None
-    asked = re.search(r"(?:allocat\w*|Attempting to reserve)\s+([\d.]+ ?(?:bytes|[KMGT]i?B|B)?)", str(seen))
-    what = f" ({asked[1].strip()} more were asked for)" if asked else ""
+def savings_text(config: Any) -> str:
+    """All changes that take less memory, of whatever command; how much is not known."""
     known = keys_of(type(config))
     keys = known if "batch.micro_tokens" in known else known.keys() - _OF_TRAINING
-    advice = "; ".join(_described(saving.key, changed) for saving in SAVINGS
-                       if saving.key in keys and (changed := saving.change(config, jax.device_count())))
-    return ShoalError(f"memory ran out{what}. In this order: {advice}")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error)
-    return type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and (
-        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower())
+    return "; ".join(_described(saving.key, changed) for saving in SAVINGS
+                     if saving.key in keys and (changed := saving.change(config, jax.device_count())))

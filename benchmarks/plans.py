@@ -1,0 +1,123 @@
+"""What do the five jobs of docs/scale.md need on their devices, and what does planning them take?
+
+    python benchmarks/plans.py [JOB ...] [--cache FOLDER] [--out FOLDER] [key=value ...]
+
+Plans each job twice by `shoal plan`, the first time with nothing stored (with `--cache`, with what FOLDER stores), says
+what each needs, and prints one table of all. `key=value` is added to every job, such as `layers=all`. `--out` keeps the
+plans as JSON, and the table is then of all plans in FOLDER. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
+
+JOBS: Mapping[str, str] = {
+    "70b-v5p-256": "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
+                   "mesh.sampler_tensor=8 batch.prompts_per_device=1 layers=shallow",
+    "70b-v5p-64": "topology=v5p-64 model.name=llama3.1-70b mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 "
+                  "mesh.sampler_tensor=4 batch.prompts_per_device=1 layers=shallow",
+    "8b-v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1",
+    "8b-v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1",
+    "1.5b-h200": "topology=h200:1 model.name=qwen2.5-1.5b batch.micro_tokens=32768",
+    "1.5b-h200-fit": "topology=h200:1 model.name=qwen2.5-1.5b batch.micro_tokens=32768 fit=true",
+}
+"""Name -> the words after `shoal plan`, and before LENGTHS."""
+
+GIB = 2**30
+
+
+def plan(words: Sequence[str], cache: str) -> tuple[dict[str, Any], float, float]:
+    """(the plan, seconds, seconds of CPU) of one `shoal plan`."""
+    command, before = [sys.executable, "-m", "shoal", "plan", *words, "json=true"], _cpu()
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False,
+                          env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache})
+    seconds = time.perf_counter() - started
+    if not done.stdout.startswith("{"):
+        raise SystemExit(f"{shlex.join(command[2:])}: {done.stderr.strip()[-1000:]}")
+    return json.loads(done.stdout), seconds, _cpu() - before
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 20 else ""
+
+
+def rows_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """Row of the table -> the cell of one plan."""
+    needed, rows = found["memory"]["programs"], {}
+    sampling = max(("prefill", "decode"), key=lambda name: sum(needed[name].values()))
+    for place, name in (("training", "accumulate"), ("sampling", sampling)):
+        for kind, size in needed[name].items():
+            rows[f"{place}: {kind.partition(' (')[0]}"] = gib(size)
+        rows[f"**{place}: all**"] = gib(sum(needed[name].values()))
+    rows["memory of a device"] = gib(found["memory"]["bytes"])
+    if found["seconds"]:
+        for phase, one in {**found["seconds"]["phases"], "**a step**": found["seconds"]["step"]}.items():
+            low, high = f"{one['hidden']:.1f}", f"{one['not_hidden']:.1f}"
+            rows[phase] = f"{low} s" if low == high else f"{low} to {high} s"
+        low, high = (f"{100 * share:.0f}" for share in found["mfu"][::-1])
+        rows["MFU"] = f"{low}%" if low == high else f"{low} to {high}%"
+    return rows
+
+
+def all_plans(plans: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = {name: rows_of(found) for name, found in plans.items()}
+    order = [row for place in ("training", "**training", "sampling:", "**sampling") for rows in columns.values()
+             for row in rows if row.startswith(place)]
+    order += [row for rows in columns.values() for row in rows]
+    return table(["", *columns], [[row, *(rows.get(row, "") for rows in columns.values())]
+                                  for row in dict.fromkeys(order)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache")
+    parser.add_argument("--out", type=Path)
+    args, words = parser.parse_known_args()
+    names, added = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    if unknown := set(names) - JOBS.keys():
+        parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
+    plans: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as own:
+        for name in names or JOBS:
+            settings = {word.partition("=")[0]: word for word in [*JOBS[name].split(), *LENGTHS.split(), *added]}
+            asked = list(settings.values())
+            (_, *first), (found, *again) = (plan(asked, args.cache or own) for _ in range(2))
+            times = [f"{seconds:.0f} s ({cpu:.0f} s of CPU)" for seconds, cpu in (first, again)]
+            print(f"## {name}\n\n    shoal plan {shlex.join(asked)}\n\n{found['verdict']}\n", flush=True)
+            print("\n".join([*(f"- or {one['text']}" for one in found["advice"][1:]), ""]))
+            print(f"planned in {' and again in '.join(times)}; load {os.getloadavg()[0]:.1f}\n", flush=True)
+            plans[name] = found
+            if args.out:
+                args.out.mkdir(parents=True, exist_ok=True)
+                (args.out / f"{name}.json").write_text(json.dumps(found, indent=1))
+    if args.out:
+        plans = {name: json.loads(file.read_text()) for name in JOBS if (file := args.out / f"{name}.json").is_file()}
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(f"{all_plans(plans)}\n\nthe largest process took {gib(largest)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -40,7 +40,7 @@ def test_maxtexts_rl_file_loads():
         "train.max_staleness": 0, "mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.pathways": True,
         "mesh.sampler_tensor": 1,
         "checkpoint.every": 50, "checkpoint.keep_last": 10}
-    assert {"swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(idle_of(resolved))
+    assert {"attention", "swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(idle_of(resolved))
 
 
 def test_maxtexts_grpo_file_loads():

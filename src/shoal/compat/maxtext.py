@@ -120,9 +120,6 @@ FLAGS: list[Flag] = [
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),
         "full, minimal (dots) or none; custom: auto"),
-    reads("attention", "model.attention", choice({"dot_product": {"model.attention": "reference"}, **{
-        one: {"model.attention": "auto"} for one in ("autoselected", "flash", "cudnn_flash_te", "cudnn_flash_jax")}}),
-        "dot_product: all scores at once; else auto"),
     # ---- what matters and has no counterpart
     *refused(QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache",
              "checkpoint_is_quantized", "quant_cfg_path"),
@@ -187,7 +184,7 @@ FLAGS: list[Flag] = [
         image_path video_* audio_path dtype_mm max_num_images_per_example vision_output_length *_image_column
         """),
     *idle("kernels, compilation and layout are chosen here, and change no number beyond rounding", """
-        sa_* local_sa_* use_tokamax_* use_jax_splash use_splash_scheduler local_use_splash_scheduler
+        attention sa_* local_sa_* use_tokamax_* use_jax_splash use_splash_scheduler local_use_splash_scheduler
         use_ragged_* ragged_* w?_tile_* megablox sparse_matmul capacity_factor use_gmm_v2 merge_gating_gmm
         use_custom_sort_vjp use_random_routing use_ring_of_experts num_moe_* moe_* use_gather_mosaic_kernel
         use_batch_split_schedule batch_split_factor matmul_precision activations_in_float32 float32_*

@@ -99,12 +99,12 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh):
 
 
 def test_a_large_layer_is_computed_by_blocks():
-    """By its scores on one device: 4 rows of 2,048 + 8 x 2,048 tokens, 64 heads."""
+    """By its scores on one device: of 4 rows of 2,048 + 8 x 2,048 tokens with 64 heads, for example."""
     one, eight = (Model(replace(QWEN3, num_heads=64, num_kv_heads=8), roles(*mesh).trainer)
                   for mesh in ((1, 1, 1), (1, 1, 8)))
     assert attention_kind(one, 4, 64, 8, 64) == "reference"
     assert attention_kind(one, 4, 2048, 8, 2048) == attention_kind(eight, 4, 2048, 8, 2048) == "blocked"
-    assert attention_kind(one, 4, 128, 8, 256) == "blocked" and attention_kind(eight, 4, 128, 8, 256) == "reference"
+    assert attention_kind(one, 8, 256, 8, 512) == "blocked" and attention_kind(eight, 8, 256, 8, 512) == "reference"
     assert attention_kind(replace(one, attention="reference"), 4, 2048, 8, 2048) == "reference"
 
 

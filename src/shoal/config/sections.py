@@ -60,7 +60,7 @@ class ModelSection:
     whole blocks (full). auto is dots, or full where a micro-batch's activations would exceed 2 GiB."""
     attention: Literal["auto", "reference", "blocked"] = "auto"
     """How training, scoring and prefill compute attention: all scores at once (reference), or by blocks, in memory that
-    grows with tokens and not with their square (blocked). auto is blocked where a layer's scores would exceed 256 MiB
+    grows with tokens and not with their square (blocked). auto is blocked where a layer's scores would exceed 2 GiB
     on a device."""
 
 

@@ -13,7 +13,7 @@ from shoal.model.attention import Keys, attend
 from shoal.model.blocked_attention import KeyValues, attend_by_blocks
 from shoal.model.transformer import AttentionFn, Model
 
-SCORE_BYTES = 2**28
+SCORE_BYTES = 2**31
 """Scores of a layer on a device above which `model.attention=auto` computes them by blocks."""
 
 

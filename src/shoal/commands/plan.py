@@ -43,6 +43,8 @@ def report(figures: Figures, console: Console) -> None:
         console.heading("a step" if figures.is_timed else "programs")
         console.table(*_program_table(figures))
     if figures.is_timed:
+        console.note("seconds: floor, what its operations take at the peak rate, or its weights and caches to be read; "
+                     "hidden, with all transfers between devices behind the computation; not hidden, after it")
         longest = max(figures.programs, key=lambda name: figures.seconds(name)[1])
         console.heading(f"where {longest} takes its time, without transfers")
         runs, step = figures.job["programs"][longest]["runs"], figures.step_seconds[1]
@@ -54,13 +56,14 @@ def report(figures: Figures, console: Console) -> None:
         console.table(("kind", "program", "axis", "bytes", "seconds", "share", "made by"), rows)
     if figures.programs:
         fullest = figures.fullest
-        console.heading(f"largest temporaries ({fullest})")
+        few = figures.programs[fullest].get("extrapolated")
+        console.heading(f"largest temporaries ({fullest}{f' of {few[1]} layers' if few else ''})")
         console.table(("array", "bytes", "made by"), [
             (shape, gib(size), source) for size, shape, source in figures.programs[fullest]["largest"][:SHOWN]])
     for line in _unknown(figures):
         console.note(line)
     for one in figures.advice[1:]:
-        console.note(f"or {one['text']}")
+        console.note(f"another change: {one['text']}")
 
 
 def _fit_text(now: int, figures: Figures) -> str:
@@ -73,7 +76,9 @@ def _fit_text(now: int, figures: Figures) -> str:
 def _head(figures: Figures) -> Iterator[str]:
     job, config = figures.job, figures.config
     model, shape = job["model"], job["shape"]
-    yield (f"{job['devices']}; {model['parameters'] / 1e9:.2f}e9 parameters in {model['layers']} layers, "
+    size = model["parameters"]
+    parameters = f"{size / 1e9:.2f}e9" if size > 1e8 else f"{size:,}"
+    yield (f"{job['devices']}; {parameters} parameters in {model['layers']} layers, "
            f"{model['dtype']}, model.remat={model['remat']}")
     meshes = {name: count(len(one["devices"]), "device") + _mesh_text(one["mesh"])
               for name, one in job["roles"].items()}
@@ -110,14 +115,16 @@ def _memory_table(figures: Figures, roles: list[str]) -> tuple[tuple[str, ...], 
 
 
 def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each program: how often it runs, what it computes and moves, and how long it takes."""
-    head = ("", "runs", "TFLOPs", "collectives", "floor", "hidden", "not hidden")
+    """A row for each program: what it computes and moves in all its runs of a step, and how long that takes."""
+    head = ("", "runs", "TFLOPs", "moved", "floor", "hidden", "not hidden")
     rows = []
     for name, one in figures.programs.items():
-        moved = sum(row["bytes"] for row in one["collectives"])
+        runs = figures.job["programs"][name]["runs"]
+        moved = runs * sum(row["bytes"] for row in one["collectives"])
         times = [seconds_text(seconds) for seconds in figures.seconds(name)] if figures.is_timed else [""] * 3
-        rows.append((f"{PHASES[name][0]}: {name}", f"{figures.job['programs'][name]['runs']:.3g}",
-                     f"{one['flops'] / 1e12:,.1f}", gib(moved), *times))
+        # One array's publication stands for all, by bytes: that is no number of runs.
+        rows.append((f"{PHASES[name][0]}: {name}", "" if name == "publish" else f"{runs:.3g}",
+                     f"{runs * one['flops'] / 1e12:,.1f}", gib(moved), *times))
     if figures.is_timed:
         rows.append(("all", "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
         tokens, (_, low, high) = figures.job["tokens"]["sampled"], figures.step_seconds

@@ -214,9 +214,9 @@ def _batch(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
             cost = "" if more < group else "a prompt is computed once for its group"
             yield Change({"batch.micro_tokens": more}, cost)
     if job["model"]["remat"] == "full":
-        yield Change({"model.remat": "dots"}, "products are kept, not computed again")
+        yield Change({"model.remat": "dots"}, "the backward pass keeps products and does not compute them again")
     else:
-        yield Change({"model.remat": "full"}, "products are computed again")
+        yield Change({"model.remat": "full"}, "the backward pass computes products again")
     each = -(-job["slots"] // len(job["roles"]["sampler"]["devices"]))
     if each // 2 >= max(b.group_size, config.pass_k):
         yield Change({"sampling.slots_per_device": each // 2}, "fewer completions at once")

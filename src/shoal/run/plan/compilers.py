@@ -7,8 +7,8 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,9 @@ class Compilers:
         self._idle: queue.LifoQueue[_Compiler] = queue.LifoQueue()
         self._started: list[_Compiler] = []
 
-    def answer(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """The answers, in the order of the requests."""
+    def answer(self, requests: Sequence[Request], done: Callable[[Request], None] = lambda _: None) -> list[
+            dict[str, Any]]:
+        """The answers, in the order of the requests; `done` is told of each as it comes."""
         if not self.topology:
             return [answer(request) for request in requests]
         count = min(self.count, len(requests))
@@ -37,7 +38,13 @@ class Compilers:
             self._started.append(_Compiler())
             self._idle.put(self._started[-1])
         with ThreadPoolExecutor(count) as threads:
-            return list(threads.map(self._answer, requests))
+            futures = {threads.submit(self._answer, request): request for request in requests}
+            for future in as_completed(futures):
+                if future.exception():
+                    threads.shutdown(cancel_futures=True)
+                    future.result()
+                done(futures[future])
+        return [future.result() for future in futures]
 
     def _answer(self, request: Request) -> dict[str, Any]:
         compiler = self._idle.get()

@@ -44,6 +44,7 @@ from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.sample_tokens import SamplingArrays
+from shoal.text import count
 from shoal.trainer.batch import LearnerBatch, Shape
 from shoal.trainer.step import Learner, score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
@@ -231,8 +232,9 @@ class Job:
         total = kind.hbm_bytes if kind else available_memory(self.roles.trainer.mesh.devices.flat).total
         sharing = 1 if kind or self.roles.trainer.platform != "cpu" else self.roles.trainer.mesh.size
         peak = kind.peaks.get(jnp.dtype(self.model.dtype).name) if kind else None
+        here = 0 if self.topology else len(available_devices())
         return {
-            "devices": self.topology.describe() if self.topology else f"the {len(available_devices())} devices here",
+            "devices": self.topology.describe() if self.topology else f"the {count(here, 'device')} here",
             "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": self.model.dtype.name,
                       "remat": self.model.remat},
             "roles": {name: {"mesh": {axis: size for axis, size in role.mesh.shape.items() if size > 1},
@@ -240,7 +242,7 @@ class Job:
                              "links": axis_links(self.topology, kind, role.mesh)}
                       for name, role in self._roles().items()},
             "machines": self.topology.machines if self.topology else 1,
-            "num_devices": self.topology.num_devices if self.topology else len(available_devices()),
+            "num_devices": self.topology.num_devices if self.topology else here,
             "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
             "held": self.held(),
             "shape": vars(self.shape) | {"tokens": self.shape.tokens},

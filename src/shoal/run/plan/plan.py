@@ -63,7 +63,14 @@ def _figures(config: PlanConfig, found: Compilers, say: Callable[[str], None]) -
         for number in reversed(SHALLOW) if shallow else (0,):
             requests[name, number] = _request(config, config.topology, name, number)
     say(f"{job['devices']}: compiling {len(requests)} programs, {found.count} at once")
-    answers = dict(zip(requests, found.answer(list(requests.values())), strict=True))
+    compiled: list[str] = []
+
+    def done(request: Mapping[str, Any]) -> None:
+        layers = f" ({request['layers']} layers)" * (request["layers"] > 0)
+        compiled.append(request["program"])
+        say(f"{len(compiled)} of {len(requests)} compiled: {request['program']}{layers}")
+
+    answers = dict(zip(requests, found.answer(list(requests.values()), done), strict=True))
     programs = {name: answers[name, 0] if (name, 0) in answers else
                 extrapolate(answers[name, SHALLOW[0]], answers[name, SHALLOW[1]], layers) for name in job["programs"]}
     return replace(figures, programs=programs)

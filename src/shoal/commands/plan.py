@@ -116,12 +116,12 @@ def _memory_table(figures: Figures, roles: list[str]) -> tuple[tuple[str, ...], 
 
 def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A row for each program: what it computes and moves in all its runs of a step, and how long that takes."""
-    head = ("", "runs", "TFLOPs", "moved", "floor", "hidden", "not hidden")
+    head = ("", "runs", "TFLOPs", "moved", *("floor", "hidden", "not hidden") * figures.is_timed)
     rows = []
     for name, one in figures.programs.items():
         runs = figures.job["programs"][name]["runs"]
         moved = runs * sum(row["bytes"] for row in one["collectives"])
-        times = [seconds_text(seconds) for seconds in figures.seconds(name)] if figures.is_timed else [""] * 3
+        times = [seconds_text(seconds) for seconds in figures.seconds(name)] if figures.is_timed else []
         # One array's publication stands for all, by bytes: that is no number of runs.
         rows.append((f"{PHASES[name][0]}: {name}", "" if name == "publish" else f"{runs:.3g}",
                      f"{runs * one['flops'] / 1e12:,.1f}", gib(moved), *times))

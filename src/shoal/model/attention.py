@@ -7,7 +7,6 @@ does not depend, to the bit, on how far the caches are padded or on who else is 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -77,7 +76,7 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
 
     Of each set only the first `num_*` keys (int32 scalars) are read, rounded up to blocks; the others must be masked. A
     wholly masked block changes no bit of a row that already has a key, so neither the padding of a row nor the other
-    rows of the batch show in its result. A block has `block` keys, or fewer where that does not divide T. No gradient.
+    rows of the batch show in its result. A block has the most keys, at most `block`, that divide T. No gradient.
     """
     q = by_key_head(q, own.k.shape[-2])
     rows, slots, _, heads, share, head_dim = q.shape
@@ -86,7 +85,7 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
              jnp.zeros((*shape, head_dim), jnp.float32))
 
     def over(keys: Keys, form: str, num_keys: jax.Array, carry: tuple) -> tuple:
-        size = math.gcd(keys.k.shape[-3], block)
+        size = largest_block(keys.k.shape[-3], block)
 
         def block_of(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
@@ -107,6 +106,15 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
     _, total, out = over(own, "rstka", num_own, over(prefix, "rtka", num_prefix, start))
     out = jnp.moveaxis(out / total[..., None], 4, 2)
     return out.reshape(rows, slots, 1, -1, head_dim).astype(q.dtype)
+
+
+def largest_block(size: int, most: int) -> int:
+    """The largest divisor of `size` that is at most `most`.
+
+    >>> largest_block(384, 256), largest_block(1792, 256)
+    (192, 256)
+    """
+    return next(block for block in range(min(size, most), 0, -1) if size % block == 0)
 
 
 def segment_index(segment: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ from the log-sum-exp over both (FlashAttention-2, Dao 2023, arXiv 2307.08691, al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shoal.model.attention import LOWEST, by_key_head
+from shoal.model.attention import LOWEST, by_key_head, largest_block
 
 BLOCK = 512
 """Queries, and keys, of a block."""
@@ -129,7 +128,7 @@ def _over_pairs(add: Callable[[tuple, _Pair], tuple], carry: tuple, block: int, 
                 own: KeyValues, prefix_len: jax.Array, segment: jax.Array) -> tuple:
     """`add` for each pair of blocks with anything to compute: all of the prompt, then their own up to the diagonal."""
     # Loops of known length over pairs: with the diagonal as the bound of an inner loop no compiler would know its cost.
-    size, prefix_size = math.gcd(q.shape[2], block), math.gcd(prefix.k.shape[1], block)
+    size, prefix_size = largest_block(q.shape[2], block), largest_block(prefix.k.shape[1] or 1, block)
     queries, places = range(0, q.shape[2], size), jnp.arange(size)
 
     def part(keys: KeyValues, start: jax.Array, count: int, axis: int) -> KeyValues:

@@ -25,6 +25,16 @@ def keys_at_once(platform: str) -> int:
     return KEY_BLOCK if platform == "cpu" else 4 * KEY_BLOCK
 
 
+def cache_size(tokens: int, platform: str) -> int:
+    """Keys of a cache for so many tokens: few blocks of equal size, each at most `keys_at_once`.
+
+    >>> cache_size(200, "cpu"), cache_size(200, "tpu"), cache_size(320, "tpu"), cache_size(1600, "tpu")
+    (256, 256, 384, 1792)
+    """
+    blocks = -(-tokens // keys_at_once(platform))
+    return blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:

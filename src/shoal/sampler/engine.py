@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from shoal.mesh import MAX_IN_FLIGHT
-from shoal.model.kv_cache import KEY_BLOCK
+from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
 from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, make_programs
 from shoal.sampler.sample_tokens import SamplingArrays
@@ -83,8 +83,9 @@ class Engine:
         self.in_flight: deque[tuple[SampledTokens, tuple[int | None, ...]]] = deque()  # with the request of each row
         self.finished: dict[int, list[Completion]] = {}
         self._stopped = np.zeros((self.num_groups, group_size), bool)
-        sizes = (self.num_groups, group_size, _round_up(max_prompt_tokens, KEY_BLOCK),
-                 _round_up(max_completion_tokens, KEY_BLOCK))
+        platform = model.role.platform
+        sizes = (self.num_groups, group_size, cache_size(max_prompt_tokens, platform),
+                 cache_size(max_completion_tokens, platform))
         self._state: DecodeState | None = None
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
         self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout

@@ -461,6 +461,10 @@ _copies.defvjp(lambda *arguments: (_copies(*arguments), None), _copies_backward)
 
 
 @jax.jit
+POSITIONS = 2**32
+"""Elements of an array whose positions differ in 32 bits."""
+
+
 def checksum(parameters: Any) -> jax.Array:
     """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices."""
     return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(jax.tree.leaves(parameters))),
@@ -474,10 +478,12 @@ def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
     exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if array.dtype.itemsize == 4 else jnp.uint16)
-    position = jnp.zeros(array.shape, jnp.uint32)
+    number, position = _mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
+    if array.size > POSITIONS:  # which begin again in a later layer
+        number = _mixed(number + jax.lax.broadcasted_iota(jnp.uint32, array.shape, 0))
     for axis, size in enumerate(array.shape):
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(position + _mixed(number + jnp.uint32(1)))))
+    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(position + number)))
 
 
 def _mixed(x: jax.Array) -> jax.Array:

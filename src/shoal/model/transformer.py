@@ -460,11 +460,11 @@ def _copies_backward(model: Model, reduce_dtype: Any, _: None, gradient: jax.Arr
 _copies.defvjp(lambda *arguments: (_copies(*arguments), None), _copies_backward)
 
 
-@jax.jit
 POSITIONS = 2**32
 """Elements of an array whose positions differ in 32 bits."""
 
 
+@jax.jit
 def checksum(parameters: Any) -> jax.Array:
     """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices."""
     return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(jax.tree.leaves(parameters))),

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ import pytest
 from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
 
 from shoal.config.schema import MeshSection
-from shoal.mesh import World, meeting, processes, roles
+from shoal.mesh import World, gather, meeting, processes, roles
 from shoal.mesh.devices import RoleDevices
 from shoal.mesh.processes import find_processes, join
 from shoal.report.folder import ReadFolder, RunFolder
@@ -42,6 +43,7 @@ from shoal.types import (
     ShoalError,
     StopReason,
     StopRequested,
+    StopSignal,
 )
 
 pytestmark = pytest.mark.compile_quickly
@@ -61,6 +63,13 @@ def held(completions, trainer_state, **kwargs):
 
 # ---- real processes
 
+PROGRAM = """
+import sys
+from shoal import cli
+from shoal.mesh import processes
+processes.STORE_BYTES = 2000  # groups of tiny runs go by the devices too
+sys.exit(cli.main(sys.argv[1:]))
+"""
 GROUPS, METADATA = "groups/step_000002.parquet", "checkpoints/2/extra/metadata"
 
 
@@ -81,7 +90,7 @@ class Processes:
         words = [*self.workshop.words(name, *self.changes, *changes), f"mesh.coordinator=localhost:{port}",
                  "mesh.processes=2"]
         flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
-        return [subprocess.Popen([sys.executable, "-m", "shoal", *words, f"mesh.process={number}"], text=True,
+        return [subprocess.Popen([sys.executable, "-c", PROGRAM, *words, f"mesh.process={number}"], text=True,
                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"XLA_FLAGS": flags})
                 for number in range(2)]
 
@@ -105,9 +114,10 @@ def ends(started: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 @pytest.fixture(scope="module")
 def whole(two: Processes) -> Path:
     """A run of two steps in two processes."""
-    (_, shown, _), (_, silent, _) = found = ends(two.start("whole"))
+    (_, shown, _), (_, silent, met) = found = ends(two.start("whole"))
     assert [code for code, _, _ in found] == [0, 0], found
     assert "step 2/2" in shown and not silent
+    assert met.splitlines()[-1] == "process 1: all 2 have come; process 0 prints what they do"
     return two.workshop.runs / "whole"
 
 
@@ -167,7 +177,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_
     started[0].send_signal(signal.SIGKILL)  # JAX's service is this process's, and its clients would abort
     began = time.monotonic()
     _, (code, _, err) = ends(started)
-    assert code == 1 and time.monotonic() - began < 60
+    assert code == 2 and time.monotonic() - began < 60
     assert "coordination" not in err and err.count("error") == 1
     assert f"error: process 0 ({socket.gethostname()}, pid {started[0].pid}) has ended" in err.splitlines()[-1]
 
@@ -231,11 +241,12 @@ def group(one: GroupRequest) -> Group:
 
 class FakePlayer:
     def __init__(self, wrong: BaseException | None = None):
-        self.wrong = wrong
+        self.wrong, self.stop, self.rows = wrong, StopSignal(), []
 
     def play(self, requests: list[GroupRequest], version: int, params: Any) -> list[Group]:
         if self.wrong:
             raise self.wrong
+        self.rows += [one.example.row for one in requests]
         return [group(one) for one in requests]
 
     def read_stats(self) -> RolloutStats:
@@ -273,6 +284,53 @@ def test_a_stop_or_an_error_of_one_process_is_raised_by_all(no_devices: None, wr
     for error in together(3, lambda world: play(world, [request(row) for row in range(4)], wrong)):
         assert type(error) is raised
         assert raised is StopRequested or str(error) == "the reward raised"
+
+
+def test_a_process_without_a_share_of_the_groups_is_stopped(no_devices: None):
+    def call(world: World) -> None:
+        player: Any = FakePlayer()
+        if world.index == 2:
+            player.stop.request()
+        DealtPlayer(player, world, None).play([request(0)], 3, None)  # type: ignore[arg-type]
+
+    assert [type(error) for error in together(3, call)] == [StopRequested] * 3
+
+
+def test_more_requests_of_a_step_are_dealt_on_and_a_step_begins_at_process_0(no_devices: None):
+    def call(world: World) -> list[list[int]]:
+        player, dealt = FakePlayer(), []
+        several: Any = DealtPlayer(player, world, None)  # type: ignore[arg-type]
+        for rows, step in (([0, 1], 3), ([2], 3), ([3, 4], 3), ([5], 4)):
+            player.rows = []
+            played = several.play([replace(request(row), step=step) for row in rows], 3, None)
+            assert [group.example.row for group in played] == rows
+            dealt.append(player.rows)
+        return dealt
+
+    assert together(3, call) == [[[0], [], [3], [5]], [[1], [], [4], []], [[], [2], [], []]]
+
+
+def test_long_bytes_are_gathered_by_devices_and_short_ones_by_the_store(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "STORE_BYTES", 3)
+    gathered: dict[int, bytes] = {}
+    all_here = threading.Barrier(2)
+
+    def gather(data: bytes, rows: Any, lengths: Any) -> list[bytes]:
+        gathered[len(data)] = data
+        all_here.wait(10)
+        assert lengths == (0, 5)
+        return [gathered[length] for length in lengths]
+
+    monkeypatch.setattr(processes, "gather_bytes", gather)
+    assert together(2, lambda world: world.exchange("x", [b"\n1", b"a\nbcd"][world.index])) == [[b"\n1", b"a\nbcd"]] * 2
+    assert gathered == {0: b"", 5: b"a\nbcd"}
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 64 << 20), (300_000, 1 << 14), (300_000, 64 << 20)])
+def test_gathered_bytes_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch, length: int, most: int):
+    monkeypatch.setattr(gather, "ROUND_BYTES", most)
+    data = np.random.default_rng(0).bytes(length)
+    assert gather.gather_bytes(data, [0], [length]) == [data]
 
 
 def test_processes_that_differ_are_named_with_the_difference():
@@ -335,7 +393,7 @@ def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(ended: li
     if goodbye:
         assert ended == []
     else:
-        assert ended[0].startswith("error: b has ended, so this one ends too") and ended[1:] == ["exit 1"]
+        assert ended[0].startswith("error: b has ended, so this one ends too") and ended[1:] == ["exit 2"]
         assert theirs[2].recv(100) == b"b has ended"
     theirs[2].sendall(b"farewell\n")
     theirs[2].close()
@@ -379,11 +437,26 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"localhost:{port}"
 
 
-def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(free: str):
+def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
+        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
         join(section(coordinator=free))
+    assert capsys.readouterr().err == f"waiting for process 0 at {free}, 0 s at most\n"
+    monkeypatch.setattr(meeting, "REPEAT_SECONDS", 0.1)
     with pytest.raises(ShoalError, match=r"mesh.processes=3: process 1, 2 has not come within 0.3 s"):
         join(section(coordinator=free, processes=3, process=0))
+    assert capsys.readouterr().err.count(f"waiting for process 1, 2 at {free}, 0 s at most\n") >= 2
+
+
+@pytest.mark.parametrize(("error", "code"), [(ShoalError, 2), (KeyboardInterrupt, 130), (ValueError, 1)])
+def test_a_process_that_fails_alone_keeps_its_exit_code(ended: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                        error: type[BaseException], code: int):
+    monkeypatch.setattr(World, "_leave", lambda world, seconds: False)
+    world = World(2, 1)
+    with pytest.raises(error), world:
+        raise error
+    world.farewell()
+    assert ended[0] == f"exit {code}"
 
 
 def test_a_process_of_another_number_is_refused_by_both(free: str, monkeypatch: pytest.MonkeyPatch):

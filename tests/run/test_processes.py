@@ -428,6 +428,19 @@ def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch
     assert find_processes(MeshSection()) == MeshSection()
 
 
+@pytest.mark.parametrize(("variables", "gpus"), [
+    ({}, None), ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, None),
+    ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "3"}, [3]),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}, [5]),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5", "JAX_LOCAL_DEVICE_IDS": "6"}, None)])
+def test_each_of_several_processes_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch,
+                                                             variables: dict[str, str], gpus: list[int] | None):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert processes.own_gpus() == gpus
+
+
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A coordinator's address where nobody listens, which is soon given up."""

@@ -42,6 +42,8 @@ STORE_BYTES = 1 << 16
 others (100 MB between two processes of a machine: 2.2 s, by Gloo 0.7)."""
 ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
 """Environments of several processes that JAX recognises and that are looked for."""
+PER_NODE = {"SLURM_STEP_TASKS_PER_NODE": "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK"}
+"""Variables of launchers: the processes on this node (Slurm's may be `4(x2)`, of nodes), and which of them this is."""
 NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
 """The keys of a run in one process. They say how a run is started, not what it computes."""
 
@@ -213,6 +215,14 @@ class World:
                 link.sendall(b"farewell\n")
 
 
+def own_gpus() -> list[int] | None:
+    """The GPU of this process where a launcher starts several on a node; None for all that it sees."""
+    for per_node, number in PER_NODE.items():
+        if os.environ.get(per_node, "1").partition("(")[0] != "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+            return [int(os.environ[number])]
+    return None
+
+
 def exit_code_of(kind: type[BaseException]) -> int:
     """The exit code of the command line for an exception, where Python is left without its own way out."""
     return 2 if issubclass(kind, ShoalError) else 130 if issubclass(kind, KeyboardInterrupt) else 1
@@ -234,12 +244,10 @@ def join(section: MeshSection) -> World:
     # For CPU devices; by default JAX has no collectives between processes there.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
-    # Slurm with a process for each GPU: JAX gives each its own. Else a process has all devices that it sees.
-    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0]
     with service_apart():
         jax.distributed.initialize(
             section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
-            cluster_detection_method="deactivate" if per_node == "1" else None,
+            cluster_detection_method="deactivate", local_device_ids=own_gpus(),
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
     from jax._src import distributed
 

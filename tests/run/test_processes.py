@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,9 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
 
+from shoal import cli
 from shoal.config.schema import MeshSection
 from shoal.mesh import World, gather, meeting, processes, roles
-from shoal.mesh.devices import RoleDevices
 from shoal.mesh.processes import find_processes, join
 from shoal.report.folder import ReadFolder, RunFolder
 from shoal.rollout import dealt
@@ -145,8 +146,6 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: P
     shutil.rmtree(run / "checkpoints" / "2")
     (run / "summary.json").unlink()
     assert json.loads((run / "checkpoints" / "1" / "extra" / "metadata").read_text())["published"] == [0]
-    from shoal import cli
-
     assert cli.main(["train", f"resume={run}", "mesh.fsdp=4", "mesh.trainer=4", "mesh.sampler=4",
                      "mesh.sampler_tensor=2"]) == 0
     assert tokens(run, 2) == tokens(whole, 2)
@@ -412,9 +411,21 @@ def test_keys_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch):
     assert find_processes(MeshSection()) == MeshSection() == find_processes(section(processes=1, process=0))
     assert find_processes(section()) == section()
     for wrong, text in ((section(process=-1), "mesh.process is missing"), (section(processes=0), "mesh.processes is"),
-                        (section(process=2), "expected 0 to 1"), (section(coordinator="here"), "expected HOST:PORT")):
+                        (section(process=2), "expected 0 to 1"), (section(coordinator="here"), "expected HOST:PORT"),
+                        (section(coordinator=":77"), "HOST:PORT"), (section(coordinator="a:70000"), "HOST:PORT")):
         with pytest.raises(ShoalError, match=text):
             find_processes(wrong)
+
+
+@pytest.mark.parametrize(("process", "code", "text"), [
+    (1, 0, "warning: mesh: mesh.processes=2: the devices of the others are not known here"),
+    (2, 2, "error: mesh.process=2: with mesh.processes=2 expected 0 to 1")])
+def test_a_dry_run_checks_the_keys_of_processes_and_connects_to_none(capsys: pytest.CaptureFixture[str], process: int,
+                                                                     code: int, text: str):
+    # Prompts a device, which are counted where there are devices to count.
+    assert cli.main(["train", "--dry-run", "mesh.coordinator=nowhere:7777", "mesh.processes=2",
+                     f"mesh.process={process}", "batch.prompts_per_device=1", "algorithm.num_minibatches=2"]) == code
+    assert text in "".join(capsys.readouterr())
 
 
 def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch):
@@ -489,23 +500,28 @@ def test_a_process_of_another_number_is_refused_by_both(free: str, monkeypatch: 
     assert "was started with mesh.processes=2, process 0 has mesh.processes=3" in found[0]
 
 
-@pytest.mark.parametrize(("keys", "sampler", "of_process", "text"), [
-    ({}, [0, 1, 2, 3], [[0], [0], [1], [1]], None),
-    ({"sampler": "2"}, [2, 3], [[0], [0], [1], [1]], "has all roles on all devices"),
-    ({"fsdp": 2}, [0, 1, 2, 3], [[0], [0]], "uses 2 of 4 devices.*set mesh.fsdp=-1"),
-    ({"sampler_tensor": 4}, [0, 1, 2, 3], [[0, 0, 1, 1]], "would lie in two processes.*mesh.sampler_tensor=2")])
-def test_meshes_that_several_processes_cannot_have(monkeypatch: pytest.MonkeyPatch, keys: Any, sampler: list[int],
-                                                   of_process: list[list[int]], text: str | None):
+@dataclass(frozen=True)
+class Device:
+    """Of a topology of hosts."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+@pytest.mark.parametrize(("keys", "text"), [
+    ({"fsdp": -1}, ""),
+    ({"fsdp": 4, "sampler_tensor": 2}, ""),
+    ({"trainer": "2", "sampler": "2", "fsdp": -1}, "has all roles on all devices"),
+    ({"reference": "2", "fsdp": -1}, "has all roles on all devices"),
+    ({"fsdp": 2}, "uses 2 of 4 devices.*set mesh.fsdp=-1"),
+    ({"fsdp": -1, "sampler_tensor": 4}, "would lie in two processes.*mesh.sampler_tensor=2")])
+def test_meshes_that_several_processes_cannot_have(monkeypatch: pytest.MonkeyPatch, keys: Any, text: str):
+    section, devices = MeshSection(**keys), [Device(number, number // 2) for number in range(4)]
+    made = roles.make_roles(section, devices)
+    found = roles.refusal(section, made, {device: device.process_index for device in devices})
+    assert re.search(text, found) if text else found == ""
     monkeypatch.setattr(roles.jax, "process_count", lambda: 2)
-    devices = np.array([[SimpleNamespace(process_index=index) for index in row] for row in of_process])
-    role: Any = SimpleNamespace(mesh=SimpleNamespace(size=devices.size, devices=devices), tensor=devices.shape[1])
-    numbers = RoleDevices([0, 1, 2, 3], sampler, sampler)
-
-    def check() -> None:
-        roles._check_processes(MeshSection(**keys), numbers, role, role, 4)
-
-    if text is None:
-        check()
-        return
-    with pytest.raises(ShoalError, match=text):
-        check()
+    with pytest.raises(ShoalError, match=text) if text else nullcontext():
+        roles.make_roles(section, devices)

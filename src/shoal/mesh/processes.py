@@ -68,7 +68,8 @@ def find_processes(section: MeshSection) -> MeshSection:
     if section.process >= max(section.processes, 1):
         raise ShoalError(f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 to "
                          f"{section.processes - 1}")
-    if section.processes > 1 and not section.coordinator.rpartition(":")[2].isdigit():
+    host, _, port = section.coordinator.rpartition(":")
+    if section.processes > 1 and not (host and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ShoalError(f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777")
     return section if section.processes > 1 else replace(section, **NO_SECTION)
 

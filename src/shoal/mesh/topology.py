@@ -61,6 +61,14 @@ class Topology:
     def num_devices(self) -> int:
         return self.num_chips * self.accelerator.devices
 
+    def describe(self) -> str:
+        """`128 v5p chips (4x4x8)`"""
+        shape, a = "x".join(map(str, self.shape)), self.accelerator
+        if not a.is_tpu:
+            return f"{self.num_devices} {self.kind.upper()}" + (f" ({self.shape[0]} machines)" * (self.shape[0] > 1))
+        text = f"{self.num_chips} {self.kind} chips ({f'{self.slices} slices of ' * (self.slices > 1)}{shape})"
+        return text + f", {self.num_devices} devices" * (a.devices > 1)
+
     def hosts(self, devices: Sequence[Any]) -> dict[Any, int]:
         """The host of each of the topology's devices, as a run's processes would have them."""
         a = self.accelerator
@@ -70,14 +78,6 @@ class Topology:
         # two hosts.
         each = len(devices) // (self.slices if a.is_tpu else self.shape[0])
         return {device: number // each for number, device in enumerate(devices)}
-
-    def describe(self) -> str:
-        """`128 v5p chips (4x4x8)`"""
-        shape, a = "x".join(map(str, self.shape)), self.accelerator
-        if not a.is_tpu:
-            return f"{self.num_devices} {self.kind.upper()}" + (f" ({self.shape[0]} machines)" * (self.shape[0] > 1))
-        text = f"{self.num_chips} {self.kind} chips ({f'{self.slices} slices of ' * (self.slices > 1)}{shape})"
-        return text + f", {self.num_devices} devices" * (a.devices > 1)
 
 
 def parse_topology(text: str) -> Topology:

@@ -112,7 +112,7 @@ class World:
         self.sequence += 1
         head, length = f"{what}\n".encode(), len(data) if len(data) > STORE_BYTES else 0
         # The length goes before what is gathered, so that all processes are there, and know how much there is.
-        mark = json.dumps([length, jax.process_index() if length else 0]).encode() + b"\n"
+        mark = json.dumps([length, jax.process_index()]).encode() + b"\n"
         mine = mark if length else mark + data
         self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + mine)
         found = [mine if number == self.index else self._wait(number, head) for number in range(self.count)]

@@ -44,6 +44,9 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
     (4, {"trainer": "3", "sampler": "2"}, "3 (trainer) + 2 (sampler) devices are requested"),
     (4, {"reference": "5"}, "5 (reference) devices are requested"),
     (8, {"trainer": "[0,1]", "sampler": "[1,2]"}, "device 1 would be both the trainer's and the sampler's"),
+    (8, {"trainer": "4", "sampler": "[3,4]"}, "device 3 would be both"),
+    (8, {"reference": "[]"}, "mesh.reference=[]: expected a fraction up to 1.0, a number of devices, or a list"),
+    (8, {"reference": "0"}, "mesh.reference=0: expected a fraction up to 1.0, a number of devices, or a list"),
     (8, {"trainer": "[0,1,2]", "sampler": "[1,2]"}, "devices 1, 2 would be both"),
     (8, {"trainer": "[0,9]"}, "there is no device 9; JAX finds 8 devices, numbered from 0. All roles share all devices "
      "with mesh.trainer="),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import NamedTuple
 
 import pytest
 
@@ -49,6 +51,20 @@ def test_an_unknown_one_names_the_nearest(text, part):
     with pytest.raises(ShoalError, match="topology=") as raised:
         parse_topology(text)
     assert part in str(raised.value) and "\n" not in str(raised.value)
+
+
+class Device(NamedTuple):
+    id: int
+    process_index: int
+
+
+@pytest.mark.parametrize(("text", "hosts"), [
+    ("v5p-256", 32), ("v6e:4x8@2", 16), ("v6e-8", 1), ("v5e:2x4@2", 2), ("h200:8x8", 8), ("h200:8", 1)])
+def test_devices_of_a_topology_lie_on_hosts(text, hosts):
+    topology = parse_topology(text)
+    each = 4 if topology.accelerator.is_tpu else 1  # as the compilers' devices have it
+    found = topology.hosts([Device(number, number // each) for number in range(topology.num_devices)])
+    assert sorted(Counter(found.values()).values()) == [topology.num_devices // hosts] * hosts
 
 
 @pytest.mark.parametrize("kind", ACCELERATORS)

@@ -14,6 +14,7 @@ import pytest
 from small import QWEN3, random_parameters
 
 from shoal import cli
+from shoal.commands import plan as plan_command
 from shoal.config.keys import keys_of
 from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection, PlanConfig, SamplingSection
 from shoal.config.values import build, get_value
@@ -144,6 +145,17 @@ def test_memory_and_seconds_by_hand():
     assert one.step_seconds == (14.0, 28.0, 42.0)
     assert one.phase_seconds()["sampling"] == (5.0, 10.0, 15.0)
     assert one.mfu(28.0) == pytest.approx(5.6 / (2 * 28))
+
+
+@pytest.mark.parametrize(("refusal", "pathways", "text"), [
+    ("", False, "32 hosts: runs with mesh.pathways=true, or as a process on each"),
+    ("roles apart", False, "32 hosts: runs with mesh.pathways=true, not as a process on each: roles apart"),
+    ("roles apart", True, None)])
+def test_a_plan_says_how_a_job_of_several_hosts_runs(refusal, pathways, text):
+    one = figures(devices="128 v5p chips", hosts=32, refusal=refusal,
+                  shape={"tokens": 512, "rows": 1, "prefix": 64, "slots": 1, "length": 64})
+    one = replace(one, config=replace(one.config, mesh=MeshSection(pathways=pathways)))
+    assert [line for line in plan_command._head(one) if "hosts" in line] == ([text] if text else [])
 
 
 def test_roles_apart_hold_their_own():

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +23,9 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
 
+from shoal import cli
 from shoal.config.schema import MeshSection
-from shoal.mesh import World, meeting, processes, roles
-from shoal.mesh.devices import RoleDevices
+from shoal.mesh import World, gather, meeting, processes, roles
 from shoal.mesh.processes import find_processes, join
 from shoal.report.folder import ReadFolder, RunFolder
 from shoal.rollout import dealt
@@ -42,6 +44,7 @@ from shoal.types import (
     ShoalError,
     StopReason,
     StopRequested,
+    StopSignal,
 )
 
 pytestmark = pytest.mark.compile_quickly
@@ -61,6 +64,13 @@ def held(completions, trainer_state, **kwargs):
 
 # ---- real processes
 
+PROGRAM = """
+import sys
+from shoal import cli
+from shoal.mesh import processes
+processes.STORE_BYTES = 2000  # groups of tiny runs go by the devices too
+sys.exit(cli.main(sys.argv[1:]))
+"""
 GROUPS, METADATA = "groups/step_000002.parquet", "checkpoints/2/extra/metadata"
 
 
@@ -81,7 +91,7 @@ class Processes:
         words = [*self.workshop.words(name, *self.changes, *changes), f"mesh.coordinator=localhost:{port}",
                  "mesh.processes=2"]
         flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
-        return [subprocess.Popen([sys.executable, "-m", "shoal", *words, f"mesh.process={number}"], text=True,
+        return [subprocess.Popen([sys.executable, "-c", PROGRAM, *words, f"mesh.process={number}"], text=True,
                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"XLA_FLAGS": flags})
                 for number in range(2)]
 
@@ -105,9 +115,10 @@ def ends(started: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 @pytest.fixture(scope="module")
 def whole(two: Processes) -> Path:
     """A run of two steps in two processes."""
-    (_, shown, _), (_, silent, _) = found = ends(two.start("whole"))
+    (_, shown, _), (_, silent, met) = found = ends(two.start("whole"))
     assert [code for code, _, _ in found] == [0, 0], found
     assert "step 2/2" in shown and not silent
+    assert met.splitlines()[-1] == "process 1: all 2 have come; process 0 prints what they do"
     return two.workshop.runs / "whole"
 
 
@@ -135,8 +146,6 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: P
     shutil.rmtree(run / "checkpoints" / "2")
     (run / "summary.json").unlink()
     assert json.loads((run / "checkpoints" / "1" / "extra" / "metadata").read_text())["published"] == [0]
-    from shoal import cli
-
     assert cli.main(["train", f"resume={run}", "mesh.fsdp=4", "mesh.trainer=4", "mesh.sampler=4",
                      "mesh.sampler_tensor=2"]) == 0
     assert tokens(run, 2) == tokens(whole, 2)
@@ -167,7 +176,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_
     started[0].send_signal(signal.SIGKILL)  # JAX's service is this process's, and its clients would abort
     began = time.monotonic()
     _, (code, _, err) = ends(started)
-    assert code == 1 and time.monotonic() - began < 60
+    assert code == 2 and time.monotonic() - began < 60
     assert "coordination" not in err and err.count("error") == 1
     assert f"error: process 0 ({socket.gethostname()}, pid {started[0].pid}) has ended" in err.splitlines()[-1]
 
@@ -231,11 +240,12 @@ def group(one: GroupRequest) -> Group:
 
 class FakePlayer:
     def __init__(self, wrong: BaseException | None = None):
-        self.wrong = wrong
+        self.wrong, self.stop, self.rows = wrong, StopSignal(), []
 
     def play(self, requests: list[GroupRequest], version: int, params: Any) -> list[Group]:
         if self.wrong:
             raise self.wrong
+        self.rows += [one.example.row for one in requests]
         return [group(one) for one in requests]
 
     def read_stats(self) -> RolloutStats:
@@ -273,6 +283,53 @@ def test_a_stop_or_an_error_of_one_process_is_raised_by_all(no_devices: None, wr
     for error in together(3, lambda world: play(world, [request(row) for row in range(4)], wrong)):
         assert type(error) is raised
         assert raised is StopRequested or str(error) == "the reward raised"
+
+
+def test_a_process_without_a_share_of_the_groups_is_stopped(no_devices: None):
+    def call(world: World) -> None:
+        player: Any = FakePlayer()
+        if world.index == 2:
+            player.stop.request()
+        DealtPlayer(player, world, None).play([request(0)], 3, None)  # type: ignore[arg-type]
+
+    assert [type(error) for error in together(3, call)] == [StopRequested] * 3
+
+
+def test_more_requests_of_a_step_are_dealt_on_and_a_step_begins_at_process_0(no_devices: None):
+    def call(world: World) -> list[list[int]]:
+        player, dealt = FakePlayer(), []
+        several: Any = DealtPlayer(player, world, None)  # type: ignore[arg-type]
+        for rows, step in (([0, 1], 3), ([2], 3), ([3, 4], 3), ([5], 4)):
+            player.rows = []
+            played = several.play([replace(request(row), step=step) for row in rows], 3, None)
+            assert [group.example.row for group in played] == rows
+            dealt.append(player.rows)
+        return dealt
+
+    assert together(3, call) == [[[0], [], [3], [5]], [[1], [], [4], []], [[], [2], [], []]]
+
+
+def test_long_bytes_are_gathered_by_devices_and_short_ones_by_the_store(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "STORE_BYTES", 3)
+    gathered: dict[int, bytes] = {}
+    all_here = threading.Barrier(2)
+
+    def gather(data: bytes, rows: Any, lengths: Any) -> list[bytes]:
+        gathered[len(data)] = data
+        all_here.wait(10)
+        assert lengths == (0, 5)
+        return [gathered[length] for length in lengths]
+
+    monkeypatch.setattr(processes, "gather_bytes", gather)
+    assert together(2, lambda world: world.exchange("x", [b"\n1", b"a\nbcd"][world.index])) == [[b"\n1", b"a\nbcd"]] * 2
+    assert gathered == {0: b"", 5: b"a\nbcd"}
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 64 << 20), (300_000, 1 << 14), (300_000, 64 << 20)])
+def test_gathered_bytes_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch, length: int, most: int):
+    monkeypatch.setattr(gather, "ROUND_BYTES", most)
+    data = np.random.default_rng(0).bytes(length)
+    assert gather.gather_bytes(data, [0], [length]) == [data]
 
 
 def test_processes_that_differ_are_named_with_the_difference():
@@ -335,7 +392,7 @@ def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(ended: li
     if goodbye:
         assert ended == []
     else:
-        assert ended[0].startswith("error: b has ended, so this one ends too") and ended[1:] == ["exit 1"]
+        assert ended[0].startswith("error: b has ended, so this one ends too") and ended[1:] == ["exit 2"]
         assert theirs[2].recv(100) == b"b has ended"
     theirs[2].sendall(b"farewell\n")
     theirs[2].close()
@@ -354,9 +411,21 @@ def test_keys_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch):
     assert find_processes(MeshSection()) == MeshSection() == find_processes(section(processes=1, process=0))
     assert find_processes(section()) == section()
     for wrong, text in ((section(process=-1), "mesh.process is missing"), (section(processes=0), "mesh.processes is"),
-                        (section(process=2), "expected 0 to 1"), (section(coordinator="here"), "expected HOST:PORT")):
+                        (section(process=2), "expected 0 to 1"), (section(coordinator="here"), "expected HOST:PORT"),
+                        (section(coordinator=":77"), "HOST:PORT"), (section(coordinator="a:70000"), "HOST:PORT")):
         with pytest.raises(ShoalError, match=text):
             find_processes(wrong)
+
+
+@pytest.mark.parametrize(("process", "code", "text"), [
+    (1, 0, "warning: mesh: mesh.processes=2: the devices of the others are not known here"),
+    (2, 2, "error: mesh.process=2: with mesh.processes=2 expected 0 to 1")])
+def test_a_dry_run_checks_the_keys_of_processes_and_connects_to_none(capsys: pytest.CaptureFixture[str], process: int,
+                                                                     code: int, text: str):
+    # Prompts a device, which are counted where there are devices to count.
+    assert cli.main(["train", "--dry-run", "mesh.coordinator=nowhere:7777", "mesh.processes=2",
+                     f"mesh.process={process}", "batch.prompts_per_device=1", "algorithm.num_minibatches=2"]) == code
+    assert text in "".join(capsys.readouterr())
 
 
 def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch):
@@ -370,6 +439,19 @@ def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch
     assert find_processes(MeshSection()) == MeshSection()
 
 
+@pytest.mark.parametrize(("variables", "gpus"), [
+    ({}, None), ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, None),
+    ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "3"}, [3]),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}, [5]),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5", "JAX_LOCAL_DEVICE_IDS": "6"}, None)])
+def test_each_of_several_processes_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch,
+                                                             variables: dict[str, str], gpus: list[int] | None):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert processes.own_gpus() == gpus
+
+
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A coordinator's address where nobody listens, which is soon given up."""
@@ -379,11 +461,26 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"localhost:{port}"
 
 
-def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(free: str):
+def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
+        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
         join(section(coordinator=free))
+    assert capsys.readouterr().err == f"waiting for process 0 at {free}, 0 s at most\n"
+    monkeypatch.setattr(meeting, "REPEAT_SECONDS", 0.1)
     with pytest.raises(ShoalError, match=r"mesh.processes=3: process 1, 2 has not come within 0.3 s"):
         join(section(coordinator=free, processes=3, process=0))
+    assert capsys.readouterr().err.count(f"waiting for process 1, 2 at {free}, 0 s at most\n") >= 2
+
+
+@pytest.mark.parametrize(("error", "code"), [(ShoalError, 2), (KeyboardInterrupt, 130), (ValueError, 1)])
+def test_a_process_that_fails_alone_keeps_its_exit_code(ended: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                        error: type[BaseException], code: int):
+    monkeypatch.setattr(World, "_leave", lambda world, seconds: False)
+    world = World(2, 1)
+    with pytest.raises(error), world:
+        raise error
+    world.farewell()
+    assert ended[0] == f"exit {code}"
 
 
 def test_a_process_of_another_number_is_refused_by_both(free: str, monkeypatch: pytest.MonkeyPatch):
@@ -403,23 +500,28 @@ def test_a_process_of_another_number_is_refused_by_both(free: str, monkeypatch: 
     assert "was started with mesh.processes=2, process 0 has mesh.processes=3" in found[0]
 
 
-@pytest.mark.parametrize(("keys", "sampler", "of_process", "text"), [
-    ({}, [0, 1, 2, 3], [[0], [0], [1], [1]], None),
-    ({"sampler": "2"}, [2, 3], [[0], [0], [1], [1]], "has all roles on all devices"),
-    ({"fsdp": 2}, [0, 1, 2, 3], [[0], [0]], "uses 2 of 4 devices.*set mesh.fsdp=-1"),
-    ({"sampler_tensor": 4}, [0, 1, 2, 3], [[0, 0, 1, 1]], "would lie in two processes.*mesh.sampler_tensor=2")])
-def test_meshes_that_several_processes_cannot_have(monkeypatch: pytest.MonkeyPatch, keys: Any, sampler: list[int],
-                                                   of_process: list[list[int]], text: str | None):
+@dataclass(frozen=True)
+class Device:
+    """Of a topology of hosts."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+@pytest.mark.parametrize(("keys", "text"), [
+    ({"fsdp": -1}, ""),
+    ({"fsdp": 4, "sampler_tensor": 2}, ""),
+    ({"trainer": "2", "sampler": "2", "fsdp": -1}, "has all roles on all devices"),
+    ({"reference": "2", "fsdp": -1}, "has all roles on all devices"),
+    ({"fsdp": 2}, "uses 2 of 4 devices.*set mesh.fsdp=-1"),
+    ({"fsdp": -1, "sampler_tensor": 4}, "would lie in two processes.*mesh.sampler_tensor=2")])
+def test_meshes_that_several_processes_cannot_have(monkeypatch: pytest.MonkeyPatch, keys: Any, text: str):
+    section, devices = MeshSection(**keys), [Device(number, number // 2) for number in range(4)]
+    made = roles.make_roles(section, devices)
+    found = roles.refusal(section, made, {device: device.process_index for device in devices})
+    assert re.search(text, found) if text else found == ""
     monkeypatch.setattr(roles.jax, "process_count", lambda: 2)
-    devices = np.array([[SimpleNamespace(process_index=index) for index in row] for row in of_process])
-    role: Any = SimpleNamespace(mesh=SimpleNamespace(size=devices.size, devices=devices), tensor=devices.shape[1])
-    numbers = RoleDevices([0, 1, 2, 3], sampler, sampler)
-
-    def check() -> None:
-        roles._check_processes(MeshSection(**keys), numbers, role, role, 4)
-
-    if text is None:
-        check()
-        return
-    with pytest.raises(ShoalError, match=text):
-        check()
+    with pytest.raises(ShoalError, match=text) if text else nullcontext():
+        roles.make_roles(section, devices)

@@ -84,6 +84,9 @@ def _head(figures: Figures) -> Iterator[str]:
               for name, one in job["roles"].items()}
     shared = len(set(meshes.values())) == 1
     yield "all roles: " + meshes["trainer"] if shared else ", ".join(f"{name}: {text}" for name, text in meshes.items())
+    if job["hosts"] > 1 and not config.mesh.pathways:
+        yield f"{job['hosts']} hosts: runs with mesh.pathways=true, " + (
+            f"not as a process on each: {job['refusal']}" if job["refusal"] else "or as a process on each")
     yield (f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every completion "
            f"{config.sampling.max_completion_tokens}; {job['prompts']} x {config.batch.group_size} completions a step, "
            f"{job['slots']} at once; a micro-batch is {shape['rows']} rows of {shape['prefix']} + {shape['slots']} x "

@@ -9,9 +9,12 @@ import contextlib
 import errno
 import json
 import os
+import select
 import socket
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.config.schema import MeshSection
@@ -20,8 +23,28 @@ from shoal.types import ShoalError
 
 START_SECONDS = 300
 """How long processes wait for each other to start."""
+REPEAT_SECONDS = 30
+"""How often a process says again what it waits for."""
 MOST_BYTES = 1 << 20
 """The longest line by which processes meet."""
+
+
+@dataclass
+class Wait:
+    """A wait of START_SECONDS at most."""
+
+    began: float = field(default_factory=time.monotonic)
+    reports: int = 0
+
+    @property
+    def left(self) -> float:
+        return self.began + START_SECONDS - time.monotonic()
+
+    def report(self, what: str) -> None:
+        """Says on stderr what is waited for: at once, and again every REPEAT_SECONDS."""
+        if time.monotonic() >= self.began + self.reports * REPEAT_SECONDS:
+            self.reports += 1
+            print(f"waiting for {what}, {max(self.left, 0):.0f} s at most", file=sys.stderr, flush=True)
 
 
 def meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
@@ -31,15 +54,19 @@ def meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socke
     """
     names, links = {0: _name(0)}, {}
     with _listener(section) as listener:
-        deadline = time.monotonic() + START_SECONDS
+        wait = Wait()
         while missing := sorted(set(range(section.processes)) - set(names)):
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            those = f"process {', '.join(map(str, missing))}"
+            if wait.left <= 0:
+                raise _refused(links.values(), f"mesh.processes={section.processes}: {those} has not come within "
+                               f"{START_SECONDS} s; start each with its own mesh.process, and mesh.coordinator="
+                               f"{section.coordinator}")
+            listener.settimeout(0.2)
             try:
                 link, _ = listener.accept()
             except TimeoutError:
-                raise ShoalError(f"mesh.processes={section.processes}: process {', '.join(map(str, missing))} has not "
-                                 f"come within {START_SECONDS} s; start each with its own mesh.process, and "
-                                 f"mesh.coordinator={section.coordinator}") from None
+                wait.report(f"{those} at {section.coordinator}")
+                continue
             try:
                 one = _read_line(link, seconds=10)
                 number, count, name = int(one["process"]), int(one["processes"]), str(one["name"])
@@ -50,15 +77,20 @@ def meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socke
                 if count != section.processes else f"mesh.process={number}, as {names[number]} has" \
                 if number in names else ""
             if wrong:
-                for other in (*links.values(), link):
-                    _send_line(other, {"error": f"{name} was started with {wrong}"})
-                    other.close()
-                raise ShoalError(f"{name} was started with {wrong}")
+                raise _refused((*links.values(), link), f"{name} was started with {wrong}")
             names[number], links[number] = name, link
     listed = [names[number] for number in range(section.processes)]
     for link in links.values():
         _send_line(link, {"names": listed})
     return listed, links
+
+
+def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
+    """The error with this text, which the processes of these links raise too."""
+    for link in links:
+        _send_line(link, {"error": text})
+        link.close()
+    return ShoalError(text)
 
 
 def _listener(section: MeshSection) -> socket.socket:
@@ -78,26 +110,29 @@ def _listener(section: MeshSection) -> socket.socket:
 def meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
     """In the other processes: the names of all, and the link to process 0, once all have come."""
     host, _, port = section.coordinator.rpartition(":")
-    deadline, reported = time.monotonic() + START_SECONDS, False
+    wait = Wait()
     while True:
         try:
             link = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
             break
         except OSError as error:
-            if time.monotonic() > deadline:
+            if wait.left <= 0:
                 raise ShoalError(f"mesh.coordinator={section.coordinator}: nobody answers there "
                                  f"({error.strerror or error}) after {START_SECONDS} s; start process 0 "
                                  "(mesh.process=0) on that host, with this port open") from error
-        if not reported:
-            reported = True
-            print(f"waiting for process 0 at {section.coordinator}", file=sys.stderr, flush=True)
+        wait.report(f"process 0 at {section.coordinator}")
         time.sleep(0.2)
     try:
         _send_line(link, {"process": section.process, "processes": section.processes, "name": _name(section.process)})
-        answer = _read_line(link, START_SECONDS + 10)
+        wait = Wait()
+        while not select.select([link], [], [], 1)[0] and wait.left > -10:  # process 0 gives up first, with its reason
+            wait.report("the other processes, which have yet to meet process 0")
+        answer = _read_line(link, seconds=10)
         if "error" in answer:
             link.close()
             raise ShoalError(answer["error"])
+        print(f"process {section.process}: all {section.processes} have come; process 0 prints what they do",
+              file=sys.stderr, flush=True)
         return list(answer["names"]), {0: link}
     except (OSError, ValueError, KeyError, TypeError) as error:
         link.close()

@@ -24,6 +24,7 @@ import jax
 
 from shoal.config.schema import MeshSection
 from shoal.mesh.coordination import service_apart
+from shoal.mesh.gather import gather_bytes
 from shoal.mesh.meeting import START_SECONDS, meet_main, meet_others
 from shoal.mesh.pathways import uses_pathways
 from shoal.types import ShoalError
@@ -36,8 +37,13 @@ LEAVE_SECONDS = 45
 """How long a process that fails waits for the others to fail too; if they do not, it has failed alone."""
 REPORT_SECONDS = 60
 """After so long the process that is waited for is named."""
+STORE_BYTES = 1 << 16
+"""More than this of a process goes by the devices' collectives: process 0 would send all that its store holds to all
+others (100 MB between two processes of a machine: 2.2 s, by Gloo 0.7)."""
 ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
 """Environments of several processes that JAX recognises and that are looked for."""
+PER_NODE = {"SLURM_STEP_TASKS_PER_NODE": "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK"}
+"""Variables of launchers: the processes on this node (Slurm's may be `4(x2)`, of nodes), and which of them this is."""
 NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
 """The keys of a run in one process. They say how a run is started, not what it computes."""
 
@@ -62,7 +68,8 @@ def find_processes(section: MeshSection) -> MeshSection:
     if section.process >= max(section.processes, 1):
         raise ShoalError(f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 to "
                          f"{section.processes - 1}")
-    if section.processes > 1 and not section.coordinator.rpartition(":")[2].isdigit():
+    host, _, port = section.coordinator.rpartition(":")
+    if section.processes > 1 and not (host and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ShoalError(f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777")
     return section if section.processes > 1 else replace(section, **NO_SECTION)
 
@@ -91,7 +98,7 @@ class World:
     names: list[str] = field(default_factory=list)  # `process 1 (host, pid 12)`
     sequence: int = 0
     links: list[socket.socket] = field(default_factory=list)  # process 0 has one to each other process, these to it
-    left_alone: bool = False
+    alone_code: int | None = None  # the exit code of a process that leaves while others do not
 
     @property
     def is_main(self) -> bool:
@@ -103,35 +110,41 @@ class World:
         if self.count == 1:
             return [data]
         self.sequence += 1
-        head = f"{what}\n".encode()
-        self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + data)
-        found = [data if number == self.index else self._wait(number, head) for number in range(self.count)]
+        head, length = f"{what}\n".encode(), len(data) if len(data) > STORE_BYTES else 0
+        # The length goes before what is gathered, so that all processes are there, and know how much there is.
+        mark = json.dumps([length, jax.process_index()]).encode() + b"\n"
+        mine = mark if length else mark + data
+        self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + mine)
+        found = [mine if number == self.index else self._wait(number, head) for number in range(self.count)]
         # Whoever has given its part of this exchange has read all of the last one.
         if self.sequence > 1:
             self.client.key_value_delete(f"shoal/{self.sequence - 1}/{self.index}")
-        return found
+        marks, _, stored = zip(*(one.partition(b"\n") for one in found), strict=True)
+        lengths, rows = zip(*map(json.loads, marks), strict=True)
+        if not any(lengths):
+            return list(stored)
+        gathered = gather_bytes(data if length else b"", rows, lengths)
+        return [large or small for large, small in zip(gathered, stored, strict=True)]
 
     def exchange_json(self, what: str, value: Any) -> list[Any]:
         return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
 
     def _wait(self, number: int, head: bytes) -> bytes:
+        report_at = time.monotonic() + REPORT_SECONDS
         while True:
-            try:
-                data = self.client.blocking_key_value_get_bytes(f"shoal/{self.sequence}/{number}",
-                                                                REPORT_SECONDS * 1000)
+            try:  # a second at a time: in between, Ctrl-C is heard
+                data = self.client.blocking_key_value_get_bytes(f"shoal/{self.sequence}/{number}", 1000)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             # No deadline: a slow process is waited for, one that has ended ends this one (`_watch`).
-            self._say(f"waiting for {self.names[number]}: {head.decode().strip()}")
+            if time.monotonic() > report_at and self.is_main:
+                report_at += REPORT_SECONDS
+                print(f"waiting for {self.names[number]}: {head.decode().strip()}", file=sys.stderr, flush=True)
         if not data.startswith(head):
             raise RuntimeError(f"processes have lost step: {head!r} here, {data[:80]!r} in {self.names[number]}")
         return data.removeprefix(head)
-
-    def _say(self, text: str) -> None:
-        if self.is_main:
-            print(text, file=sys.stderr, flush=True)
 
     # -- the end
 
@@ -141,8 +154,9 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.count == 1:
             return
-        self.left_alone = True
-        self.left_alone = not self._leave(START_SECONDS if kind is None else LEAVE_SECONDS)
+        self.alone_code = exit_code_of(kind or Exception)
+        if self._leave(START_SECONDS if kind is None else LEAVE_SECONDS):
+            self.alone_code = None
 
     def _leave(self, seconds: float) -> bool:
         """True once all processes are here; False after so long."""
@@ -189,17 +203,30 @@ class World:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             os.write(2, reason.encode())
-        os._exit(1)
+        os._exit(exit_code_of(ShoalError))
 
     def farewell(self) -> None:
         """At the exit of the process, whose errors are printed by then."""
-        if self.left_alone:
+        if self.alone_code is not None:
             # JAX would wait for the others first, and end this process where they end because this one has failed.
             sys.stdout.flush()
-            os._exit(1)
+            os._exit(self.alone_code)
         for link in self.links:
             with contextlib.suppress(OSError):
                 link.sendall(b"farewell\n")
+
+
+def own_gpus() -> list[int] | None:
+    """The GPU of this process where a launcher starts several on a node; None for all that it sees."""
+    for per_node, number in PER_NODE.items():
+        if os.environ.get(per_node, "1").partition("(")[0] != "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+            return [int(os.environ[number])]
+    return None
+
+
+def exit_code_of(kind: type[BaseException]) -> int:
+    """The exit code of the command line for an exception, where Python is left without its own way out."""
+    return 2 if issubclass(kind, ShoalError) else 130 if issubclass(kind, KeyboardInterrupt) else 1
 
 
 _joined: list[World] = []
@@ -218,12 +245,10 @@ def join(section: MeshSection) -> World:
     # For CPU devices; by default JAX has no collectives between processes there.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
-    # Slurm with a process for each GPU: JAX gives each its own. Else a process has all devices that it sees.
-    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0]
     with service_apart():
         jax.distributed.initialize(
             section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
-            cluster_detection_method="deactivate" if per_node == "1" else None,
+            cluster_detection_method="deactivate", local_device_ids=own_gpus(),
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
     from jax._src import distributed
 

@@ -164,15 +164,14 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
 
     trainer = role("trainer", mesh, TRAINER_RULES)
     sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), SAMPLER_RULES)
-    if jax.process_count() > 1:
-        _check_processes(section, numbers, trainer, sampler, len(devices))
     if set(numbers.reference) == set(numbers.trainer):
-        return Roles(trainer, sampler, trainer)  # one layout, and so one program for its log-probs and the trainer's
+        # One layout, and so one program for its log-probs and the trainer's.
+        return _checked(section, Roles(trainer, sampler, trainer), devices)
     scoring = [devices[number] for number in numbers.reference]
     within = math.gcd(*map(len, by_slice(scoring)))
     tensor = math.gcd(section.tensor, within)
     mesh = as_mesh(arrange_copies(scoring, (math.gcd(within // tensor, hidden_size), tensor)), mesh.axis_names)
-    return Roles(trainer, sampler, role("reference", mesh, TRAINER_RULES))
+    return _checked(section, Roles(trainer, sampler, role("reference", mesh, TRAINER_RULES)), devices)
 
 
 def role_options(section: MeshSection, device: Any) -> tuple[tuple[str, Any], ...]:
@@ -196,20 +195,34 @@ def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], n
     return as_mesh(arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES)
 
 
-def _check_processes(section: MeshSection, numbers: RoleDevices, trainer: Role, sampler: Role, count: int) -> None:
-    """ShoalError for what several processes refuse: idle devices, roles on devices of their own, a replica over two."""
-    processes = jax.process_count()
-    if numbers.sampler != numbers.trainer or set(numbers.reference) != set(numbers.trainer):
-        raise ShoalError(f"a run in {processes} processes has all roles on all devices, since each process samples on "
-                         "its own: leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process")
-    if trainer.mesh.size != count:
-        raise ShoalError(f"mesh.data={section.data} x mesh.fsdp={section.fsdp} x mesh.tensor={section.tensor} uses "
-                         f"{trainer.mesh.size} of {count} devices, but {processes} processes train on all of theirs: "
-                         "set mesh.fsdp=-1")
-    if any(len({device.process_index for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
-        raise ShoalError(f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have "
-                         f"{count // processes} devices each: set mesh.sampler_tensor="
-                         f"{math.gcd(sampler.tensor, count // processes)}")
+def _checked(section: MeshSection, roles: Roles, devices: Sequence[Any]) -> Roles:
+    """The roles; ShoalError where this is one of several processes, which cannot have them."""
+    if jax.process_count() > 1 and (
+            reason := refusal(section, roles, {device: device.process_index for device in devices})):
+        raise ShoalError(reason)
+    return roles
+
+
+def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:
+    """Why a process on each host cannot have these roles; "" if it can. `hosts`: of each device that is available.
+
+    Refused are idle devices, roles on devices of their own, and a replica over two processes.
+    """
+    processes, trainer, sampler = len(set(hosts.values())), roles.trainer.mesh, roles.sampler
+    if processes == 1:
+        return ""
+    if any(set(role.mesh.devices.flat) != set(trainer.devices.flat) for role in roles.all):
+        return (f"a run in {processes} processes has all roles on all devices, since each process samples on its own: "
+                "leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process")
+    if trainer.size != len(hosts):
+        return (f"mesh.data={section.data} x mesh.fsdp={section.fsdp} x mesh.tensor={section.tensor} uses "
+                f"{trainer.size} of {len(hosts)} devices, but {processes} processes train on all of theirs: set "
+                "mesh.fsdp=-1")
+    if any(len({hosts[device] for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
+        each = len(hosts) // processes
+        return (f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have {each} "
+                f"devices each: set mesh.sampler_tensor={math.gcd(sampler.tensor, each)}")
+    return ""
 
 
 def view_of(role: Role, devices: Sequence[Any]) -> Role:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,16 @@ class Topology:
             return f"{self.num_devices} {self.kind.upper()}" + (f" ({self.shape[0]} machines)" * (self.shape[0] > 1))
         text = f"{self.num_chips} {self.kind} chips ({f'{self.slices} slices of ' * (self.slices > 1)}{shape})"
         return text + f", {self.num_devices} devices" * (a.devices > 1)
+
+    def hosts(self, devices: Sequence[Any]) -> dict[Any, int]:
+        """The host of each of the topology's devices, as a run's processes would have them."""
+        a = self.accelerator
+        if a.is_tpu and not (a.torus == 2 and math.prod(self.shape) <= 8):
+            return {device: device.process_index for device in devices}
+        # JAX takes a GPU that is not here for a host of its own, and eight chips of v5e or v6e, which one host has, for
+        # two hosts.
+        each = len(devices) // (self.slices if a.is_tpu else self.shape[0])
+        return {device: number // each for number, device in enumerate(devices)}
 
 
 def parse_topology(text: str) -> Topology:

@@ -2,6 +2,8 @@
 
     requests 0 1 2 3 4 -> process 0 plays 0 2 4, process 1 plays 1 3 -> all have the groups 0 1 2 3 4
 
+More requests of the same step (dynamic sampling's) are dealt on from there: the next is process 1's.
+
 A sampler is local to its process: it has whole replicas, and samples without waiting for others. Every process
 continues with what was exchanged, its own groups too, so that all learn from the same numbers.
 """
@@ -17,7 +19,7 @@ from shoal.model.transformer import Model
 from shoal.report.groups import from_table, to_table
 from shoal.rollout.player import Player
 from shoal.rollout.publication import local_part
-from shoal.types import Example, Failure, Group, GroupRequest, Params, RolloutStats, ShoalError, StopRequested
+from shoal.types import Example, Failure, Group, GroupRequest, Params, Purpose, RolloutStats, ShoalError, StopRequested
 
 NOWHERE = Example(0, "")
 """In place of an exchanged group's example: every process has the request, which holds it."""
@@ -34,13 +36,16 @@ class DealtPlayer:
     world: World
     model: Model
     stats: RolloutStats = field(default_factory=RolloutStats)
+    dealt: tuple[Purpose | None, int, int] = None, 0, 0  # purpose and step, and how many of their requests were dealt
 
     def play(self, requests: Sequence[GroupRequest], version: int, params: Params) -> list[Group]:
         """The groups of these requests, in their order; all ask for groups of one size."""
         world, first, ended = self.world, requests[0], {}
         groups: list[Group] = []
+        holders = self._deal(requests)
         try:
-            if mine := requests[world.index :: world.count]:
+            self.player.stop.check()  # a process without a share is asked to stop, too
+            if mine := [one for one, holder in zip(requests, holders, strict=True) if holder == world.index]:
                 groups = self.player.play(mine, version, local_part(self.model, params))
         except StopRequested:
             ended = {"stop": True}
@@ -57,7 +62,14 @@ class DealtPlayer:
         if errors := [head["error"] for head in heads if "error" in head]:
             raise ShoalError(errors[0])
         played = [iter(_groups(table)) for _, table in parts]
-        return [_restored(next(played[number % world.count]), request) for number, request in enumerate(requests)]
+        return [_restored(next(played[holder]), request) for holder, request in zip(holders, requests, strict=True)]
+
+    def _deal(self, requests: Sequence[GroupRequest]) -> list[int]:
+        """The process that plays each request. Every step begins at process 0, so a resumed run deals alike."""
+        purpose, step = requests[0].purpose, requests[0].step
+        begin = self.dealt[2] if self.dealt[:2] == (purpose, step) else 0
+        self.dealt = purpose, step, begin + len(requests)
+        return [number % self.world.count for number in range(begin, begin + len(requests))]
 
     def _add(self, stats: dict) -> None:
         """Adds a process's figures: the seconds of the one that took longest since they were last read, else sums."""

@@ -20,6 +20,7 @@ from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of
 from shoal.mesh.reshard import in_order_of
+from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
@@ -84,6 +85,7 @@ class Job:
         a = replace(self.architecture, num_layers=layers) if layers else self.architecture
         self.model: Model = replace(model, architecture=a)
         self.sampler_model = self.model.on(self.roles.sampler)
+        self.hosts = self.topology.hosts(devices) if self.topology else dict.fromkeys(devices, 0)
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -255,6 +257,7 @@ class Job:
                                        num_scorings(c.algorithm, bool(c.teacher.path))),
             "published_bytes": bytes_per_device([own for _, own in self._copied()]) if self.roles.disaggregated else 0,
             "link": kind.link if kind else None,
+            "hosts": len(set(self.hosts.values())), "refusal": refusal(c.mesh, self.roles, self.hosts),
         }
 
     def _roles(self) -> dict[str, Role]:

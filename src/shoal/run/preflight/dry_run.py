@@ -54,6 +54,13 @@ def check_dry_run(config: Any) -> list[Finding]:
         given_rewards(config.reward)
     if is_training and (task or own_model):
         _check_inputs(config, task, model_is_here, findings)
+    if command == "train" and (config.mesh.coordinator or config.mesh.processes or config.mesh.process >= 0):
+        from shoal.mesh.processes import find_processes
+
+        if (processes := find_processes(config.mesh).processes) > 1:
+            findings.of("mesh").warning(f"mesh.processes={processes}: the devices of the others are not known here; "
+                                        "mesh and memory are judged when all have met, before weights are read")
+            return findings.at("wrong", "warning")
     needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
     topology = getattr(config, "topology", "")
     if own_mesh or needs_devices or topology or (is_training and _tokens(config) > LARGE_STEP):

@@ -110,8 +110,8 @@ class Role:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which rows of a batch and groups of a sampler are split."""
-        return dict(self.rules)["rows"]
+        """Mesh axes over which rows of a batch and groups of a sampler are split; none in a program of one replica."""
+        return dict(self.rules)["rows"] or ()
 
     @property
     def tensor(self) -> int:

@@ -42,7 +42,8 @@ STYLES = {"llama3": "llama3", "qwen2": "chatml", "qwen3": "chatml"}
 @pytest.fixture(scope="module", params=STYLES)
 def family(request, tmp_path_factory) -> tuple[Workshop, Path]:
     """Two steps with the model's own template, and the run folder."""
-    workshop = Workshop(tmp_path_factory.mktemp(request.param), request.param, STYLES[request.param])
+    workshop = Workshop(tmp_path_factory.mktemp(request.param), request.param, STYLES[request.param],
+                        num_hidden_layers=1)
     return workshop, workshop.train("run", "model.template=", "sampling.max_prompt_tokens=256", "seed=3")
 
 

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,31 +115,27 @@ def cut(workshop: Workshop, name: str, monkeypatch, place, method: str, call: in
     return workshop.runs / name
 
 
-def put_back(run: Path, kept: Path) -> Path:
-    shutil.rmtree(run)
-    shutil.copytree(kept, run)
-    return run
-
-
 @pytest.fixture(scope="module")
-def stopped_once(workshop, tmp_path_factory) -> tuple[Path, Path]:
-    """A run that died in its fourth update, and a copy of what it left."""
-    with pytest.MonkeyPatch.context() as patch:
-        run = cut(workshop, "stopped", patch, Updater, "update", 4, *WORDS)
-    return run, Path(shutil.copytree(run, tmp_path_factory.mktemp("kept") / "stopped"))
+def stopped_in(workshop, tmp_path_factory) -> Callable[[int], Path]:
+    """What a run leaves that dies in an update: made once, put back for each test."""
+
+    @cache
+    def made(update: int) -> tuple[Path, Path]:
+        with pytest.MonkeyPatch.context() as patch:
+            run = cut(workshop, f"stopped_in_{update}", patch, Updater, "update", update, *WORDS)
+        return run, Path(shutil.copytree(run, tmp_path_factory.mktemp("kept") / "run"))
+
+    def put_back(update: int) -> Path:
+        run, kept = made(update)
+        shutil.rmtree(run)
+        return Path(shutil.copytree(kept, run))
+
+    return put_back
 
 
 @pytest.fixture
-def stopped(stopped_once) -> Path:
-    return put_back(*stopped_once)
-
-
-@pytest.fixture(scope="module")
-def stopped_later(workshop, tmp_path_factory) -> tuple[Path, Path]:
-    """The same in the sixth."""
-    with pytest.MonkeyPatch.context() as patch:
-        run = cut(workshop, "stopped_later", patch, Updater, "update", 6, *WORDS)
-    return run, Path(shutil.copytree(run, tmp_path_factory.mktemp("kept") / "stopped_later"))
+def stopped(stopped_in) -> Path:
+    return stopped_in(4)
 
 
 @pytest.mark.parametrize(("place", "method", "call"), [
@@ -210,8 +208,8 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["a bit", "half a file", "extra", "state"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whole, stopped_later, capsys, damage):
-    run = put_back(*stopped_later)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whole, stopped_in, capsys, damage):
+    run = stopped_in(6)
     assert versions(run) == [2, 4]
     newest = run / "checkpoints" / "4"
     largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
@@ -376,8 +374,8 @@ def test_hidden_leftovers_do_not_make_a_folder_foreign(workshop):
     workshop.train("hidden", "steps=0", "train.pass_k=0")
 
 
-def test_a_torn_line_is_taken_back(workshop, whole, stopped_later):
-    run = put_back(*stopped_later)
+def test_a_torn_line_is_taken_back(workshop, whole, stopped_in):
+    run = stopped_in(6)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"step": 6, "reward/me')

@@ -31,6 +31,8 @@ from shoal.trainer.loss import Objective
 from shoal.trainer.step_table import step_advantages
 from shoal.types import Example, ShoalError
 
+pytestmark = pytest.mark.compile_quickly
+
 FIGURES = Path(__file__).parent / "figures"
 SYSTEMS = ("maxtext", "torchrl", "trl", "tunix", "verl")
 

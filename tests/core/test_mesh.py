@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from small import ON_POLICY, QWEN3, batches, learner, random_groups, relative, roles
+from tiny_runs import forget_programs
 
 from shoal.config.schema import AlgorithmSection, Config, MeshSection, OptimizerSection
 from shoal.mesh import Roles, devices, make_mesh, make_roles
@@ -167,6 +168,7 @@ def test_the_compiled_update_holds_its_part_alone():
 @pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2)])
 def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capfd):
     """So were the embeddings of all tokens, forward and backward, where both `data` and `fsdp` split rows."""
+    forget_programs()  # what is compiled already would say nothing
     one = Learner(Model(SMALL, roles(*mesh).trainer), ON_POLICY, OptimizerSection(), 10)
     batch = put_batch(one.model, batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)[0])
     jax.config.update("jax_enable_compilation_cache", False)  # the compiler is to speak
@@ -247,7 +249,7 @@ def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     assert new and resumed and int(checksum(new.parameters)) == int(checksum(resumed.parameters))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_what_is_published_after_an_update_has_another_checksum(mesh):
     """The old weights, published again, would go unnoticed by everything else."""
     where = roles(*mesh)

@@ -20,6 +20,8 @@ from shoal.mesh import make_roles
 from shoal.model import hf
 from shoal.model.transformer import Architecture, Parameters
 
+pytestmark = pytest.mark.compile_quickly
+
 GOLDEN = Path(__file__).parent / "golden"
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
 TOLERANCE = 1e-4

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tiny_runs import metrics
+
 import shoal
 
 
-def test_ten_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):
-    summary = shoal.train(seed=0, steps=10, task={"num_eval_questions": 200}, train={"pass_k": 0},
+def test_six_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):
+    summary = shoal.train(seed=0, steps=6, task={"num_eval_questions": 200}, train={"pass_k": 0},
                           base_output_directory=str(tmp_path))
     before, after = summary["before"]["held_out"], summary["after"]["held_out"]
     assert 0.20 <= before["accuracy"] <= 0.55 and before["well_formed"] >= 0.95
     assert after["accuracy"] >= before["accuracy"] + 0.05
     assert after["well_formed"] >= 0.95
+    # Compiled as for users: other tests compare the two with programs compiled quickly.
+    assert all(row["sampler_gap/logprob_max"] < 2e-5 for row in metrics(Path(summary["run_folder"])))

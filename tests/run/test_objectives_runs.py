@@ -8,16 +8,18 @@ import shutil
 import numpy as np
 import pytest
 from tiny_models import write_model_with_tokenizer
-from tiny_runs import groups, metrics, parameters_of, same_bits
+from tiny_runs import PROGRAMS_OF_TWO, groups, metrics, parameters_of, same_bits
 
 from shoal import cli
 from shoal.report.metrics import is_clock
 
 pytestmark = pytest.mark.compile_quickly
 
+CUT = ("sampling.top_p=0.7", "sampling.top_k=30", "sampling.max_support=20")
+
 
 def test_a_run_with_truncation_agrees_with_its_sampler(workshop):
-    cut = ("sampling.top_p=0.7", "sampling.top_k=30", "sampling.max_support=20", "algorithm.num_minibatches=2")
+    cut = (*CUT, "algorithm.num_minibatches=2")
     run = workshop.train("cut", *cut)
     assert all(row["sampler_gap/logprob_max"] < 1e-4 for row in metrics(run))
     stored = groups(run, 1)[0]["completions"][0]
@@ -29,7 +31,7 @@ def test_a_run_with_truncation_agrees_with_its_sampler(workshop):
 
 
 def test_a_truncated_step_is_learnt_again_from_its_stored_groups(workshop, capsys):
-    run = workshop.train("cut-replay", "sampling.top_p=0.7", "checkpoint.every=0", "steps=3")
+    run = workshop.train("cut-replay", *CUT, "checkpoint.every=0", "steps=3")
     capsys.readouterr()
     assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -46,7 +48,7 @@ def choosy(completions, answer, **kwargs):
     return [sum(map(ord, text)) % 3 if int(gold) % 2 else 1.0 for text, gold in zip(texts, answer)]
 ''')
     return (f"reward={file}:choosy", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_by=reward",
-            "batch.prompts_per_step=4", "steps=3")
+            "batch.prompts_per_step=4", "steps=3", *PROGRAMS_OF_TWO)
 
 
 def numbers(run):
@@ -124,7 +126,8 @@ def test_small_data_ends_the_search_not_the_run(workshop, choosy):
 
 def test_a_teacher_alone_is_learnt_from(workshop):
     teacher = write_model_with_tokenizer(workshop.folder / "teacher", "qwen3", "chatml", seed=5)
-    words = (f"teacher.path={teacher}", "algorithm.advantage=none", "steps=12", "batch.prompts_per_step=4")
+    words = (f"teacher.path={teacher}", "algorithm.advantage=none", "steps=12", "batch.prompts_per_step=4",
+             *PROGRAMS_OF_TWO)
     run = workshop.train("taught", *words)
     told = [row["teacher/kl"] for row in metrics(run)]
     assert np.mean(told[-3:]) < 0.8 * np.mean(told[:3])
@@ -140,8 +143,8 @@ def test_a_teacher_of_other_tokens_is_refused(workshop, capsys):
 
 
 def test_prompts_by_the_device_go_on_by_name(workshop):
-    workshop.train("by-device", "batch.prompts_per_device=4", "steps=1")
-    run = workshop.train("by-device", "batch.prompts_per_device=4", "steps=2")
+    workshop.train("by-device", "batch.prompts_per_device=4", *PROGRAMS_OF_TWO, "steps=1")
+    run = workshop.train("by-device", "batch.prompts_per_device=4", *PROGRAMS_OF_TWO, "steps=2")
     assert [len(groups(run, step)) for step in (1, 2)] == [4, 4]
 
 
@@ -150,7 +153,8 @@ def test_everything_at_once_runs_and_is_told(workshop):
         "all", "reward.overlong_buffer_tokens=10", "reward.overlong_penalty=0.5", "algorithm.entropy_coef=0.01",
         "algorithm.correction=icepop", "algorithm.correction_level=geometric", "algorithm.kl_coef=0.05",
         "algorithm.kl_weighted=true", "algorithm.kl_clamp_value=10", "algorithm.clip_dual=3", "algorithm.num_epochs=2",
-        "algorithm.advantage=gdpo", "algorithm.aggregation=prompt-mean", "batch.prompts_per_device=4")
+        "algorithm.advantage=gdpo", "algorithm.aggregation=prompt-mean", "batch.prompts_per_device=4",
+        *PROGRAMS_OF_TWO)
     for row in metrics(run):
         assert row["rewards/overlong"] < 0 and row["correction/weight"] == pytest.approx(1, abs=1e-3)
         assert row["correction/zero"] == 0 and row["kl"] >= 0

@@ -363,6 +363,7 @@ def vowels(completions, **kwargs):
 """)
     keys = settings(other, task={"name": "gsm8k", "path": str(other.data)}, reward=f"{other.rewards}:vowels",
                     batch={"prompts_per_step": 3, "group_size": 3}, seed=5, optimizer={"lr": 3e-2, "warmup_steps": 0},
+                    train={"evaluate_every": -1},
                     algorithm={"name": "gspo-token", "num_minibatches": 3, "kl_coef": 0.1})
     assert len(os.listdir("/proc/self/task")) > threading.active_count()  # XLA's threads are not Python's
     between = shoal.train(**keys, run_name="between")

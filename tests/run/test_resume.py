@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from small import QWEN3, learner, random_parameters
-from tiny_runs import Workshop, checkpoints, groups, metrics, read_lines
+from tiny_runs import PROGRAMS_OF_TWO, Workshop, checkpoints, groups, metrics, read_lines
 
 from shoal import cli
 from shoal.config.loading import compose
@@ -47,7 +49,7 @@ from shoal.types import ShoalError, StopRequested
 pytestmark = pytest.mark.compile_quickly
 
 CLOCKS = ("time/", "throughput/", "memory/", "compilations")
-WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=2")
+WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=4")
 
 
 class Killed(BaseException):
@@ -57,6 +59,16 @@ class Killed(BaseException):
 @pytest.fixture(scope="module")
 def whole(workshop) -> Path:
     return workshop.train("whole", *WORDS)
+
+
+SEVERAL = (*WORDS, "algorithm.kl_coef=0.1", "algorithm.num_epochs=2", "algorithm.num_minibatches=2",
+           "optimizer.schedule=linear")
+
+
+@pytest.fixture(scope="module")
+def several(workshop) -> Path:
+    """A run of four updates a step, with a reference."""
+    return workshop.train("several", *SEVERAL)
 
 
 def without_clocks(rows: list[dict]) -> list[dict]:
@@ -103,6 +115,29 @@ def cut(workshop: Workshop, name: str, monkeypatch, place, method: str, call: in
     return workshop.runs / name
 
 
+@pytest.fixture(scope="module")
+def stopped_in(workshop, tmp_path_factory) -> Callable[[int], Path]:
+    """What a run leaves that dies in an update: made once, put back for each test."""
+
+    @cache
+    def made(update: int) -> tuple[Path, Path]:
+        with pytest.MonkeyPatch.context() as patch:
+            run = cut(workshop, f"stopped_in_{update}", patch, Updater, "update", update, *WORDS)
+        return run, Path(shutil.copytree(run, tmp_path_factory.mktemp("kept") / "run"))
+
+    def put_back(update: int) -> Path:
+        run, kept = made(update)
+        shutil.rmtree(run)
+        return Path(shutil.copytree(kept, run))
+
+    return put_back
+
+
+@pytest.fixture
+def stopped(stopped_in) -> Path:
+    return stopped_in(4)
+
+
 @pytest.mark.parametrize(("place", "method", "call"), [
     (Updater, "update+", 4), (Recorder, "step", 3), (Checkpoints, "save", 2), (Checkpoints, "save+", 2),
     (Checkpoints, "_prune", 3), (JsonlSink, "write+", 7), (RunFolder, "write_groups", 6),
@@ -122,10 +157,14 @@ def test_cut_twice_and_in_the_middle_of_going_on(workshop, whole, monkeypatch):
     assert_equal_ends(whole, workshop.train("twice", *WORDS))
 
 
+def test_a_run_of_several_updates_a_step(workshop, several, monkeypatch):
+    cut(workshop, "several_cut", monkeypatch, Updater, "update+", 4, *SEVERAL)
+    assert_equal_ends(several, workshop.train("several_cut", *SEVERAL))
+
+
 @pytest.mark.parametrize("words", [
-    ("algorithm.kl_coef=0.1", "algorithm.num_epochs=2", "algorithm.num_minibatches=2", "optimizer.schedule=linear"),
-    ("train.retire_above=0.1", "batch.prompts_per_step=7", "reward.call=step"),
-    ("mesh.fsdp=4", "mesh.tensor=2"),
+    ("train.retire_above=0.1", "batch.prompts_per_step=7", "reward.call=step", *PROGRAMS_OF_TWO),
+    ("mesh.fsdp=4", "mesh.tensor=2", "steps=4", "train.evaluate_every=2"),
 ])
 def test_other_kinds_of_run(workshop, monkeypatch, words):
     name = words[0].replace("=", "_")
@@ -169,8 +208,8 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["a bit", "half a file", "extra", "state"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whole, monkeypatch, capsys, damage):
-    run = cut(workshop, f"damaged_{damage}", monkeypatch, Updater, "update", 6, *WORDS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whole, stopped_in, capsys, damage):
+    run = stopped_in(6)
     assert versions(run) == [2, 4]
     newest = run / "checkpoints" / "4"
     largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
@@ -191,13 +230,12 @@ def files(run: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
 
 
-def test_with_no_whole_checkpoint_nothing_is_touched(workshop, monkeypatch, capsys):
-    run = cut(workshop, "all_damaged", monkeypatch, Updater, "update", 4, *WORDS)
-    shutil.rmtree(run / "checkpoints" / "2" / "state")
-    before = files(run)
-    error = failed(capsys, workshop.words(run.name, *WORDS))
-    assert f"no checkpoint of {run} is whole" in error and "nothing was changed" in error
-    assert files(run) == before
+def test_with_no_whole_checkpoint_nothing_is_touched(workshop, stopped, capsys):
+    shutil.rmtree(stopped / "checkpoints" / "2" / "state")
+    before = files(stopped)
+    error = failed(capsys, workshop.words(stopped.name, *WORDS))
+    assert f"no checkpoint of {stopped} is whole" in error and "nothing was changed" in error
+    assert files(stopped) == before
 
 
 @pytest.mark.parametrize(("words", "fault", "said"), [
@@ -245,7 +283,7 @@ def test_an_evaluation_that_was_not_filed_whole_is_made_again(workshop, whole, m
 def test_reference_weights_that_changed_are_refused(workshop, monkeypatch, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(workshop.model, model)
-    words = (*WORDS, "algorithm.kl_coef=0.1", f"model={model}")
+    words = (*SEVERAL, f"model={model}")
     run = cut(workshop, "reference", monkeypatch, Updater, "update", 4, *words)
     weights = load_file(model / "model.safetensors")
     save_file({name: value * np.float32(1.5) for name, value in weights.items()}, model / "model.safetensors")
@@ -256,7 +294,7 @@ def test_training_ends_where_everything_is_learnt(workshop, capsys):
     """Every answer passes, so no prompt is left after the first epoch."""
     rewards = workshop.folder / "always.py"
     rewards.write_text("def always(completions, **_):\n    return [1.0] * len(completions)\n")
-    words = ("steps=30", "batch.prompts_per_step=5", "train.retire_above=0.9", "train.pass_k=0")
+    words = ("steps=30", "batch.prompts_per_step=5", "train.retire_above=0.9", "train.pass_k=0", *PROGRAMS_OF_TWO)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PassRates, "add", lambda self, groups: self.counts.update(
             {group.example.row: (4, 4.0) for group in groups}))
@@ -336,13 +374,13 @@ def test_hidden_leftovers_do_not_make_a_folder_foreign(workshop):
     workshop.train("hidden", "steps=0", "train.pass_k=0")
 
 
-def test_a_torn_line_is_taken_back(workshop, whole, monkeypatch):
-    run = cut(workshop, "torn", monkeypatch, Updater, "update", 6, *WORDS)
+def test_a_torn_line_is_taken_back(workshop, whole, stopped_in):
+    run = stopped_in(6)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"step": 6, "reward/me')
     (run / "groups" / ".step_000006.parquet.tmp").write_text("{")
-    assert_equal_ends(whole, workshop.train("torn", *WORDS))
+    assert_equal_ends(whole, workshop.train(run.name, *WORDS))
 
 
 # ---- what may change, and what is said
@@ -354,10 +392,6 @@ def failed(capsys, words: list[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.fixture
-def stopped(workshop, monkeypatch, request) -> Path:
-    name = "stopped_" + "".join(c if c.isalnum() else "_" for c in request.node.name)
-    return cut(workshop, name, monkeypatch, Updater, "update", 4, *WORDS)
 
 
 def test_another_configuration_under_the_same_name_is_refused(workshop, stopped, capsys):
@@ -458,7 +492,8 @@ def test_the_model_need_not_be_there_any_more(workshop, whole, monkeypatch, tmp_
     assert_equal_ends(whole, workshop.train("moved", *words))
 
 
-def test_last_is_the_run_started_last(workshop, stopped, whole, capsys):
+def test_last_is_the_run_started_last(workshop, whole, monkeypatch, capsys):
+    stopped = cut(workshop, "last_of_all", monkeypatch, Updater, "update", 4, *WORDS)
     base = f"base_output_directory={workshop.runs}"
     assert find_run("last", workshop.runs) == stopped
     assert cli.main(["train", "resume=last", base]) == 0
@@ -598,21 +633,15 @@ def is_saving(run: Path) -> bool:
     return folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())
 
 
-def test_kill_and_interrupt_of_the_process(workshop, whole):
-    """Three times SIGKILL (once while saving), then SIGINT, then to the end here: equal to the unbroken run. Killed as
-    it saves first, the run has lines of metrics and no whole checkpoint; killed later, both."""
+def test_kills_of_the_process(workshop, whole):
+    """Twice SIGKILL, then to the end here: equal to the unbroken run. Killed as it saves first, the run has lines of
+    metrics and no whole checkpoint; killed later, both."""
     run = workshop.runs / "process_cut"
-    for moment in (lambda: (run / "config.yaml").is_file(), lambda: is_saving(run), lambda: num_lines(run) == 3):
+    for moment in (lambda: is_saving(run), lambda: num_lines(run) == 3):
         running = process(workshop, run.name)
         wait_for(moment, running)
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
-    running = process(workshop, run.name)
-    wait_for(lambda: num_lines(run) >= 4, running)
-    running.send_signal(signal.SIGINT)
-    out, error = running.communicate(timeout=100)
-    assert running.returncode == 130 and "which is saved; resume: shoal train resume=" in error, (out, error)
-    assert "stopping: complete steps are saved" in error and "Traceback" not in error
     assert_equal_ends(whole, workshop.train(run.name, *WORDS, "reward.workers=2"))
 
 
@@ -651,7 +680,7 @@ def assert_stopped(run: Path, saved_step: int, code: int, error: str, seconds: f
     assert "Traceback" not in error and versions(run)[-1] == saved_step
 
 
-def test_a_process_whose_workers_hang_ends_within_seconds(workshop, hanging):
+def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop, hanging):
     reached, words, unbroken = hanging
     run = workshop.runs / "stopped_process"
     reached.with_name("hang_at").write_text("4")
@@ -659,8 +688,9 @@ def test_a_process_whose_workers_hang_ends_within_seconds(workshop, hanging):
     running = process(workshop, run.name, *words)
     wait_for(reached.exists, running)
     started = time.monotonic()
-    running.send_signal(signal.SIGTERM)
+    running.send_signal(signal.SIGINT)
     _, error = running.communicate(timeout=100)
+    assert "stopping: complete steps are saved" in error
     assert_stopped(run, 4, running.returncode, error, time.monotonic() - started)
     reached.with_name("hang_at").write_text("")
     assert_equal_ends(unbroken, workshop.train(run.name, *words, "reward.workers=2"))
@@ -751,52 +781,46 @@ def test_a_signal_is_raised_out_of_a_wait():
         raise AssertionError
 
 
-def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, monkeypatch):
+def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, several, monkeypatch):
     """After the first update of a step the state that it began with is spent: the newest checkpoint stands."""
-    words = (*WORDS, "algorithm.num_minibatches=2")
-    unbroken = workshop.train("two_updates", *words)
     original, calls = Updater._update_once, 0
 
     def stops(self, *args, **kwargs):
         nonlocal calls
         calls += 1
-        if calls == 8:  # the second of the fourth step
+        if calls == 14:  # the second of the fourth step
             self.stop.requested_at = time.monotonic() - 60
         return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(Updater, "_update_once", stops)
-        assert cli.main(workshop.words("two_updates_cut", *words)) == 130
-    assert versions(workshop.runs / "two_updates_cut") == [2] and len(metrics(workshop.runs / "two_updates_cut")) == 3
-    assert_equal_ends(unbroken, workshop.train("two_updates_cut", *words))
+        assert cli.main(workshop.words("several_stopped", *SEVERAL)) == 130
+    assert versions(workshop.runs / "several_stopped") == [2] and len(metrics(workshop.runs / "several_stopped")) == 3
+    assert_equal_ends(several, workshop.train("several_stopped", *SEVERAL))
 
 
-def test_a_full_disk_loses_nothing(workshop, whole, monkeypatch, capsys):
-    run = cut(workshop, "full", monkeypatch, Updater, "update", 4, *WORDS)
+def test_a_full_disk_loses_nothing(workshop, whole, stopped, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # no file may grow above it; a checkpoint's would
     try:
-        error = failed(capsys, workshop.words(run.name, *WORDS))
+        error = failed(capsys, workshop.words(stopped.name, *WORDS))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "Traceback" not in error
     [line] = [line for line in error.splitlines() if line.startswith("error: ")]
     assert "cannot be written" in line and "make room" in line
-    assert versions(run) == [2]
-    assert_equal_ends(whole, workshop.train("full", *WORDS))
+    assert versions(stopped) == [2]
+    assert_equal_ends(whole, workshop.train(stopped.name, *WORDS))
 
 
-def test_too_little_room_is_met_before_anything_is_written(workshop, whole, monkeypatch, capsys):
-    from types import SimpleNamespace
-
-    run = cut(workshop, "room", monkeypatch, Updater, "update", 4, *WORDS)
+def test_too_little_room_is_met_before_anything_is_written(workshop, whole, stopped, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        error = failed(capsys, workshop.words(run.name, *WORDS))
+        error = failed(capsys, workshop.words(stopped.name, *WORDS))
     assert "No space left on device" in error and "MiB are needed, 0.0 MiB are free" in error
     assert "make room, then give the same command again" in error and error.count("\n") == 1
-    assert versions(run) == [2] and not is_saving(run)
-    assert_equal_ends(whole, workshop.train("room", *WORDS))
+    assert versions(stopped) == [2] and not is_saving(stopped)
+    assert_equal_ends(whole, workshop.train(stopped.name, *WORDS))
 
 
 def test_the_names_left_out_are_clocks():

@@ -1,6 +1,6 @@
 """Programs compiled for devices that are here or not, and what their collectives move.
 
-    python compiled.py v5p:2x2x2 update bfloat16 float32    # prints the optimised program
+    python compiled.py v5p:2x2x2 update bfloat16 float32    # prints the optimised program, one for each reduce_dtype
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def compiled_elsewhere(topology: str, program: str, *arguments: object) -> str:
     if find_spec(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     done = subprocess.run([sys.executable, __file__, topology, program, *map(str, arguments)], capture_output=True,
-                          text=True, env=os.environ | ENVIRONMENT | {"JAX_DEFAULT_MATMUL_PRECISION": "default"})
+                          text=True, env=os.environ | ENVIRONMENT | {"JAX_DEFAULT_MATMUL_PRECISION": "default",
+                                                                     "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -133,8 +134,9 @@ def collectives(text: str) -> list[Collective]:
 def main(topology: str, program: str, *arguments: str) -> None:
     devices = topology_devices(parse_topology(topology))
     if program == "update":
-        dtype, reduce_dtype = arguments
-        print(compiled_update(devices, dtype, reduce_dtype).as_text())
+        dtype, *reduce_dtypes = arguments
+        for reduce_dtype in reduce_dtypes:
+            print(compiled_update(devices, dtype, reduce_dtype).as_text(), end="\f")
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
     else:

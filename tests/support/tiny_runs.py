@@ -69,6 +69,9 @@ def number(completions, **kwargs):
 '''
 PLAIN = "{{ messages[-1].content }}="
 """A chat template that keeps prompts short."""
+PROGRAMS_OF_TWO = ("sampling.slots_per_device=8", "batch.micro_tokens=160")
+"""Words that let a step of more prompts use the programs of a step of two: 8 slots, and micro-batches of 2 rows with a
+prompt and 4 completions of 16 tokens."""
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "")

@@ -106,6 +106,8 @@ def test_a_large_layer_is_computed_by_blocks():
     assert attention_kind(one, 4, 64, 8, 64) == "reference"
     assert attention_kind(one, 4, 2048, 8, 2048) == attention_kind(eight, 4, 2048, 8, 2048) == "blocked"
     assert attention_kind(one, 8, 256, 8, 512) == "blocked" and attention_kind(eight, 8, 256, 8, 512) == "reference"
+    kept = replace(one, remat="none")  # of all layers
+    assert attention_kind(kept, 2, 256, 8, 512) == "blocked" and attention_kind(one, 2, 256, 8, 512) == "reference"
     assert attention_kind(replace(one, attention="reference"), 4, 2048, 8, 2048) == "reference"
 
 

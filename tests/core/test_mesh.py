@@ -416,6 +416,24 @@ def test_jax_tries_accelerators_only_where_there_may_be_some(file, content, poss
     assert devices.accelerators_possible(tmp_path)  # with a driver
 
 
+def test_jax_tries_plug_ins_that_no_entry_point_names(tmp_path, monkeypatch):
+    (tmp_path / "sys").mkdir()
+    monkeypatch.setattr(devices, "entry_points", lambda group: ())
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: (tmp_path / "missing").read_text())
+    assert not devices.accelerators_possible(tmp_path)
+    monkeypatch.setattr(devices, "find_spec",
+                        lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path / "plugins")]))
+    (tmp_path / "plugins" / "xla_cuda13").mkdir(parents=True)
+    (tmp_path / "plugins" / "xla_cuda13" / "__init__.py").touch()
+    assert not devices.accelerators_possible(tmp_path)
+    (tmp_path / "plugins" / "other.py").touch()
+    assert devices.accelerators_possible(tmp_path)
+    (tmp_path / "plugins" / "other.py").unlink()
+    monkeypatch.setenv("PJRT_NAMES_AND_LIBRARY_PATHS", "other:/lib/other.so")
+    assert devices.accelerators_possible(tmp_path)
+
+
 def test_a_machine_without_accelerators_is_asked_for_its_cpu_alone(monkeypatch):
     jax.config.update("jax_platforms", None)
     try:

@@ -142,3 +142,20 @@ def test_rows_of_a_prefill_enter_groups_of_their_replica():
     assert scheduler.admit() is None  # two wait
     scheduler.finish(7)
     assert scheduler.admit() == Admission(64, (8, 9), (4, 7), (2, 3))
+
+
+def test_a_prefill_waits_until_most_of_its_rows_have_a_group_of_their_replica():
+    """It costs the same however few rows are used: with one row for the groups of one replica it is not worth it."""
+    scheduler = Scheduler(num_groups=16, prefill_rows=4, replicas=4)
+    for id in range(24):
+        scheduler.submit(id, 64)
+    placed = dict(pair for _ in range(4) for one in [scheduler.admit()] if one
+                  for pair in zip(one.groups, one.ids, strict=True))
+    for group in range(4):  # all of the first replica
+        scheduler.finish(placed[group])
+    assert scheduler.admit() is None
+    scheduler.finish(placed[4])
+    assert scheduler.admit() is None
+    scheduler.finish(placed[8])
+    admitted = scheduler.admit()
+    assert admitted and admitted.groups == (0, 4, 8)

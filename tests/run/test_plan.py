@@ -363,3 +363,11 @@ def test_a_plan_for_devices_that_are_not_here(model, topology, needed):
                for row in found.programs["accumulate"]["collectives"])
     floor, hidden, none = found.step_seconds
     assert 0 < floor <= hidden <= none
+
+
+def test_a_dry_run_refuses_what_the_plan_refuses(capsys):
+    """The model's heads, by the topology's devices."""
+    words = ["plan", "topology=h200:3", "model.name=qwen2.5-1.5b", "mesh.tensor=3", "--dry-run"]
+    assert cli.main(words) == 2
+    assert "mesh.tensor=3" in capsys.readouterr().err
+    assert cli.main([*words[:3], "mesh.fsdp=3", "--dry-run"]) == 0

@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_
     (run / "summary.json").unlink()
     (run / GROUPS).unlink()
     for part in (run / "checkpoints" / "2" / "state" / "ocdbt.process_1" / "d").iterdir():
-        part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+        part.write_bytes(part.read_bytes()[:1])  # of half a file what is missing may be an index that nothing reads
     two.hold.touch()
     started = two.start("again", "steps=3")
     deadline = time.monotonic() + 200

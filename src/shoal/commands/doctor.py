@@ -81,7 +81,9 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         trained, roles, has_mesh = check_mesh(config, report)
         loaded = check_model(trained, report)
         if loaded and has_mesh:
-            roles = run_roles(trained, loaded.architecture, available_devices(trained.mesh))
+            has_mesh = False
+            with report.check("devices", "mesh").errors():
+                roles, has_mesh = run_roles(trained, loaded.architecture, available_devices(trained.mesh)), True
         prompts = check_data(trained, task, loaded, report) if task and loaded else None
         if task and pool and not check_reward(pool, task, loaded, prompts, report):
             pool = None

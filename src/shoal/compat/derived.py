@@ -57,10 +57,10 @@ def derive_devices(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def derive_sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, TRL, verl: devices that share a sampler; -1 leaves it open. Scripts name it for a machine of eight:
+    """MaxText, TRL, verl: devices that share a sampler; -1 and 1 leave it open. Scripts name it for a machine of eight:
     it is dropped where the keys count the sampler's devices and it does not divide them, as on a mesh of one."""
     *_, (name, text) = given.items()
-    if text == "-1":
+    if text in ("-1", "1"):  # scripts name the default: where a replica does not fit one device, it has more
         return {"mesh.sampler_tensor": "0"}, ""
     size, devices = to_int(name, text), _sampler_devices(get)
     if devices and devices % size:

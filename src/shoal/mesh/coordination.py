@@ -15,6 +15,8 @@ from typing import Any
 
 import jaxlib._jax as jaxlib
 
+from shoal.types import ShoalError
+
 OUTLIVES_SECONDS = 5
 """By then the other processes have seen that process 0 has ended."""
 
@@ -38,7 +40,8 @@ class CoordinationService:
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)  # no Ctrl-C
         assert self.process.stdout
         if self.process.stdout.readline() != "ready\n":
-            raise OSError(f"no coordination service listens at {address}")
+            raise ShoalError(f"mesh.coordinator: JAX's coordination service cannot listen at {address}; choose another "
+                             "port")
 
     def shutdown(self) -> None:
         self.process.communicate("stop")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,9 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
     The compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs: asked for devices on a machine with
     neither, each prints a page of errors.
     """
-    if any(not one.name.startswith("xla_cuda") for one in entry_points(group="jax_plugins")):
+    folders = spec.submodule_search_locations if (spec := find_spec("jax_plugins")) else ()
+    plugins = {one.name for one in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))}
+    if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or any(not name.startswith("xla_cuda") for name in plugins):
         return True
     patterns = ("dev/accel*", "dev/vfio/[0-9]*", "dev/nvidia*", "dev/dxg")  # dxg: of Windows' Linux
     if not (root / "sys").exists() or any(next(root.glob(pattern), None) for pattern in patterns):

@@ -109,6 +109,21 @@ def _listener(section: MeshSection) -> socket.socket:
 
 def meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
     """In the other processes: the names of all, and the link to process 0, once all have come."""
+    deadline = time.monotonic() + 2 * OUTLIVES_SECONDS  # the service of a run that was killed just now may answer
+    while True:
+        try:
+            return _meet_main(section)
+        except _Unreadable:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
+
+
+class _Unreadable(ShoalError):
+    """What answers at the coordinator's address is no process 0 that waits for others."""
+
+
+def _meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
     host, _, port = section.coordinator.rpartition(":")
     wait = Wait()
     while True:
@@ -136,8 +151,8 @@ def meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]
         return list(answer["names"]), {0: link}
     except (OSError, ValueError, KeyError, TypeError) as error:
         link.close()
-        raise ShoalError(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a run, or it "
-                         "has ended; start it again, or give another port") from error
+        raise _Unreadable(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a run, or "
+                          "it has ended; start it again, or give another port") from error
 
 
 def _name(number: int) -> str:

@@ -14,14 +14,16 @@ from shoal.model.blocked_attention import KeyValues, attend_by_blocks
 from shoal.model.transformer import AttentionFn, Model
 
 SCORE_BYTES = 2**31
-"""Scores of a layer on a device above which `model.attention=auto` computes them by blocks."""
+"""Scores on a device above which `model.attention=auto` computes them by blocks: of a layer, since the backward pass
+computes them again, or of all where `model.remat=none` keeps them."""
 
 
 def attention_kind(model: Model, rows: int, prefix: int, slots: int, size: int) -> str:
     """`reference` or `blocked`, for rows of a prompt and slots of these sizes: `model.attention`, or by memory."""
     if model.attention != "auto":
         return model.attention
-    scores = rows * (prefix**2 + slots * size * (prefix + size)) * model.architecture.num_heads
+    layers = model.architecture.num_layers if model.remat == "none" else 1
+    scores = rows * (prefix**2 + slots * size * (prefix + size)) * model.architecture.num_heads * layers
     return "blocked" if 4 * scores // (model.role.row_shards * model.role.tensor) > SCORE_BYTES else "reference"
 
 

@@ -80,7 +80,7 @@ lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied
 update/skipped | updates | sum | updates skipped because a gradient was not finite
 version | steps | last | training steps that the weights have made
-version/unchanged | versions | sum | publications of weights that no update has changed since the one before
+version/unchanged | versions | sum | publications of the same arrays as the version before
 staleness | steps | mean | version of the trainer minus the version that sampled the token
 staleness/max | steps | max | the largest such difference
 tokens/sampled | tokens | sum | tokens sampled

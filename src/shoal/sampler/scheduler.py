@@ -43,11 +43,13 @@ class Scheduler:
     def admit(self) -> Admission | None:
         """The next prefill, or None if decoding should continue."""
         wanted = min(self.prefill_rows, len(self.waiting))
-        if wanted == 0 or not self.free or (len(self.free) < wanted and self.running):
+        room = self._room()
+        # A row can enter a group of its own replica alone: to wait until all are used would idle those that are ahead.
+        enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
+        if wanted == 0 or not room or (len(room) < enough and self.running):
             return None
         # The first one's bucket, not the fullest: otherwise a rare length would wait to the end of the step.
         bucket = self.waiting[0][1]
-        room = self._room()
         ids = [id for id, size in self.waiting if size == bucket][:len(room)]
         chosen = set(ids)
         self.waiting = deque(entry for entry in self.waiting if entry[0] not in chosen)

@@ -201,7 +201,7 @@ def changes(config: Config, job: Mapping[str, Any], change_results: bool = False
         if values:
             yield replace(change, values=values)
     if change_results:
-        yield from _other_results(config, job)
+        yield from other_results(config, job)
 
 
 def _batch(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
@@ -271,7 +271,7 @@ def _placement(config: Config, job: Mapping[str, Any], same: Mapping[str, Any]) 
                 yield Change({"mesh.reference": f"[{','.join(map(str, devices))}]"}, f"scored on the {whose}'s devices")
 
 
-def _other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
+def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """Changes of what is computed or learnt."""
     if job["model"]["dtype"] == "float32":
         yield Change({"model.dtype": "bfloat16"}, "computed in fewer bits")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.run.plan.advice import smaller
+from shoal.run.plan.advice import other_results, smaller
 from shoal.run.plan.figures import Figures, parts_text
 from shoal.run.plan.job import Job, planned_architecture
 from shoal.run.plan.predict import NOTHING, kept_bytes
@@ -49,11 +49,14 @@ def _plan_lines(config: Config, phases: Sequence[str], asked: int) -> tuple[str,
 
         own = _of_phase(job, phase)
         size = max(asked, kept_bytes(job, planned_architecture(config.model)) if phase == "update" else 0)
-        held[Figures(config, own, {}).peak] = parts_text(Figures(config, own, {}))
+        bare = Figures(config, own, {})
+        held[bare.peak] = parts_text(bare)
         figures = Figures(config, own, {LARGEST[phase]: {**NOTHING, "extra_bytes": size}})
         for one in smaller(figures, describe):
             lines.setdefault(one.change.key, one.text())
-    return f"; besides, a device holds {held[max(held)]}", "; ".join(lines.values())
+    last = {change.key for change in other_results(config, job)}  # of all phases, after what changes no result
+    return f"; besides, a device holds {held[max(held)]}", "; ".join(
+        lines[key] for key in sorted(lines, key=lambda key: key in last))
 
 
 def _of_phase(job: Mapping[str, Any], phase: str) -> dict[str, Any]:

@@ -66,9 +66,12 @@ def check_dry_run(config: Any) -> list[Finding]:
     if own_mesh or needs_devices or topology or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import available_devices, make_roles
         from shoal.mesh.topology import parse_topology, placeholder_devices
+        from shoal.run.loading import known_architecture
+        from shoal.run.sampler_size import run_roles
 
         devices = placeholder_devices(parse_topology(topology)) if topology else available_devices(config.mesh)
-        roles = make_roles(config.mesh, devices)
+        known_model = known_architecture(config.model) if topology else None
+        roles = run_roles(config, known_model, devices) if known_model else make_roles(config.mesh, devices)
         config = with_prompts(config, roles.trainer.mesh.size) if is_training else config
         if is_training:
             from shoal.run.preflight.inputs import check_idle
@@ -77,7 +80,6 @@ def check_dry_run(config: Any) -> list[Finding]:
         if is_training and model_is_here and not topology:
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
-            from shoal.run.sampler_size import run_roles
 
             loaded = open_model(config.model, None)
             roles = run_roles(config, loaded.architecture, available_devices(config.mesh))

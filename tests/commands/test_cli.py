@@ -427,7 +427,9 @@ assert [main(words) for words in {commands!r}] == [2] * 7
 import jax
 jax.config.update("jax_platforms", "kpu")
 assert [main(words) for words in {commands!r}] == [2] * 7""", JAX_PLATFORMS="cuda")
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    # Where the plug-in is installed, JAX itself prints once why it does not start: a cause, and what came of it.
+    printed_by_jax = 2 * done.stderr.count("Jax plugin configuration error")
+    assert done.returncode == 0 and done.stderr.count("Traceback") == printed_by_jax <= 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 14 and "(cpu, cuda, tpu)" not in done.stderr
     for platform, lines in (("cuda", errors[:7]), ("kpu", errors[7:])):

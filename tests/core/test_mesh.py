@@ -16,6 +16,7 @@ from tiny_runs import forget_programs
 
 from shoal.config.schema import AlgorithmSection, Config, MeshSection, OptimizerSection
 from shoal.mesh import Roles, devices, make_mesh, make_roles
+from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.layout import as_mesh
 from shoal.model import transformer
 from shoal.model.transformer import Model, Parameters, array_checksum, checksum, is_param_spec, param_specs, shardings
@@ -443,3 +444,14 @@ def test_a_machine_without_accelerators_is_asked_for_its_cpu_alone(monkeypatch):
         assert devices.available_devices() and jax.config.values["jax_platforms"] == "cpu"
     finally:
         jax.config.update("jax_platforms", "cpu")
+
+
+def test_a_run_takes_the_share_of_a_gpu_that_its_plan_counts_on(monkeypatch):
+    name, kind = "XLA_PYTHON_CLIENT_MEM_FRACTION", ACCELERATORS["h200"]
+    monkeypatch.delenv(name, raising=False)
+    devices.available_devices()
+    assert kind.usable_bytes == int(float(devices.os.environ[name]) * kind.hbm_bytes) < kind.hbm_bytes
+    monkeypatch.setenv(name, "0.5")
+    devices.available_devices()
+    assert devices.os.environ[name] == "0.5"
+    assert ACCELERATORS["v5p"].usable_bytes == ACCELERATORS["v5p"].hbm_bytes

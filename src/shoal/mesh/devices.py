@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from shoal.config.schema import MeshSection
+from shoal.mesh.accelerators import GPU_SHARE
 from shoal.mesh.pathways import start_pathways, uses_pathways
 from shoal.types import ShoalError
 
@@ -29,6 +30,7 @@ def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
         start_pathways()
     elif not jax.config.values["jax_platforms"] and not accelerators_possible():
         jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read where JAX meets its first GPU
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed

@@ -66,4 +66,4 @@ def other_weights(roles: Roles, a: Architecture, scored: Sequence[Architecture],
 def device_memory(device: Any) -> int:
     """Bytes of a device's memory, as its maker says, so that a plan and a run decide alike; 0 if it is not known."""
     known = accelerator_of(device.device_kind)
-    return known.hbm_bytes if known else 0
+    return known.usable_bytes if known else 0

@@ -231,7 +231,7 @@ class Job:
         c, a = self.config, self.architecture
         group = (c.sampling.max_prompt_tokens, [c.sampling.max_completion_tokens] * c.batch.group_size)
         groups, kind = [group] * c.batch.prompts_per_step, self.accelerator
-        total = kind.hbm_bytes if kind else available_memory(self.roles.trainer.mesh.devices.flat).total
+        total = kind.usable_bytes if kind else available_memory(self.roles.trainer.mesh.devices.flat).total
         sharing = 1 if kind or self.roles.trainer.platform != "cpu" else self.roles.trainer.mesh.size
         peak = kind.peaks.get(jnp.dtype(self.model.dtype).name) if kind else None
         here = 0 if self.topology else len(available_devices())

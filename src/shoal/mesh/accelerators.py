@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-
 GPU_SHARE = 0.92
 """Of a GPU's memory that a run takes; JAX by itself takes 0.75. What is left serves CUDA, NCCL and cuBLAS."""
 

@@ -27,7 +27,7 @@ from shoal.report.console import Console
 from shoal.report.findings import key_in
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.run.plan.exhausted import explain_out_of_memory
+from shoal.run.plan.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget, machine_memory
 from shoal.run.preflight.reward import (
     KINDS,

@@ -208,13 +208,13 @@ def test_what_does_not_fit_names_the_key_that_mends_it(keys, extra, expected):
     figures, describe = job_here(**keys)
     figures = larger(figures, **extra)
     assert not figures.fits
-    told = replace(figures, **advise(figures, describe))
-    assert "does not fit: " in verdict(told) and expected in verdict(told)
+    text = verdict(replace(figures, **advise(figures, describe)))
+    assert "does not fit: " in text and expected in text
 
 
 def test_what_is_held_is_mended_by_the_mesh():
     """Without a compiled program: the masters of data-parallel copies, a copy of the sampler, no key at all."""
-    def told(memory: int, **keys: Any) -> str:
+    def advised(memory: int, **keys: Any) -> str:
         figures, describe = job_here(**keys)
 
         def small(config: Config) -> dict[str, Any]:
@@ -224,11 +224,11 @@ def test_what_is_held_is_mended_by_the_mesh():
         assert not figures.fits
         return verdict(replace(figures, **advise(figures, small)))
 
-    copies = told(6_000_000, **{"mesh.data": 8})
+    copies = advised(6_000_000, **{"mesh.data": 8})
     assert "mesh.fsdp=-1 mesh.data=1 (now 1 and 8)" in copies
     assert ", before anything is compiled (Adam's moments 6.7 MiB, " in copies
-    assert "mesh.sampler_tensor=2 (now auto)" in told(3_500_000, **{"mesh.fsdp": 8, "sampling.slots_per_device": 8})
-    assert "more devices (mesh.fsdp): some " in told(1000, **{"mesh.fsdp": 8})
+    assert "mesh.sampler_tensor=2 (now auto)" in advised(3_500_000, **{"mesh.fsdp": 8, "sampling.slots_per_device": 8})
+    assert "more devices (mesh.fsdp): some " in advised(1000, **{"mesh.fsdp": 8})
 
 
 def test_keys_that_save_time_are_named_with_bytes_and_seconds():
@@ -242,8 +242,8 @@ def test_keys_that_save_time_are_named_with_bytes_and_seconds():
     assert "more a device, about " in remat["text"] and "less a step" in remat["text"]
     together = found["mesh.trainer"]
     assert together["text"].startswith("mesh.trainer=1.0 mesh.sampler=1.0") and together["saves"] > 0.05
-    told = verdict(replace(figures, **advise(figures, describe)))
-    assert "; a step takes about " in told and told.endswith(advise(figures, describe)["advice"][0]["text"])
+    text = verdict(replace(figures, **advise(figures, describe)))
+    assert "; a step takes about " in text and text.endswith(advise(figures, describe)["advice"][0]["text"])
 
 
 def test_a_transfer_that_one_key_removes_is_named_with_the_key():

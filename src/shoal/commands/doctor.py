@@ -26,7 +26,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.run.derived import with_prompts
 from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, open_data
-from shoal.run.plan.exhausted import explain_out_of_memory
+from shoal.run.plan.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, set_sizes
 from shoal.run.preflight.memory import (

@@ -37,9 +37,9 @@ def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
         asked = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0]
         if through_proxy:
-            told = "" if "establish connection" in reason else f" ({reason})"  # of missing credentials, too
+            cause = "" if "establish connection" in reason else f" ({reason})"  # of missing credentials, too
             raise ShoalError(f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
-                             f"answers there{told}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
+                             f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
                              "use the devices of this machine") from error
         extras = [f"'shoal[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
         install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""

@@ -38,9 +38,9 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     # jax.nn.dot_product_attention returns for merging carries no gradient and has the keys' type, 1.5-3% off in
     # bfloat16 (docs/decisions).
     q = by_key_head(q, own.k.shape[-2])  # [R, S, C, K, g, A]
-    scores = [_masked(_einsum("rsckga,rstka->rskgct", q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
+    scores = [_masked(einsum32("rsckga,rstka->rskgct", q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
     if prefix is not None:
-        prefix_scores = _einsum("rsckga,rtka->rskgct", q, prefix.k)
+        prefix_scores = einsum32("rsckga,rtka->rskgct", q, prefix.k)
         scores.append(_masked(prefix_scores, prefix.mask[:, None, None, None, None]))
     # The maximum cancels in the quotient, so it needs no gradient.
     top = jax.lax.stop_gradient(jnp.maximum(*(s.max(-1) for s in scores)) if prefix else scores[0].max(-1))
@@ -48,9 +48,9 @@ def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
     parts = [jnp.where(s > LOWEST, jnp.exp(s - top[..., None]), 0.0) for s in scores]
     total = jnp.add(*(p.sum(-1) for p in parts)) if prefix else parts[0].sum(-1)
     total = jnp.where(total == 0.0, 1.0, total)
-    out = _einsum("rskgct,rstka->rsckga", parts[0].astype(own.v.dtype), own.v)
+    out = einsum32("rskgct,rstka->rsckga", parts[0].astype(own.v.dtype), own.v)
     if prefix is not None:
-        out += _einsum("rskgct,rtka->rsckga", parts[1].astype(prefix.v.dtype), prefix.v)
+        out += einsum32("rskgct,rtka->rsckga", parts[1].astype(prefix.v.dtype), prefix.v)
     # Divided once after both sets are summed, in float32: two normalised halves would be rounded twice in bfloat16.
     out = out / jnp.moveaxis(total, 4, 2)[..., None]
     return out.reshape(*out.shape[:3], -1, out.shape[-1]).astype(q.dtype)
@@ -62,7 +62,8 @@ def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
     return q.reshape(*q.shape[:-2], num_kv_heads, -1, q.shape[-1])
 
 
-def _einsum(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def einsum32(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` with a float32 result, whatever the type of the arrays."""
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
 
@@ -93,12 +94,12 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
         def add(number: jax.Array, carry: tuple) -> tuple:
             top, total, out = carry
             mask = block_of(keys.mask, number, -1).reshape(rows, -1, 1, 1, 1, size)
-            scores = _masked(_einsum(f"rsckga,{form}->rskgct", q, block_of(keys.k, number, -3)), mask)
+            scores = _masked(einsum32(f"rsckga,{form}->rskgct", q, block_of(keys.k, number, -3)), mask)
             # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
             new_top = jnp.maximum(top, scores.max(-1))
             shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
             v = block_of(keys.v, number, -3)
-            out = out * shrink[..., None] + _einsum(f"rskgct,{form}->rskgca", p.astype(v.dtype), v)
+            out = out * shrink[..., None] + einsum32(f"rskgct,{form}->rskgca", p.astype(v.dtype), v)
             return new_top, total * shrink + p.sum(-1), out
 
         return jax.lax.fori_loop(0, -(-num_keys // size), add, carry)

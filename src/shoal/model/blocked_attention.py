@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shoal.model.attention import LOWEST, by_key_head, largest_block
+from shoal.model.attention import LOWEST, by_key_head, einsum32, largest_block
 
 BLOCK = 512
 """Queries, and keys, of a block."""
@@ -37,7 +37,7 @@ def attend_by_blocks(q: jax.Array, prefix: tuple[KeyValues, jax.Array] | None, o
     """
     grouped, rows = by_key_head(q, own.k.shape[-2]), len(q)
     shared, prefix_len = prefix or (KeyValues(own.k[:, 0, :0], own.v[:, 0, :0]), jnp.zeros(rows, jnp.int32))
-    out: jax.Array = _attend(block, grouped, shared, own, prefix_len, segment)  # type: ignore[assignment]
+    out: Any = _attend(block, grouped, shared, own, prefix_len, segment)  # of a custom_vjp the type is not known
     return out.reshape(q.shape)
 
 
@@ -51,11 +51,12 @@ def _forward(block: int, q: jax.Array, prefix: KeyValues, own: KeyValues, prefix
              segment: jax.Array) -> tuple[jax.Array, Any]:
     def add(carry: tuple, one: _Pair) -> tuple:
         top, total, out = (one.of_queries(x, 4) for x in carry)
-        scores = jnp.where(one.mask, _einsum(f"rsckga,{one.form}->rskgct", one.of_queries(q, 2), one.keys.k), LOWEST)
+        scores = jnp.where(one.mask, einsum32(f"rsckga,{one.form}->rskgct", one.of_queries(q, 2), one.keys.k), LOWEST)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         p = jnp.where(one.mask, jnp.exp(scores - new_top[..., None]), 0.0)
-        out = out * shrink[..., None] + _einsum(f"rskgct,{one.form}->rskgca", p.astype(one.keys.v.dtype), one.keys.v)
+        part = einsum32(f"rskgct,{one.form}->rskgca", p.astype(one.keys.v.dtype), one.keys.v)
+        out = out * shrink[..., None] + part
         new = new_top, total * shrink + p.sum(-1), out
         return tuple(one.put_queries(x, part, 4) for x, part in zip(carry, new, strict=True))
 
@@ -72,20 +73,20 @@ def _forward(block: int, q: jax.Array, prefix: KeyValues, own: KeyValues, prefix
 def _backward(block: int, residuals: Any, d_out: jax.Array) -> tuple:
     q, prefix, own, prefix_len, segment, out, lse = residuals
     # Softmax's gradient: p * (dp - delta), with delta the sum of out * d_out over a head's dimensions.
-    delta = jnp.moveaxis(_einsum("rsckga,rsckga->rsckg", out, d_out), 2, 4)
+    delta = jnp.moveaxis(einsum32("rsckga,rsckga->rsckg", out, d_out), 2, 4)
 
     def add(carry: tuple, one: _Pair) -> tuple:
         d_q, *d_keys = carry
         queries, d_queries = one.of_queries(q, 2), one.of_queries(d_out, 2)
         known, subtracted = (one.of_queries(x, 4)[..., None] for x in (lse, delta))
-        scores = _einsum(f"rsckga,{one.form}->rskgct", queries, one.keys.k)
+        scores = einsum32(f"rsckga,{one.form}->rskgct", queries, one.keys.k)
         p = jnp.where(one.mask, jnp.exp(scores - known), 0.0)
-        d_p = _einsum(f"rsckga,{one.form}->rskgct", d_queries, one.keys.v)
+        d_p = einsum32(f"rsckga,{one.form}->rskgct", d_queries, one.keys.v)
         d_scores = (p * (d_p - subtracted)).astype(q.dtype)
-        part = _einsum(f"rskgct,{one.form}->rsckga", d_scores, one.keys.k)
+        part = einsum32(f"rskgct,{one.form}->rsckga", d_scores, one.keys.k)
         d_q = one.put_queries(d_q, one.of_queries(d_q, 2) + part, 2)
-        new = KeyValues(_einsum(f"rskgct,rsckga->{one.form}", d_scores, queries),
-                        _einsum(f"rskgct,rsckga->{one.form}", p.astype(q.dtype), d_queries))
+        new = KeyValues(einsum32(f"rskgct,rsckga->{one.form}", d_scores, queries),
+                        einsum32(f"rskgct,rsckga->{one.form}", p.astype(q.dtype), d_queries))
         d_keys[one.set] = KeyValues(*(one.add_keys(x, x_new) for x, x_new in zip(d_keys[one.set], new, strict=True)))
         return d_q, *d_keys
 
@@ -151,7 +152,3 @@ def _over_pairs(add: Callable[[tuple, _Pair], tuple], carry: tuple, block: int, 
         carry, _ = jax.lax.scan(of_prefix, carry, jnp.asarray(pairs, jnp.int32))
     pairs = [(query, key) for query in queries for key in queries if key <= query]
     return jax.lax.scan(of_own, carry, jnp.asarray(pairs, jnp.int32))[0]
-
-
-def _einsum(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)

@@ -316,14 +316,16 @@ def forward(
 def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """table[V, D] at tokens[R, T] -> [R, T, D]."""
     constrain = model.role.constrain
-    if model.role.row_axes == ("data", "fsdp"):
-        # A device of `fsdp` looks up its columns for the rows of all of these, then columns and rows change places.
-        # From tokens alone the partitioner makes [R, T, D] whole on each device where `data` splits rows too.
-        tokens = constrain(tokens, "fsdp_rows", None)
-    x = table[tokens].astype(model.dtype)  # the other way round would copy the whole table
-    if model.role.row_axes == ("data", "fsdp"):
-        x = constrain(x, "fsdp_rows", None, "embed")
-    return constrain(x, "rows", None, None)
+
+    def look_up(tokens: jax.Array) -> jax.Array:
+        return table[tokens].astype(model.dtype)  # the other way round would copy the whole table
+
+    if "fsdp" not in model.role.row_axes:
+        return constrain(look_up(tokens), "rows", None, None)
+    # A device of `fsdp` looks up its columns for the rows of all of these, then columns and rows change places. From
+    # tokens alone the partitioner makes [R, T, D] whole on each device where `data` splits rows too.
+    columns = constrain(look_up(constrain(tokens, "fsdp_rows", None)), "fsdp_rows", None, "embed")
+    return constrain(columns, "rows", None, None)
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:

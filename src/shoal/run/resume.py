@@ -137,7 +137,7 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         raise ShoalError(f"steps={config.steps}: the run {run} has made {made} already; give as many or more")
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         report.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
-                        f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
+                       f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
 
 
 def changed_keys(stored: Config, config: Config) -> list[str]:

@@ -191,8 +191,8 @@ def _seconds_of(figures: Figures, program: str, row: Mapping[str, Any]) -> float
 
 
 def changes(config: Config, job: Mapping[str, Any], change_results: bool = False) -> Iterator[Change]:
-    """Other values worth a trial, those that cost least first; with `change_results` also those that change what is
-    learnt, last."""
+    """Other values worth a trial, those that cost least first; with `change_results` also those that change the
+    run's results, last."""
     same = {"batch.prompts_per_device": 0, "batch.prompts_per_step": job["prompts"]} \
         if config.batch.prompts_per_device else {}
     each = _batch(config, job), _mesh(config, job, same), _placement(config, job, same)
@@ -272,7 +272,7 @@ def _placement(config: Config, job: Mapping[str, Any], same: Mapping[str, Any]) 
 
 
 def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
-    """Changes of what is computed or learnt."""
+    """Changes of what is computed or trained on."""
     if job["model"]["dtype"] == "float32":
         yield Change({"model.dtype": "bfloat16"}, "computed in fewer bits")
     if config.algorithm.kl_coef:

@@ -30,7 +30,7 @@ class Compilers:
 
     def answer(self, requests: Sequence[Request], done: Callable[[Request], None] = lambda _: None) -> list[
             dict[str, Any]]:
-        """The answers, in the order of the requests; `done` is told of each as it comes."""
+        """The answers, in the order of the requests; `done` is called for each as it comes."""
         if not self.topology:
             return [answer(request) for request in requests]
         count = min(self.count, len(requests))

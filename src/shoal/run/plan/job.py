@@ -234,9 +234,8 @@ class Job:
         total = kind.usable_bytes if kind else available_memory(self.roles.trainer.mesh.devices.flat).total
         sharing = 1 if kind or self.roles.trainer.platform != "cpu" else self.roles.trainer.mesh.size
         peak = kind.peaks.get(jnp.dtype(self.model.dtype).name) if kind else None
-        here = 0 if self.topology else len(available_devices())
         return {
-            "devices": self.topology.describe() if self.topology else f"the {count(here, 'device')} here",
+            "devices": self.topology.describe() if self.topology else f"the {count(len(self.hosts), 'device')} here",
             "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": self.model.dtype.name,
                       "remat": self.model.remat},
             "roles": {name: {"mesh": {axis: size for axis, size in role.mesh.shape.items() if size > 1},
@@ -244,7 +243,7 @@ class Job:
                              "links": axis_links(self.topology, kind, role.mesh)}
                       for name, role in self._roles().items()},
             "machines": self.topology.machines if self.topology else 1,
-            "num_devices": self.topology.num_devices if self.topology else here,
+            "num_devices": len(self.hosts),
             "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
             "held": self.held(),
             "shape": vars(self.shape) | {"tokens": self.shape.tokens},

@@ -71,8 +71,9 @@ class Trial:
         from shoal.trainer.batch import Shape, pack
 
         signs = np.resize([1.0, -0.7, 0.4], (PROMPTS, GROUP_SIZE))
-        shape = Shape(-(-PROMPTS // shards) * shards, 16, GROUP_SIZE, 32)
-        (batch,) = pack(groups, range(PROMPTS), signs, np.full_like(signs, 1e-2), shape, 1.0)
+        longest = 16 + GROUP_SIZE * 32
+        shape = Shape(shards, -(-PROMPTS // shards) * longest)
+        (batch,) = pack(groups, range(PROMPTS), signs, np.full_like(signs, 1e-2), [shape], 1.0)
         return batch
 
     def learner(self, role: Any, dtype: Any = None) -> Any:

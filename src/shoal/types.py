@@ -2,7 +2,7 @@
 
 Dimensions, used in the whole package:
 
-    P prompts      G completions a group   R rows of a micro-batch   S slots a row     C tokens a slot
+    P prompts      G completions a group   R rows of a micro-batch   S slots a group   C tokens a slot
     T tokens       V vocabulary            D hidden size             F intermediate    L layers
     H query heads  K key/value heads       A head size
 
@@ -11,7 +11,9 @@ Words, used in code, metrics and documents alike:
     example      one row of a data set: a prompt and the columns that rewards read
     group        the G completions of one prompt, with rewards: the unit of sampling, advantages, records and metrics
     completion   the tokens after a prompt; `loss_mask` is True at those that the model sampled itself
-    slot         room for one completion beside its prompt: S in a row of a micro-batch, G a group in the sampler
+    row          a stream of prompts and completions in a micro-batch, the tokens of one after the other
+    segment      one prompt or completion in a row
+    slot         room for one completion in the sampler, G a group
     version      the number of steps that the weights had been trained for
     sampler_logprobs, old_logprobs, ref_logprobs
                  log-probs of the same tokens: the sampler's when it sampled them, the trainer's before the first
@@ -339,7 +341,7 @@ class Scorer(Protocol):
     """Log-probs of given tokens: the reference's, a teacher's, or the trainer's before its update."""
 
     def score(self, batch: Any) -> Any:
-        """LearnerBatch -> float32[R, S, C], 0 at padding."""
+        """LearnerBatch -> float32[R, T], 0 at prompts and padding."""
         ...
 
     def compile(self, batch: Any) -> None:

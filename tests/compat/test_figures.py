@@ -155,7 +155,7 @@ def by_flags(system: str, case: dict[str, Any]) -> Ours:
     update = Update(rows, entropies, valid, np.ones((P, G), bool), cut & a.mask_truncated)
     use_old = Objective.of(a).use_old or "old" in case or system == "verl" or (
         uses_vllm(case) and a.correction != "none")  # only then, or for several updates, TRL keeps old log-probs
-    got = by_shoal(layout(update, dtype=np.float32, grid=(8, 2, 6)), replace(Objective.of(a), use_old=use_old))
+    got = by_shoal(layout(update, dtype=np.float32, grid=(16, 6)), replace(Objective.of(a), use_old=use_old))
     return Ours(config, advantages, update, got)
 
 

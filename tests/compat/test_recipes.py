@@ -162,7 +162,7 @@ def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[floa
     every = np.ones((P, G), bool)
     update = Update(grouped, entropies, every, every, ~every)
     objective = replace(Objective.of(a), use_old=True) if use_old else Objective.of(a)
-    got = by_shoal(layout(update, per_slot=2, dtype=np.float32), objective)
+    got = by_shoal(layout(update, per_row=2, dtype=np.float32), objective)
     weights = token_weights(AGGREGATIONS[a.aggregation].load(), update.lengths, every, every, a.aggregation_tokens or T)
     gradient = np.zeros((P * G, T))
     for (p, g), own in got.gradients(weights)[0].items():

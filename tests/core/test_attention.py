@@ -1,4 +1,4 @@
-"""Attention by blocks against the reference: values and gradients, ragged, packed, with and without a prompt."""
+"""Attention by blocks and by splash against the reference: values and gradients, ragged, several groups in a row."""
 
 from __future__ import annotations
 
@@ -11,82 +11,120 @@ import pytest
 from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
 
 from shoal.config.schema import OptimizerSection
-from shoal.model.attention import Keys, attend, largest_block
-from shoal.model.blocked_attention import KeyValues, attend_by_blocks
+from shoal.mesh import Role
+from shoal.model.attention import largest_block
+from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
-from shoal.model.prefix_attention import attention_kind
+from shoal.model.segment_attention import attend_at_once, attention_kind
+from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.model.transformer import Model, shardings
 from shoal.trainer.step import Learner
+from shoal.types import ShoalError
 
 pytestmark = pytest.mark.compile_quickly
 
-ROWS, SLOTS, HEAD_DIM = 2, 3, 8
+
+def rows_of(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A row of ragged groups with padding at its end, one of a single prompt, one of padding alone."""
+    rng = np.random.default_rng(0)
+    segment, prompt = np.zeros((2, 3, size), np.int32)
+    at, number = 0, 0
+    while at < size - 5:
+        number += 1
+        first = number
+        for length in rng.integers(1, size // 4, 4):
+            end = min(at + length, size - 5)
+            segment[0, at:end], prompt[0, at:end] = number, first
+            at, number = end, number + 1
+    segment[1], prompt[1] = 1, 1
+    return segment, prompt
 
 
-def segments(size: int) -> np.ndarray:
-    """Whole slots, slots of two completions and padding, an empty one."""
-    found = np.zeros((ROWS, SLOTS, size), np.int32)
-    found[0, 0] = 1
-    found[0, 1, : size // 2], found[0, 1, size // 2 : size - 3] = 1, 2
-    found[1, 0, :1] = 1
-    found[1, 2, : size - 1] = 1
+def allowed(segment: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """The rule, token by token: [R, T, T]."""
+    rows, size = segment.shape
+    found = np.zeros((rows, size, size), bool)
+    for row in range(rows):
+        for query in range(size):
+            for key in range(query + 1):
+                found[row, query, key] = segment[row, query] > 0 and (
+                    segment[row, key] in (segment[row, query], prompt[row, query]))
     return found
 
 
-def reference(q, prefix: KeyValues, prefix_len, own: KeyValues, segment):
-    size = segment.shape[-1]
-    mask = (segment[..., None] == segment[..., None, :]) & np.tri(size, dtype=bool) & (segment > 0)[..., None]
-    shared = Keys(*prefix, np.arange(prefix.k.shape[1]) < prefix_len[:, None]) if prefix.k.shape[1] else None
-    return attend(q, shared, Keys(*own, mask))
+def by_rule(q, k, v, segment, prompt):
+    """Softmax in float64 over the keys of the rule."""
+    mask, share = allowed(segment, prompt), q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, share, 2) for x in (k, v))
+    scores = np.where(mask[:, None], np.einsum("rqha,rtha->rhqt", q, k) * q.shape[-1] ** -0.5, -np.inf)
+    p = np.exp(scores - np.where(mask.any(-1), scores.max(-1).min(1), 0)[:, None, :, None])
+    total = p.sum(-1, keepdims=True)
+    return np.einsum("rhqt,rtha->rqha", p / np.where(total == 0, 1, total), v)
 
 
-def inputs(prefix: int, size: int, heads: int, key_heads: int, dtype):
-    rng = np.random.default_rng(0)
-
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal((*shape, HEAD_DIM)), dtype)
-
-    q, weight = draw(ROWS, SLOTS, size, heads), draw(ROWS, SLOTS, size, heads)
-    return q, KeyValues(draw(ROWS, prefix, key_heads), draw(ROWS, prefix, key_heads)), KeyValues(
-        draw(ROWS, SLOTS, size, key_heads), draw(ROWS, SLOTS, size, key_heads)), weight
+def inputs(size: int, heads: int, key_heads: int, head_dim: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal((3, size, n, head_dim)) for n in (heads, key_heads, key_heads, heads)]
 
 
-@pytest.mark.parametrize(("prefix", "size", "heads", "key_heads", "block"), [
-    (24, 48, 4, 2, 16), (16, 16, 2, 2, 512), (0, 32, 4, 1, 8), (48, 24, 6, 2, 16),
-])
-def test_blocks_give_the_values_and_gradients_of_the_reference(prefix, size, heads, key_heads, block):
-    prefix_len, segment = np.array([prefix - 5, 0], np.int32).clip(0), segments(size)
+def blocked(block: int, at_once: int):
+    def attention(q, k, v, segment, prompt):
+        return attend_by_blocks(q, k, v, blocks_of(segment, prompt, block), at_once)
 
-    def results(dtype):
-        q, shared, own, weight = inputs(prefix, size, heads, key_heads, jnp.float32)
-        exact = jax.tree.map(lambda x: x.astype(dtype), (q, shared, own))
+    return attention
 
-        def value(attention, *args):
-            return (attention(*args).astype(jnp.float32) * weight).sum()
 
-        def by_blocks(q, shared, own):
-            return attend_by_blocks(q, (shared, prefix_len), own, segment, block)
+def by_splash(q, k, v, segment, prompt):
+    return attend_rows(q, k, v, readings_of(segment, prompt), interpret=True)
 
-        def by_reference(q, shared, own):
-            return reference(q, shared, prefix_len, own, segment)
 
-        for attention in (by_blocks, by_reference):
-            out = jax.jit(attention)(*exact)
-            gradient = jax.jit(jax.grad(lambda *args, f=attention: value(f, *args), argnums=(0, 1, 2)))(*exact)
-            yield [np.asarray(x, np.float64) for x in (out, *jax.tree.leaves(gradient))]
+def test_the_reference_reads_what_the_rule_says():
+    (q, k, v, _), (segment, prompt) = inputs(32, 4, 2, 8), rows_of(32)
+    found = attend_at_once(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), segment, prompt)
+    np.testing.assert_allclose(found, by_rule(q, k, v, segment, prompt), atol=2e-6)
 
-    ours, exact = results(jnp.float32)
+
+@pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
+    (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
+    (by_splash, 160, 4, 2, 64),
+], ids=["blocked", "blocked in parts", "one key head", "splash"])
+def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
+    segment, prompt = map(jnp.asarray, rows_of(size))
+    *arrays, weight = inputs(size, heads, key_heads, head_dim)
+
+    def results(attention, dtype):
+        exact = [jnp.asarray(x, dtype) for x in arrays]
+
+        def value(*args):
+            out = attention(*args, segment, prompt)
+            return (out.astype(jnp.float32) * weight).sum(), out
+
+        (_, out), gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(*exact)
+        return [np.asarray(x, np.float64) for x in (out, *gradient)]
+
+    ours, exact = results(attention, jnp.float32), results(attend_at_once, jnp.float32)
     for one, other in zip(ours, exact, strict=True):
-        assert relative(one, other) < 1e-6 if other.any() else not one.any()
-    half, half_reference = results(jnp.bfloat16)
-    for one, rounded, other in zip(half, half_reference, exact, strict=True):
-        if other.any():
-            assert relative(one, other) < 1.5 * max(relative(rounded, other), 2e-3)
+        assert relative(one, other) < 1e-6
+    assert not ours[0][2].any() and not any(x[2].any() for x in ours[1:])  # padding
+    half, rounded = results(attention, jnp.bfloat16), results(attend_at_once, jnp.bfloat16)
+    for one, reference, other in zip(half, rounded, exact, strict=True):
+        assert relative(one, other) < 1.5 * max(relative(reference, other), 2e-3)
+
+
+@pytest.mark.parametrize("block", [8, 32])
+def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
+    segment, prompt = rows_of(96)
+    wanted = allowed(segment, prompt).reshape(3, 96 // block, block, 96 // block, block).any((2, 4))
+    found = np.asarray(needed_blocks(segment, prompt, block))
+    assert (found >= wanted).all()
+    # On the diagonal of blocks, a query and a key of its own segment may stand in the wrong order.
+    assert (found & ~wanted).sum() <= len(np.unique(segment[0]))
+    assert found[0].sum() < np.tri(96 // block).sum() or block > 8
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh):
-    groups = random_groups(QWEN3, 4, 3, 16, 16)
+    groups = random_groups(QWEN3, 12, 3, 16, 16)
     where = roles(*mesh)
     (batch,) = batches(groups, shards=where.trainer.row_shards)
     found = []
@@ -99,33 +137,47 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh):
         assert 0 < relative(exact, ours) < 1e-6
 
 
-def test_a_large_layer_is_computed_by_blocks():
-    """By its scores on one device: of 4 rows of 2,048 + 8 x 2,048 tokens with 64 heads, for example."""
-    one, eight = (Model(replace(QWEN3, num_heads=64, num_kv_heads=8), roles(*mesh).trainer)
-                  for mesh in ((1, 1, 1), (1, 1, 8)))
-    assert attention_kind(one, 4, 64, 8, 64) == "reference"
-    assert attention_kind(one, 4, 2048, 8, 2048) == attention_kind(eight, 4, 2048, 8, 2048) == "blocked"
-    assert attention_kind(one, 8, 256, 8, 512) == "blocked" and attention_kind(eight, 8, 256, 8, 512) == "reference"
-    kept = replace(one, remat="none")  # of all layers
-    assert attention_kind(kept, 2, 256, 8, 512) == "blocked" and attention_kind(one, 2, 256, 8, 512) == "reference"
-    assert attention_kind(replace(one, attention="reference"), 4, 2048, 8, 2048) == "reference"
+def test_the_kind_follows_from_device_and_shape(monkeypatch):
+    wide = replace(QWEN3, num_heads=64, num_kv_heads=8, head_dim=64)
+    one, eight = (Model(wide, roles(*mesh).trainer) for mesh in ((1, 1, 1), (1, 1, 8)))
+    kept = replace(one, remat="none")  # the scores of all layers
+
+    def kinds(rows: int, size: int) -> list[str]:
+        return [attention_kind(model, rows, size) for model in (one, eight, kept)]
+
+    assert kinds(4, 128) == ["reference"] * 3 and kinds(1, 256) == ["blocked"] * 3
+    monkeypatch.setattr(Role, "platform", "gpu")
+    assert kinds(1, 1024) == ["reference"] * 3 and kinds(1, 16384) == ["blocked"] * 3
+    assert kinds(1, 4096) == ["blocked", "reference", "blocked"] and kinds(2, 1500) == ["reference"] * 2 + ["blocked"]
+    monkeypatch.setattr(Role, "platform", "tpu")
+    assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["splash"] * 3
+    assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
+
+
+def test_splash_is_refused_where_it_cannot_run(monkeypatch):
+    def refused(head_dim: int, size: int) -> str:
+        a = replace(QWEN3, head_dim=head_dim)
+        with pytest.raises(ShoalError) as raised:
+            attention_kind(Model(a, roles(1, 1, 1).trainer, attention="splash"), 1, size)
+        return str(raised.value)
+
+    assert refused(64, 64) == ("model.attention=splash: splash attention is for TPUs, and this is a CPU; "
+                               "model.attention=auto uses reference here")
+    monkeypatch.setattr(Role, "platform", "tpu")
+    assert "head_dim is 80; model.attention=auto uses reference here" in refused(80, 64)
+    assert "65,600 tokens, and at most 65,535" in refused(64, 65600) and "auto uses blocked" in refused(64, 65600)
 
 
 def test_memory_grows_with_tokens():
-    def temporaries(size: int, kind) -> int:
-        shape = jax.ShapeDtypeStruct((1, 2, size, 2, 8), jnp.float32)
-
-        def loss(q, k, v):
-            segment = jnp.ones((1, 2, size), jnp.int32)
-            if kind == "blocked":
-                return attend_by_blocks(q, None, KeyValues(k, v), segment, 64).sum()
-            return attend(q, None, Keys(k, v, jnp.broadcast_to(jnp.tri(size, dtype=bool), (1, 2, size, size)))).sum()
-
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape).compile()
+    def temporaries(size: int, attention) -> int:
+        shape = jax.ShapeDtypeStruct((1, size, 2, 8), jnp.float32)
+        ones = jnp.ones((1, size), jnp.int32)
+        compiled = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, ones, ones).sum(), argnums=(0, 1, 2))).lower(
+            shape, shape, shape).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(1024, "blocked") < 2.2 * temporaries(512, "blocked")
-    assert temporaries(1024, "blocked") < temporaries(1024, "reference") / 4
+    assert temporaries(1024, blocked(64, 4)) < 2.2 * temporaries(512, blocked(64, 4))
+    assert temporaries(1024, blocked(64, 4)) < temporaries(1024, attend_at_once) / 4
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 200, 257, 320, 448, 500, 1600, 5000])

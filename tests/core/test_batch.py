@@ -1,13 +1,16 @@
-"""Groups to rows and back: every valid completion once, its numbers at its tokens, shapes from few buckets."""
+"""Groups to rows and back: every valid completion once, its numbers at its tokens, one shape whatever the lengths."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.trainer.batch import Shape, bucket, choose_shape, pack
+from shoal.trainer.batch import Shape, fill_rows, pack, row_shapes
 from shoal.types import Completion, Example, Group, Purpose, StopReason
+
+LONGEST = 30 + 40
 
 
 def make_groups(seed: int, prompts: int, siblings: int, longest_prompt: int = 30, longest: int = 40) -> list[Group]:
@@ -28,48 +31,61 @@ def make_groups(seed: int, prompts: int, siblings: int, longest_prompt: int = 30
     return groups
 
 
-def packed(groups: list[Group], shape: Shape, include=None, **values):
+def packed(groups: list[Group], shapes: tuple[Shape, ...], include=None, **values):
     rng = np.random.default_rng(1)
     size = (len(groups), groups[0].size)
     advantages, weights = rng.normal(size=size), rng.uniform(0.1, 1, size)
     include = range(len(groups)) if include is None else include
-    return advantages, weights, pack(groups, include, advantages, weights, shape, 0.7, **values)
+    return advantages, weights, pack(groups, include, advantages, weights, shapes, 0.7, **values)
 
 
 sizes = {"seed": st.integers(0, 2**32 - 1), "prompts": st.integers(1, 6), "siblings": st.integers(1, 5),
          "micro_tokens": st.sampled_from([1, 100, 400, 10**6]), "shards": st.sampled_from([1, 2, 8])}
 
 
+def shapes_for(prompts: int, siblings: int, micro_tokens: int, shards: int) -> tuple[Shape, ...]:
+    return row_shapes(LONGEST, prompts * siblings * LONGEST, micro_tokens, shards, 4)
+
+
 @settings(deadline=None, max_examples=60)
 @given(**sizes)
 def test_every_valid_completion_lands_once_with_its_numbers(seed, prompts, siblings, micro_tokens, shards):
     groups = make_groups(seed, prompts, siblings)
-    shape = choose_shape(groups, prompts, siblings, micro_tokens, shards)
-    assert shape.rows % shards == 0 and shape.rows * shape.slots >= 1
-    advantages, weights, batches = packed(groups, shape)
-    seen, used = set(), np.zeros((len(batches), shape.rows, shape.slots), bool)
-    for number, batch in enumerate(batches):
-        b = batch.arrays
-        assert b.slots.shape == b.segment.shape == (shape.rows, shape.slots, shape.length)
-        assert b.prefix.shape == (shape.rows, shape.prefix) and b.temperature == np.float32(0.7)
-        for (g, i), (row, slot, segment) in batch.positions.items():
-            group, completion = groups[g], groups[g].completions[i]
-            n, p = len(completion), len(group.prompt_ids)
-            at = (row, slot, slice(0, n))
-            assert (g, i) not in seen and group.valid[i] and not used[number, row, slot] and segment == 1
+    shapes = shapes_for(prompts, siblings, micro_tokens, shards)
+    advantages, weights, batches = packed(groups, shapes)
+    seen = set()
+    for batch in batches:
+        b, used = batch.arrays, np.zeros(batch.arrays.tokens.shape, bool)
+        assert Shape(*b.tokens.shape) in shapes and b.temperature == np.float32(0.7)
+        for (g, i), (row, tokens) in batch.positions.items():
+            at, group, completion = (row, tokens), groups[g], groups[g].completions[i]
+            assert (g, i) not in seen and group.valid[i] and not used[at].any()
             seen.add((g, i))
-            used[number, row, slot] = True
-            assert (b.prefix[row, :p] == group.prompt_ids).all() and b.prefix_len[row] == p
-            assert (b.prefix[row, p:] == 0).all() and (b.segment[row, slot, n:] == 0).all()
-            assert (b.slots[at] == completion.token_ids).all() and (b.loss_mask[at] == completion.loss_mask).all()
+            used[at] = True
+            # Its sequence, walked backwards from its last token, is its prompt and itself.
+            place, walked = tokens.stop - 1, []
+            while b.position[row, place]:
+                walked.append(place)
+                place = b.before[row, place]
+            walked.append(place)
+            whole = [*group.prompt_ids, *completion.token_ids]
+            assert b.tokens[row, walked[::-1]].tolist() == whole
+            assert b.position[row, walked[::-1]].tolist() == list(range(len(whole)))
+            number, prompt = b.segment[at][0], b.prompt[at][0]
+            assert (b.segment[row] == number).sum() == len(completion) and (b.segment[at] == number).all()
+            assert (b.prompt[at] == prompt).all() and (b.segment[row] == prompt).sum() == len(group.prompt_ids)
+            used[row, b.segment[row] == prompt] = True
+            assert (b.loss_mask[at] == completion.loss_mask).all()
             assert (b.weight[at] == np.where(completion.loss_mask, np.float32(weights[g, i]), 0)).all()
             assert (b.advantage[at] == np.float32(advantages[g, i])).all()
             assert (b.sampler_logprobs[at] == completion.logprobs).all()
-        outside = b.segment == 0
-        for name in ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
+        assert ((b.segment > 0) == used).all() and batch.num_tokens == used.sum()
+        for row, numbers in zip(used, b.segment, strict=True):
+            filled = int(row.sum())  # without gaps; numbers never decrease
+            assert row[:filled].all() and (np.diff(numbers[:filled]) >= 0).all()
+        outside = b.segment == b.prompt
+        for name in ("loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
             assert not getattr(b, name)[outside].any(), name
-        assert (outside.all(-1) == ~used[number]).all()
-        assert (b.prefix_len[~used[number].any(-1)] == 0).all()
     assert seen == {(g, i) for g, group in enumerate(groups) for i in range(siblings)
                     if group.valid[i] and len(group.completions[i])}
 
@@ -78,12 +94,12 @@ def test_every_valid_completion_lands_once_with_its_numbers(seed, prompts, sibli
 @given(**sizes)
 def test_values_come_back_to_their_completions(seed, prompts, siblings, micro_tokens, shards):
     groups = make_groups(seed, prompts, siblings)
-    shape = choose_shape(groups, prompts, siblings, micro_tokens, shards)
     old_logprobs = {(g, i): -np.arange(len(c), dtype=np.float32) - 100 * g - 1000 * i - 1
            for g, group in enumerate(groups) for i, c in enumerate(group.completions)}
     ref_logprobs = {key: value - 0.5 for key, value in old_logprobs.items()}
     found, there = {}, {}
-    for batch in packed(groups, shape, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)[2]:
+    for batch in packed(groups, shapes_for(prompts, siblings, micro_tokens, shards), old_logprobs=old_logprobs,
+                        ref_logprobs=ref_logprobs)[2]:
         found |= batch.unpack(batch.arrays.old_logprobs)
         there |= batch.unpack(batch.arrays.ref_logprobs)
     assert (found and found.keys() == there.keys()) or not any(
@@ -92,57 +108,62 @@ def test_values_come_back_to_their_completions(seed, prompts, siblings, micro_to
         assert value.tolist() == old_logprobs[key].tolist() and there[key].tolist() == ref_logprobs[key].tolist()
 
 
-def test_two_completions_in_one_slot_come_back_apart():
-    groups = make_groups(0, 1, 2, longest=6)
-    batch = packed(groups, Shape(1, 32, 1, 8))[2][0]
-    segment = np.array([[[1, 1, 1, 2, 2, 0, 0, 0]]])
-    merged = type(batch)(type(batch.arrays)(**{**vars(batch.arrays), "segment": segment}),
-                         {(0, 0): (0, 0, 1), (0, 1): (0, 0, 2)})
-    taken = merged.unpack(np.arange(8.0).reshape(1, 1, 8))
-    assert taken[0, 0].tolist() == [0, 1, 2] and taken[0, 1].tolist() == [3, 4]
-
-
-def test_bucket_is_the_least_that_holds():
-    allowed = sorted({top * part // 4 for top in (16, 32, 64, 128, 256, 512, 1024) for part in (3, 4)} - {12})
-    assert allowed[:7] == [16, 24, 32, 48, 64, 96, 128]
-    for size in range(1024):
-        assert bucket(size) == min(b for b in allowed if b >= size)
-    values = [bucket(size) for size in range(1024)]
-    assert values == sorted(values)
-    assert all(b <= 1.5 * size for size, b in enumerate(values) if size > 16)
-
-
-def test_shapes_do_not_depend_on_which_groups_are_included():
-    groups = make_groups(3, 6, 4)
-    shape = choose_shape(groups, 6, 4, 300, 2)
+def test_only_the_groups_that_are_included_are_packed():
+    groups, shapes = make_groups(3, 6, 4), shapes_for(6, 4, 300, 2)
     for include in (range(6), [0], [5, 2], []):
-        batches = packed(groups, shape, include)[2]
+        batches = packed(groups, shapes, include)[2]
         assert batches  # an update without rows has one, empty
-        for batch in batches:
-            assert batch.arrays.slots.shape == (shape.rows, shape.slots, shape.length)
-            assert {g for g, _ in batch.positions} <= set(include)
-    assert not packed(groups, shape, [])[2][0].arrays.segment.any()
+        assert {g for batch in batches for g, _ in batch.positions} <= set(include)
+    assert not batches[0].arrays.segment.any() and Shape(*batches[0].arrays.tokens.shape) == shapes[-1]
 
 
-def test_shape_fits_the_tokens_allowed():
-    """Prompts of 30 (bucket 32) and completions of 40 (bucket 48): P = 4, G = 4."""
-    groups = make_groups(0, 4, 4, longest_prompt=30, longest=40)
-    full = Completion(0, 0, np.ones(40, np.int32), np.zeros(40, np.float32), np.ones(40, bool), np.zeros(40, np.int32),
-                      StopReason.LENGTH)
-    groups[0] = Group(Purpose.TRAIN, 0, 0, Example(0, "q"), np.ones(30, np.int32), (full,) * 4, ("",) * 4, np.zeros(4),
-                      {}, np.ones(4, bool))
-    assert choose_shape(groups, 4, 4, 10**6, 1) == Shape(4, 32, 4, 48)  # no more rows than there are
-    assert choose_shape(groups, 4, 4, 2 * (32 + 4 * 48), 1) == Shape(2, 32, 4, 48)
-    assert choose_shape(groups, 4, 4, 32 + 2 * 48, 1) == Shape(1, 32, 2, 48)  # a group takes two rows
-    assert choose_shape(groups, 4, 4, 1, 1) == Shape(1, 32, 1, 48)  # never less than a completion
-    assert choose_shape(groups, 4, 4, 10**6, 8) == Shape(8, 32, 4, 48)  # a row for each of 8 devices
-    assert choose_shape(groups, 4, 4, 32 + 4 * 48, 2) == Shape(2, 32, 4, 48)  # tokens are counted a device
-    assert Shape(2, 32, 4, 48).tokens == 2 * (32 + 4 * 48)
+def test_shapes_follow_from_settings():
+    assert row_shapes(320, 10**6, 2048, 1, 4) == (Shape(1, 2048), Shape(1, 1024), Shape(1, 512), Shape(1, 256))
+    assert row_shapes(320, 10**6, 2048, 8, 1) == (Shape(8, 2048),)  # tokens are counted a device
+    assert row_shapes(5000, 10**6, 2048, 1, 2)[0].length >= 5000  # never less than a prompt with its completion
+    assert row_shapes(70, 700, 10**9, 1, 1)[0].length in range(640, 701)  # never more than an update can have
+    assert row_shapes(320, 10**9, 139264, 2, 1) == (Shape(8, 34816),)  # a few rows where one would be very long
+    assert row_shapes(10, 40, 1, 1, 4) == (Shape(1, 16),)
+
+
+@pytest.mark.parametrize(("median", "cap"), [(300, 1024), (500, 4096), (1500, 8192)])
+def test_little_is_padding_whatever_the_lengths(median, cap):
+    """64 prompts of up to 256 tokens, 8 completions of lognormal lengths each, micro-batches of 16k: computed tokens
+    over real ones, prompts that a second row computes again included."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(median), 1.0, (64, 8)), 1, cap).astype(int)
+    sizes = {n: (int(rng.integers(64, 257)), dict(enumerate(own.tolist()))) for n, own in enumerate(lengths)}
+    whole = row_shapes(256 + cap, 10**9, 16384, 1, 4)[0]
+    rows = fill_rows(sizes, whole.length)
+    real = lengths.sum() + sum(prompt for prompt, _ in sizes.values())
+    assert len(rows) * whole.length / real < 1.1
+    assert all(row.free >= 0 for row in rows)
+    assert sorted((n, i) for row in rows for n, members in row.parts for i in members) == [
+        (n, i) for n in range(64) for i in range(8)]
+
+
+def test_what_is_left_over_takes_a_shorter_shape_where_that_saves_much():
+    def group(row: int) -> Group:
+        full = Completion(row, 0, np.ones(40, np.int32), np.zeros(40, np.float32), np.ones(40, bool),
+                          np.zeros(40, np.int32), StopReason.LENGTH)
+        return Group(Purpose.TRAIN, 0, 0, Example(row, "q"), np.ones(20, np.int32), (full,) * 3, ("",) * 3, np.zeros(3),
+                     {}, np.ones(3, bool))
+
+    def lengths(count: int) -> list[int]:
+        groups = [group(row) for row in range(count)]
+        return [batch.arrays.tokens.shape[1] for batch in packed(groups, row_shapes(60, 10**6, 560, 1, 4))[2]]
+
+    assert lengths(1) == [256]  # for 140 tokens
+    assert lengths(4) == [512, 128]  # a fourth group is divided: 60 tokens beside three others, 100 left over
+    assert set(lengths(41)) == {512}  # a program of its own would save little
+    with pytest.raises(ValueError, match="a prompt of 20 tokens with a completion of 40 does not fit rows of 48"):
+        packed([group(0)], (Shape(1, 48),))
 
 
 def test_a_group_over_several_rows_repeats_its_prompt():
     groups = make_groups(0, 1, 5)
     groups[0].valid[:] = True
-    batches = packed(groups, Shape(4, 32, 2, 48))[2]
-    assert len(batches) == 1 and batches[0].arrays.prefix_len.tolist() == [len(groups[0].prompt_ids)] * 3 + [0]
-    assert (batches[0].arrays.prefix[0] == batches[0].arrays.prefix[2]).all()
+    batches = packed(groups, (Shape(1, 80),))[2]
+    assert len(batches) > 1 and all(batch.prompts[0][0] == len(groups[0].prompt_ids) for batch in batches)
+    assert sum(completions for batch in batches for _, completions in batch.prompts) == sum(
+        len(c) > 0 for c in groups[0].completions)

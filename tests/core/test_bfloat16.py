@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles
+from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles, whole
 from test_sampler import play, request
 
 from shoal.model.transformer import Model
 from shoal.rollout.publication import publish_to
 from shoal.sampler.engine import Engine
-from shoal.trainer.batch import choose_shape, pack
+from shoal.trainer.batch import pack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import Example, Group, Purpose
 
@@ -31,7 +31,7 @@ def largest_gap(dtype) -> tuple[float, float]:
     groups = [Group(Purpose.TRAIN, 0, 0, Example(r.id, ""), r.prompt_ids, tuple(played[r.id, i] for i in range(4)),
                     ("",) * 4, np.zeros(4), {}, np.ones(4, bool)) for r in requests]
     zeros = np.zeros((4, 4))
-    (batch,) = pack(groups, range(4), zeros, zeros, choose_shape(groups, 4, 4, 10**9, 1), 1.0)
+    (batch,) = pack(groups, range(4), zeros, zeros, [whole(groups)], 1.0)
     lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(parameters, batch.arrays)  # float32 masters
     assert lps.dtype == jnp.float32
     gaps = np.concatenate([np.abs(lp - groups[g].completions[i].logprobs)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import learner, random_groups
+from small import learner, random_groups, whole
 from test_sampler import SMALL, make, model, play, request, weights
 
 from shoal.algorithm.advantage import Rewards, Valid
@@ -18,7 +18,7 @@ from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES, Advantage, P
 from shoal.config.keys import keys_of
 from shoal.config.loading import compose
 from shoal.config.schema import AlgorithmSection, BatchSection, Config, RewardSection
-from shoal.model.prefix_attention import prefill_attention
+from shoal.model.segment_attention import prefill_attention
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet
 from shoal.run.parts import schedule_of
@@ -26,7 +26,7 @@ from shoal.run.preflight.settings import algorithm_warnings
 from shoal.run.task import with_overlong
 from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task
-from shoal.trainer.batch import choose_shape, pack
+from shoal.trainer.batch import pack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
 from shoal.trainer.loss import Objective, batch_logprobs
@@ -52,8 +52,7 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
     drawn = play(engine, [request(row, params=params) for row in (0, 1)])
     made = [as_group(row, drawn) for row in (0, 1)]
     nothing = np.zeros((2, 4))
-    shape = choose_shape(made, 2, 4, 10**6, 1)
-    replayed, ignored = (pack(made, (0, 1), nothing, nothing, shape, 0.9, max_support=k)[0] for k in (96, 0))
+    replayed, ignored = (pack(made, (0, 1), nothing, nothing, [whole(made)], 0.9, max_support=k)[0] for k in (96, 0))
     parameters = weights(SMALL)
     lp, full = (one.unpack(np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0]))
                 for one in (replayed, ignored))
@@ -174,9 +173,8 @@ def test_a_teachers_part_of_the_advantage_by_hand():
     assert teacher_bonus is not None
     np.testing.assert_array_equal(teacher_bonus[0, 0], [0.25, -1.0, 0.0])  # half of teacher - old
     assert recorded.result()["teacher/kl"] == pytest.approx((-0.5 + 2 + 0) / 3)
-    shape = choose_shape(made, 1, 1, 1000, 1)
     ones = np.ones((1, 1))
-    batch = pack(made, [0], 2 * ones, ones, shape, 1.0, teacher_bonus=teacher_bonus)[0]
+    batch = pack(made, [0], 2 * ones, ones, [whole(made)], 1.0, teacher_bonus=teacher_bonus)[0]
     np.testing.assert_array_equal(batch.unpack(batch.arrays.advantage)[0, 0], [2.25, 1.0, 2.0])
 
 
@@ -192,8 +190,8 @@ def test_a_divergence_in_the_reward_by_hand():
     given = PrecomputedLogprobs(
         old_logprobs={(0, 0): np.array([-1.0, -1], np.float32), (0, 1): np.array([-1.0, -9], np.float32)},
         ref_logprobs={(0, 0): np.array([-2.0, -3], np.float32), (0, 1): np.array([-2.0, -3], np.float32)})
-    shape, recorded = choose_shape(made, 1, 2, 100, 1), MetricSet()
-    penalty = updater(a)._kl_penalty(made, StepTable.of(made, a), given, shape, recorded)
+    recorded = MetricSet()
+    penalty = updater(a)._kl_penalty(made, StepTable.of(made, a), given, recorded)
     assert penalty is not None
     np.testing.assert_allclose(penalty, [[0.3, 0.1]], rtol=1e-6)  # 0.1 x (1 + 2), and for its one sampled token 0.1 x 1
     assert recorded.result()["kl"] == pytest.approx(4 / 3)
@@ -203,7 +201,7 @@ def test_a_divergence_in_the_reward_by_hand():
     first, second = made[0].completions
     made[0] = replace(made[0], completions=(replace(first, stop_reason=StopReason.LENGTH), second))
     recorded, masked = MetricSet(), replace(a, mask_truncated=True)
-    again = updater(masked)._kl_penalty(made, StepTable.of(made, masked), given, shape, recorded)
+    again = updater(masked)._kl_penalty(made, StepTable.of(made, masked), given, recorded)
     np.testing.assert_array_equal(again, penalty)
     assert recorded.result()["kl"] == pytest.approx(1.0)
 
@@ -213,12 +211,11 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
     cut = replace(made[0].completions[1], stop_reason=StopReason.LENGTH)
     made = [replace(made[0], completions=(made[0].completions[0], cut, made[0].completions[2]),
                     rewards=np.array([1.0, 3.0, 2.0]))]
-    shape = choose_shape(made, 1, 3, 1000, 1)
     for masked in (False, True):
         a = AlgorithmSection(advantage="dr_grpo", aggregation="seq-mean-token-sum", mask_truncated=masked)
         table = StepTable.of(made, a)
         np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
-        batch = updater(a)._pack(made, table, np.arange(1), shape, None, None, None)[0]
+        batch = updater(a)._pack(made, table, np.arange(1), None, None, None)[0]
         weight = {index: float(values[0]) for (_, index), values in batch.unpack(batch.arrays.weight).items()}
         assert weight == {0: pytest.approx(1 / 3), 1: 0 if masked else pytest.approx(1 / 3), 2: pytest.approx(1 / 3)}
 

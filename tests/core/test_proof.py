@@ -164,7 +164,7 @@ def assert_metrics_equal_oracle(got: UpdateResult, s: Settings) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_aggregation_divergence_and_clip_against_the_oracle(name: str):
     """Values, gradients and, for divergences of each kind, metrics."""
-    laid = layout(update(), per_slot=2, garbage=np.nan)
+    laid = layout(update(), per_row=2, garbage=np.nan)
     reached, left_out = np.zeros(2, int), 0
     for clip, (number, kl) in itertools.product(CLIPS, enumerate(KLS)):
         correction, level = CORRECTED[number % len(CORRECTED)]
@@ -184,7 +184,7 @@ def test_every_loss_aggregation_divergence_and_clip_against_the_oracle(name: str
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_and_correction_against_the_oracle(name: str):
-    laid = layout(update(), per_slot=2)
+    laid = layout(update(), per_row=2)
     for correction, level in CORRECTED:
         s = replace(LOSSES[name], correction=correction, level=level, cap=1.2, floor=0.8)
         assert_equals_oracle(by_shoal(laid, objective(s)), s)
@@ -201,9 +201,9 @@ def test_float32_against_the_oracle(name: str):
 
 
 PACKINGS: list[dict[str, Any]] = [
-    {"per_slot": 4, "garbage": np.inf}, {"per_slot": 3, "order": range(10, -1, -1)},
-    {"per_slot": 2, "order": [3, 1, 4, 10, 5, 9, 2, 6, 8, 7, 0], "garbage": 1e30},
-    {"grid": (1, 11, 8)},
+    {"per_row": 4, "garbage": np.inf}, {"per_row": 3, "order": range(10, -1, -1)},
+    {"per_row": 2, "order": [3, 1, 4, 10, 5, 9, 2, 6, 8, 7, 0], "garbage": 1e30},
+    {"grid": (11, 8)},
 ]
 
 
@@ -438,3 +438,22 @@ def test_the_bias_of_truncated_sampling_is_the_kept_mass():
     sampled = p[kept] / mass
     over_all, over_kept = (sampled @ (np.exp(np.asarray(lp)[:, 0]) / sampled) for lp in both)
     assert over_all == pytest.approx(mass, rel=1e-12) and over_kept == pytest.approx(1.0, rel=1e-12)
+
+
+def test_chunks_beyond_what_is_needed_are_not_computed():
+    rng = np.random.default_rng(0)
+    hidden, targets = jnp.asarray(rng.normal(size=(2, 12, 9))), jnp.asarray(rng.integers(0, 9, (2, 12)))
+    poisoned = hidden.at[:, 8:].set(jnp.nan)
+
+    def results(hidden: jax.Array, num_needed: int | None) -> Any:
+        def total(hidden: jax.Array) -> Any:
+            lp, entropy = token_logprobs(hidden, targets, jnp.float64(1.0), lambda x: x, 4, None, True,
+                                         None if num_needed is None else jnp.int32(num_needed))
+            return (lp[:, :5] + entropy[:, :5]).sum(), (lp, entropy)
+
+        (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
+        return (*found, gradient)
+
+    for first, whole in zip(results(poisoned, 5), results(hidden, None), strict=True):
+        np.testing.assert_allclose(first[:, :8], whole[:, :8], rtol=1e-12)
+        assert not np.asarray(first[:, 8:]).any()

@@ -17,13 +17,13 @@ from test_sample_tokens import truncated_probabilities
 
 from shoal.mesh import Role
 from shoal.model.kv_cache import KEY_BLOCK
-from shoal.model.prefix_attention import prefill_attention
+from shoal.model.segment_attention import prefill_attention
 from shoal.model.transformer import Architecture, Model, Parameters, forward, is_param_spec, logits, param_specs
 from shoal.rollout.publication import publish_to, published_shapes
 from shoal.run.compilation import CompilationCounter
 from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
 from shoal.sampler.programs import CHUNK
-from shoal.trainer.batch import bucket, choose_shape, pack
+from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import (
     Address,
@@ -168,9 +168,8 @@ def test_log_probs_are_the_trainers(a):
         groups = [Group(Purpose.TRAIN, 0, 0, Example(r.id, ""), r.prompt_ids,
                         tuple(played[r.id, i] for i in range(4)), ("",) * 4, np.zeros(4), {}, np.ones(4, bool))
                   for r in of]
-        shape = replace(choose_shape(groups, 3, 4, 10**9, 1), prefix=bucket(100), length=bucket(256))
         zeros = np.zeros((3, 4))
-        (batch,) = pack(groups, range(3), zeros, zeros, shape, temperature)
+        (batch,) = pack(groups, range(3), zeros, zeros, [Shape(1, 2560)], temperature)
         lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))
         if temperature == 1:  # of logits of standard deviation s it is about log V - s^2 / 2
             assert entropy[batch.arrays.loss_mask].mean() < np.log(a.vocab_size) - 0.5

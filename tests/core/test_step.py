@@ -23,42 +23,38 @@ from small import (
     random_parameters,
     relative,
     roles,
+    whole,
 )
 from tiny_runs import forget_programs
 
 from shoal.algorithm.policy_loss import clipped
 from shoal.config.schema import AlgorithmSection, OptimizerSection
 from shoal.model.transformer import Architecture, Model
-from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
+from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
 from shoal.trainer.loss import Objective, batch_loss
 from shoal.trainer.step import Learner
 
 pytestmark = pytest.mark.compile_quickly
 
-BY_TOKEN = ("slots", "loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
+BY_TOKEN = ("loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
 
 
 def flattened(batch: LearnerBatch) -> LearnerBatch:
-    """The same tokens with every prompt in every completion's own row, as a segment without shared prefix: row r of
-    prompt length p and completion c becomes one slot of p + c tokens after a prefix of one token."""
-    rows, slots, size = batch.slots.shape
-    longest = batch.prefix.shape[1]
-    total = rows * slots
-    out = {name: np.zeros((total, 1, longest - 1 + size), getattr(batch, name).dtype)
-           for name in ("segment", *BY_TOKEN)}
-    prefix, prefix_len = np.zeros((total, 1), np.int32), np.zeros(total, np.int32)
-    for row in range(rows):
-        length = int(batch.prefix_len[row])
-        for slot in range(slots):
-            n, at = int((batch.segment[row, slot] > 0).sum()), row * slots + slot
-            if not n:
-                continue
-            prefix[at, 0], prefix_len[at] = batch.prefix[row, 0], 1
-            out["slots"][at, 0, : length - 1] = batch.prefix[row, 1:length]
-            out["segment"][at, 0, : length - 1 + n] = 1
-            for name in BY_TOKEN:
-                out[name][at, 0, length - 1 : length - 1 + n] = getattr(batch, name)[row, slot, :n]
-    return LearnerBatch(prefix, prefix_len, temperature=batch.temperature, **out)
+    """The same tokens with a row for each completion: the prompt's first token, then one segment of all others."""
+    segment, prompt = np.asarray(batch.segment), np.asarray(batch.prompt)
+    completions = [(row, number) for row in range(len(segment))
+                   for number in np.unique(segment[row][segment[row] != prompt[row]])]
+    out = MicroBatch.empty(Shape(len(completions), 80), float(batch.temperature)).arrays
+    for at, (row, number) in enumerate(completions):
+        own = np.flatnonzero(segment[row] == number)
+        shared = np.flatnonzero(segment[row] == prompt[row, own[0]])
+        n, p = len(own) + len(shared), len(shared)
+        out.tokens[at, :n] = batch.tokens[row, [*shared, *own]]
+        out.position[at, :n], out.before[at, 1:n] = np.arange(n), np.arange(n - 1)
+        out.prompt[at, :n], out.segment[at, 0], out.segment[at, 1:n] = 1, 1, 2
+        for name in BY_TOKEN:
+            getattr(out, name)[at, p:n] = getattr(batch, name)[row, own]
+    return out
 
 
 def own(values, batch: LearnerBatch) -> np.ndarray:
@@ -111,13 +107,13 @@ def test_any_split_into_micro_batches_gives_the_same_update():
     one = learner(a)
     state = one.init(random_parameters(a))
     results = []
-    for shape in (choose_shape(groups, 5, 4, 10**9, 1), Shape(4, 24, 2, 24)):  # all together; 4 rows, half a group each
-        total = None
-        for batch in batches(groups, shape):
+    for shape in (None, Shape(1, 64)):  # all together; rows that hold half a group
+        total, parts = None, batches(groups, shape)
+        for batch in parts:
             total, _ = one.accumulate(total, state, batch)
-        results.append((shape, total))
-    (one_shape, whole), (_, split) = results
-    assert one_shape.rows == 5 and one_shape.slots == 4
+        results.append((len(parts), total))
+    (first, whole), (several, split) = results
+    assert first == 1 and several > 4
     assert abs(float(split.loss - whole.loss)) < 1e-5
     for ours, theirs in zip(jax.tree.leaves(split.gradient), jax.tree.leaves(whole.gradient), strict=True):
         assert relative(ours, theirs) < 1e-5
@@ -125,29 +121,23 @@ def test_any_split_into_micro_batches_gives_the_same_update():
         assert np.allclose(split.sums[name][0], value, rtol=1e-4) and split.sums[name][1] == count, name
 
 
-def test_several_completions_in_a_slot_equal_one_in_each():
-    """The contract's packing: segments see their own tokens and the prompt, nothing of each other."""
-    a = QWEN3
-    (separate,) = batches(random_groups(a, 1, 2, 9, 8), Shape(2, 16, 2, 16))
-    lengths = [int((separate.segment[0, s] > 0).sum()) for s in range(2)]
-    assert sum(lengths) <= 16
-    merged = {}
-    for name in ("segment", *BY_TOKEN):
-        value = np.asarray(getattr(separate, name))
-        joined = np.concatenate([value[0, s, : lengths[s]] * (s + 1 if name == "segment" else 1) for s in range(2)])
-        merged[name] = np.zeros_like(value)
-        merged[name][0, 0, : sum(lengths)] = joined
-    together = replace(separate, **merged)
+def test_several_groups_in_a_row_equal_fewer_in_each():
+    """Segments see their own tokens and their prompt, nothing of each other, whatever row they stand in."""
+    a, groups = QWEN3, random_groups(QWEN3, 3, 2, 9, 8)
     parameters = random_parameters(a)
-    (loss, ours), (same, theirs) = gradient(a, parameters, together), gradient(a, parameters, separate)
-    assert abs(loss - same) < 1e-5
+    (together,), alone = batches(groups), batches(groups, Shape(1, 32))
+    assert len(alone) > 1 and len(np.unique(together.prompt)) == 4  # three prompts, and padding
+    loss, ours = gradient(a, parameters, together)
+    parts = [gradient(a, parameters, batch) for batch in alone]
+    assert abs(loss - sum(part for part, _ in parts)) < 1e-5
+    theirs = jax.tree.map(lambda *leaves: sum(leaves), *(part for _, part in parts))
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert relative(x, y) < 1e-5
 
 
 def test_empty_rows_change_nothing_and_their_gradient_is_finite():
     a, groups = QWEN3, random_groups(QWEN3, 2, 2, 9, 8)
-    shape = choose_shape(groups, 2, 2, 10**9, 1)
+    shape = whole(groups)
     (full,), (padded,) = batches(groups, shape), batches(groups, replace(shape, rows=5))
     parameters = random_parameters(a)
     (loss, ours), (same, theirs) = gradient(a, parameters, padded), gradient(a, parameters, full)
@@ -158,7 +148,7 @@ def test_empty_rows_change_nothing_and_their_gradient_is_finite():
 
 def test_an_update_without_rows_applies_a_zero_gradient():
     a = QWEN3
-    empty = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), Shape(2, 16, 2, 16), 1.0)
+    empty = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(2, 32)], 1.0)
     one = learner(a)
     state = one.init(random_parameters(a))
     total, _ = one.accumulate(None, state, empty[0].arrays)
@@ -174,7 +164,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     state = one.init(random_parameters(a))
     (batch,) = batches(random_groups(a, 2, 2, 9, 8))
     weight = np.array(batch.weight)
-    weight[0, 0, 0] = np.inf
+    weight[0, np.flatnonzero(batch.loss_mask[0])[0]] = np.inf
     total, _ = one.accumulate(None, state, replace(batch, weight=weight))
     moments = jax.tree.map(np.array, state.optimizer)
     after, applied = one.apply(state, total)
@@ -215,8 +205,8 @@ def test_log_probs_are_one_program_whatever_the_type_of_gradients():
 
 
 def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
-    """T = 12 x 64 completion tokens, V = 1009, 8 tokens of each of 2 rows a chunk: the compiled update holds logits of
-    a chunk and none of all tokens; without chunks it holds them, so the search can find one."""
+    """V = 1009, 16 tokens a chunk: the compiled update holds logits of a chunk and none of all tokens; without chunks
+    it holds them, so the search can find one."""
     a = replace(QWEN3, num_layers=1, vocab_size=1009, tie_embeddings=False)
     groups = random_groups(a, 2, 6, 16, 64)
     (batch,) = batches(groups)
@@ -230,10 +220,9 @@ def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
                  if "1009" in dims.split(",")]
         return max(sizes)
 
-    rows, slots, length = batch.slots.shape
-    assert (rows, slots * length) == (2, 6 * 64)
-    assert largest(2 * 8 * 1009) <= max(2 * 8 * 1009, 32 * 1009)  # a chunk, or the unembedding itself
-    assert largest(2**25) >= rows * slots * length * 1009
+    assert batch.tokens.size > 200
+    assert largest(16 * 1009) <= max(16 * 1009, 32 * 1009)  # a chunk, or the unembedding itself
+    assert largest(2**25) >= batch.tokens.size * 1009
 
 
 def test_recomputing_blocks_changes_no_gradient():

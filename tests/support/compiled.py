@@ -63,7 +63,7 @@ def compiled_update(devices: Sequence[Any], dtype: str, reduce_dtype: str = "flo
     objective = replace(Objective.of(AlgorithmSection()), chunk_elements=CHUNK * SMALL.vocab_size)
     learner = Learner(Model(replace(SMALL, **changes), role, jnp.dtype(dtype).type, "full"), objective,
                       OptimizerSection(reduce_dtype=reduce_dtype), 10)  # type: ignore[arg-type]
-    (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), Shape(role.row_shards, 16, 2, 32), 1.0)
+    (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(role.row_shards, 80)], 1.0)
 
     def by_row(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=role.sharding(("rows",) + (None,) * (x.ndim - 1),

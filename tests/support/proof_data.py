@@ -79,15 +79,15 @@ def draw_update(seed: int, prompts: int = 3, siblings: int = 4, longest: int = 6
 
 @dataclass(frozen=True)
 class Layout:
-    """An update laid out in [R, S, C], and where each completion's tokens lie."""
+    """An update laid out in [R, T], and where each completion's tokens lie."""
 
     batch: LearnerBatch
     lp: np.ndarray
     entropy: np.ndarray
-    places: dict[Key, tuple[int, int, slice]]
+    places: dict[Key, tuple[int, slice]]
 
     def spread(self, weights: np.ndarray) -> np.ndarray:
-        """weights[P, G] -> [R, S, C], 0 at tokens that were not drawn."""
+        """weights[P, G] -> [R, T], 0 at tokens that were not drawn."""
         out = np.zeros(self.lp.shape)
         for key, place in self.places.items():
             out[place] = weights[key]
@@ -98,29 +98,27 @@ class Layout:
         return {key: values[place] for key, place in self.places.items()}
 
 
-def layout(update: Update, per_slot: int = 1, grid: tuple[int, int, int] = (6, 2, 24), garbage: float = 0.0,
+def layout(update: Update, per_row: int = 1, grid: tuple[int, int] = (12, 24), garbage: float = 0.0,
            order: Sequence[int] | None = None, dtype: Any = np.float64) -> Layout:
-    """`per_slot` completions in each slot, one after the other; `garbage` wherever no drawn token stands. One shape for
-    all, the grid [R, S, C], so that nothing compiles anew. Tokens of a cut completion weigh nothing."""
+    """`per_row` completions in each row, one after the other; `garbage` wherever no drawn token stands. One shape for
+    all, the grid [R, T], so that nothing compiles anew. Tokens of a cut completion weigh nothing."""
     keys = update.keys if order is None else [update.keys[i] for i in order]
-    rows, slots, _ = grid
     names = ("lp", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantage", "entropy")
     values = {name: np.full(grid, garbage, dtype) for name in names}
     segment, loss_mask, weight, places = np.zeros(grid, np.int32), np.zeros(grid, bool), np.zeros(grid), {}
     for number, (p, g) in enumerate(keys):
-        slot, at = divmod(number, per_slot)
-        row, slot = divmod(slot, slots)
-        start = int((segment[row, slot] > 0).sum())
+        row, at = divmod(number, per_row)
+        start = int((segment[row] > 0).sum())
         c = update.completions[p][g]
-        place = (row, slot, slice(start, start + len(c.lp)))
+        place = (row, slice(start, start + len(c.lp)))
         segment[place], loss_mask[place], places[p, g] = at + 1, c.loss_mask, place
         weight[place] = c.loss_mask & ~update.cut[p, g]
         own = (c.lp, c.old_logprobs, c.ref_logprobs, c.sampler_logprobs, c.advantages, update.entropies[p][g])
         for name, value in zip(names, own, strict=True):
             values[name][place] = np.where(c.loss_mask, value, garbage)
     lp, entropy = values.pop("lp"), values.pop("entropy")
-    empty = np.zeros((rows, 1), np.int32)
-    batch = LearnerBatch(empty, empty[:, 0], segment * 0, segment, loss_mask, weight, temperature=np.float32(1),
+    nothing = segment * 0
+    batch = LearnerBatch(nothing, nothing, nothing, segment, nothing, loss_mask, weight, temperature=np.float32(1),
                          **values)
     return Layout(jax.tree.map(jnp.asarray, batch), lp, entropy, places)
 

@@ -23,7 +23,7 @@ from shoal.model.transformer import (
     logits,
     param_specs,
 )
-from shoal.trainer.batch import LearnerBatch, Shape, choose_shape, pack
+from shoal.trainer.batch import LearnerBatch, Shape, fill_rows, pack
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner
 from shoal.types import Completion, Example, Group, Purpose, StopReason
@@ -74,14 +74,25 @@ def random_groups(a: Architecture, prompts: int, siblings: int, longest_prompt: 
     return groups
 
 
-def batches(groups: list[Group], shape: Shape | None = None, micro_tokens: int = 10**9, temperature: float = 1.0,
+def whole(groups: list[Group], rows: int = 1) -> Shape:
+    """The shape of one batch with all completions of these groups."""
+    sizes = {n: (len(group.prompt_ids), {i: len(c) for i, c in enumerate(group.completions)})
+             for n, group in enumerate(groups)}
+    longest = max(prompt + max(members.values()) for prompt, members in sizes.values())
+    length = -(-longest // 16) * 16
+    while len(fill_rows(sizes, length)) > rows:
+        length += 16
+    return Shape(rows, length)
+
+
+def batches(groups: list[Group], shape: Shape | None = None, temperature: float = 1.0,
             shards: int = 1) -> list[LearnerBatch]:
     """Packed with advantages and weights that differ everywhere."""
     size = groups[0].size
-    shape = shape or choose_shape(groups, len(groups), size, micro_tokens, shards)
+    shape = shape or whole(groups, shards)
     rng = np.random.default_rng(7)
     advantages, weights = rng.standard_normal((len(groups), size)), rng.uniform(0.1, 1.0, (len(groups), size)) / 100
-    return [m.arrays for m in pack(groups, range(len(groups)), advantages, weights, shape, temperature)]
+    return [m.arrays for m in pack(groups, range(len(groups)), advantages, weights, [shape], temperature)]
 
 
 def learner(a: Architecture, objective: Objective = ON_POLICY, where: Roles | None = None, lr: float = 1e-3,

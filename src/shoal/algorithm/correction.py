@@ -28,10 +28,10 @@ def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*
 
 
 def correction_weights(
-    kind: Callable[[Array, float, float], Array], level: str, old_logprobs: Float[Array, "R S C"],
-    sampler_logprobs: Float[Array, "R S C"], mask: Bool[Array, "R S C"], segment: Int[Array, "R S C"], cap: float,
+    kind: Callable[[Array, float, float], Array], level: str, old_logprobs: Float[Array, "R T"],
+    sampler_logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"], segment: Int[Array, "R T"], cap: float,
     floor: float,
-) -> Float[Array, "R S C"]:
+) -> Float[Array, "R T"]:
     """The weight of each token where `mask` is True, 0 elsewhere.
 
     `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its completion;

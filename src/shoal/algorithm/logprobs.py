@@ -24,6 +24,7 @@ def token_logprobs(
     chunk: int,
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
+    num_needed: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-prob of the target, entropy of the distribution) in nats at each position.
 
@@ -31,7 +32,7 @@ def token_logprobs(
     divided by the temperature. `chunk` tokens of each row are computed at once, and again in the backward pass.
     `support_ids` are the tokens that a truncating sampler chose from (-1 fills up): the distribution is then over these
     alone, and over the whole vocabulary where a position has none. The entropy has a gradient only if
-    `entropy_gradient` is set.
+    `entropy_gradient` is set. Chunks beyond the first `num_needed` positions of each row are not computed, and give 0.
     """
     rows, size, _ = hidden.shape
     count = -(-size // chunk)
@@ -66,7 +67,14 @@ def token_logprobs(
     if count == 1:
         logprob, entropy = (x[None] for x in of_chunk(tuple(part[0] for part in parts)))
     else:
-        logprob, entropy = jax.lax.map(of_chunk, parts)
+        def where_needed(numbered: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
+            number, inputs = numbered
+            if num_needed is None:
+                return of_chunk(inputs)
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_chunk, inputs))
+            return jax.lax.cond(number * chunk < num_needed, of_chunk, lambda _: nothing, inputs)
+
+        logprob, entropy = jax.lax.map(where_needed, (jnp.arange(count), parts))
     return tuple(x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))  # type: ignore[return-value]
 
 

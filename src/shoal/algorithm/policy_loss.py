@@ -1,6 +1,6 @@
 """Policy losses: from the ratio of a token, its log-prob and its advantage to its loss; pure and differentiable.
 
-A loss is a function of arrays of [R, S, C] in nats, and of the settings that its row in
+A loss is a function of arrays of [R, T] in nats, and of the settings that its row in
 `shoal.config.algorithm_parts` names as keywords:
 
     loss(log_ratio, lp, advantage, mask, segment, **settings)
@@ -9,8 +9,8 @@ A loss is a function of arrays of [R, S, C] in nats, and of the settings that it
 `lp` are the log-probs of the policy that is trained, `log_ratio` their logarithmic ratio to those from before the first
 update on this batch (`policy_log_ratio`, at the level of the row); if a batch gets one update only, it is 0 with the
 gradient of `lp`, and clipping never acts. `mask` is True at tokens that the model sampled; `segment` numbers the
-completions within a slot from 1, 0 is padding. Only `policy_loss` calls a loss: outside the mask it gives 0 for `lp`
-and `advantage`, and drops what comes back.
+prompts and completions within a row from 1, 0 is padding. Only `policy_loss` calls a loss: outside the mask it gives 0
+for `lp` and `advantage`, and drops what comes back.
 
 The loss of an update is `sum(weight * token_loss)`, weights from `aggregation`.
 """
@@ -29,9 +29,9 @@ from shoal.algorithm.segments import segment_mean
 Metrics: TypeAlias = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 """Name -> (sum, count): the value is sum / count, after sums and counts of all micro-batches are added."""
 
-Tokens = Float[Array, "R S C"]
-Mask = Bool[Array, "R S C"]
-Segments = Int[Array, "R S C"]
+Tokens = Float[Array, "R T"]
+Mask = Bool[Array, "R T"]
+Segments = Int[Array, "R T"]
 
 
 def policy_log_ratio(level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments) -> Tokens:

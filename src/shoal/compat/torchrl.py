@@ -88,7 +88,7 @@ FLAGS: list[Flag] = [
     *idle("a run's folder is named by run_name", "train.exp_name", "logging.experiment_name"),
     *idle("train.max_staleness says how old samples may be", "train.sync",
           "train.buffer_size", "train.steps_per_batch"),
-    *idle("completions are laid out in rows of one shape, which changes no number", "train.packing"),
+    *idle("completions are always packed into rows, which changes no number", "train.packing"),
     *idle("every step is written", "train.logging_frequency"),
     *idle("the reference has the trainer's settings", "ref_model.*"),
     *idle("LoRA is off", "train_model.lora.*"),

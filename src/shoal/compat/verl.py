@@ -212,10 +212,10 @@ FLAGS: list[Flag] = [
     # ---- what cannot matter here
     *idle("the evaluation split is next to the training file, or else its last rows", "data.val_files"),
     *idle("an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"),
-    *idle("padding is not removed: each completion has a padded slot of its own, which changes no number",
+    *idle("padding is always removed: prompts and completions fill rows one after the other",
           _MODEL + "use_remove_padding", _A + "use_remove_padding"),
     *idle("completions are not sorted over devices by their lengths, which changes no number", _T + "balance_batch"),
-    *idle("batch.micro_tokens bounds a micro-batch by the slots' padded length, not by its tokens",
+    *idle("batch.micro_tokens always bounds a micro-batch by its tokens",
           _A + "use_dynamic_bsz"),
     *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(f"{head}log_prob_{name}" for head in (
         _R, _REF) for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz",

@@ -58,10 +58,10 @@ class ModelSection:
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), or
     whole blocks (full). auto is dots, or full where a micro-batch's activations would exceed 2 GiB."""
-    attention: Literal["auto", "reference", "blocked"] = "auto"
-    """How training, scoring and prefill compute attention: all scores at once (reference), or by blocks, in memory that
-    grows with tokens and not with their square (blocked). auto is blocked where a layer's scores would exceed 2 GiB
-    on a device."""
+    attention: Literal["auto", "reference", "blocked", "splash"] = "auto"
+    """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
+    them that a prompt and its completions need (blocked), or the same by JAX's splash kernels on a TPU (splash). auto
+    is splash on TPUs; blocked on a CPU, and where a layer's scores would exceed 2 GiB elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -350,12 +350,16 @@ class BatchSection:
     group_size: int = 8
     """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
     micro_tokens: int = 2048
-    """Tokens of a micro-batch on one device, padding included; a micro-batch has at least one completion with its
-    prompt. This replaces micro-batch size and gradient accumulation: it affects memory, never the result."""
+    """Tokens of a micro-batch on one device, padding included, in one row that prompts and completions fill; it holds
+    at least the longest prompt with the longest completion. This replaces micro-batch size and gradient accumulation:
+    it affects memory, never the result."""
+    max_shapes: int = 4
+    """Shapes of micro-batches, each a program to compile: rows of micro_tokens, and of a half, a quarter, ... of it for
+    what is left over at the end of an update. Lengths never compile another."""
 
     def __post_init__(self) -> None:
         at_least(self, "batch.", 0, "prompts_per_device", note="off")
-        at_least(self, "batch.", 1, "prompts_per_step", "micro_tokens")
+        at_least(self, "batch.", 1, "prompts_per_step", "micro_tokens", "max_shapes")
         require(self.group_size >= 2, "batch.group_size", self.group_size,
                 "2 or more: a group of one has nothing to be compared with")
 

@@ -1,13 +1,13 @@
-"""Attention over a shared prompt and a completion's own tokens, by blocks of queries and keys.
+"""Attention of rows of several sequences, by blocks of queries and the blocks of keys that they read.
 
-Scores exist for one pair of blocks at a time, so memory grows with tokens, not with their square. Both sets of keys go
-into one online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867); the backward pass computes the scores again
-from the log-sum-exp over both (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithm 2). `attend` is its reference.
+A block of queries goes through the list of its blocks of keys; what lies between, other groups and other completions,
+is never computed. Memory grows with tokens, not with their square: one softmax gathered over blocks (Milakov and
+Gimelshein 2018, arXiv 1805.02867), whose scores the backward pass computes again from the log-sum-exp
+(FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithm 2). `attend` is its reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,139 +16,150 @@ import jax.numpy as jnp
 
 from shoal.model.attention import LOWEST, by_key_head, einsum32, largest_block
 
-BLOCK = 512
-"""Queries, and keys, of a block."""
+BLOCK = {"cpu": 64, "gpu": 256, "tpu": 512}
+"""Queries, and keys, of a block. On CPU 32 and 128 take longer (docs/LOG.md)."""
+
+SCORES_AT_ONCE = 2**18
+"""Scores of a pass over blocks on CPU: 1 MiB, beyond which each operation on them would leave the cache."""
 
 
-class KeyValues(NamedTuple):
-    """k, v: [R, T, K, A] where all slots of a row share them, [R, S, T, K, A] where each has its own."""
+class Blocks(NamedTuple):
+    """Rows [R, T] as N blocks of b tokens, and the blocks of keys that each reads."""
 
-    k: jax.Array
-    v: jax.Array
+    segment: jax.Array  # int32[N, b]
+    prompt: jax.Array  # int32[N, b]
+    place: jax.Array  # int32[N, b]: in the row
+    lists: jax.Array  # int32[N, T // b]: numbers of blocks, the first `counts` of them to be read
+    counts: jax.Array  # int32[N]
 
 
-def attend_by_blocks(q: jax.Array, prefix: tuple[KeyValues, jax.Array] | None, own: KeyValues, segment: jax.Array,
-                     block: int = BLOCK) -> jax.Array:
-    """Softmax attention of q[R, S, C, H, A] -> [R, S, C, H, A].
+def blocks_of(segment: jax.Array, prompt: jax.Array, block: int) -> Blocks:
+    """The blocks of rows segment[R, T], prompt[R, T]; `block` divides T."""
+    rows, size = segment.shape
+    each = size // block
+    is_needed = needed_blocks(segment, prompt, block)
+    # Those that are needed first, in order.
+    order = jnp.argsort(~is_needed, axis=-1, stable=True).astype(jnp.int32) + each * jnp.arange(rows)[:, None, None]
 
-    `prefix` is a prompt's keys and values with `prefix_len[R]`, the number of keys that each query of a row reads. Of
-    its own keys a query reads those of its segment up to itself (`segment[R, S, C]`; a query of segment 0, padding,
-    none). Without any key the result is 0, and so is the gradient. Scores and sums are float32.
+    def by_block(x: jax.Array) -> jax.Array:
+        return x.reshape(rows * each, -1)
+
+    place = jnp.broadcast_to(jnp.arange(size), (rows, size))
+    return Blocks(by_block(segment), by_block(prompt), by_block(place), by_block(order), is_needed.sum(-1).reshape(-1))
+
+
+def needed_blocks(segment: jax.Array, prompt: jax.Array, block: int, keys: jax.Array | None = None) -> jax.Array:
+    """bool[R, n, n]: whether any query of a block may read any key of another one, by segments: of [R, T] too, `keys`
+    are those of the keys where they differ."""
+    rows, size = segment.shape
+    each = size // block
+    number = jnp.arange(size) // block
+
+    def found(*of_tokens: jax.Array) -> jax.Array:
+        """[R, n, segments]: 1 where a block has a token of these numbers; 0, padding, is nobody's."""
+        row = jnp.arange(rows)[:, None]
+        table = jnp.zeros((rows, each, size + 1), jnp.bfloat16)
+        for numbers in of_tokens:
+            table = table.at[row, number, numbers].set(1)
+        return table.at[:, :, 0].set(0)
+
+    pairs = einsum32("ris,rjs->rij", found(segment, prompt), found(segment if keys is None else keys))
+    return (pairs > 0) & jnp.tri(each, dtype=bool)
+
+
+def block_size(size: int, platform: str) -> int:
+    """Tokens of a block of rows of `size` tokens."""
+    return largest_block(size, BLOCK[platform])
+
+
+def attend_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks, at_once: int = 0) -> jax.Array:
+    """Softmax attention of q[R, T, H, A] to k, v[R, T, K, A] -> [R, T, H, A].
+
+    A query reads the keys at or before it of its own segment and of its prompt's; a query of segment 0, padding, none:
+    its result is 0, and so is its gradient. Scores and sums are float32. `at_once` blocks of queries are computed
+    together (0: all).
     """
-    grouped, rows = by_key_head(q, own.k.shape[-2]), len(q)
-    shared, prefix_len = prefix or (KeyValues(own.k[:, 0, :0], own.v[:, 0, :0]), jnp.zeros(rows, jnp.int32))
-    out: Any = _attend(block, grouped, shared, own, prefix_len, segment)  # of a custom_vjp the type is not known
+    heads, (count, block) = k.shape[-2], blocks.segment.shape
+    grouped = by_key_head(q, heads).reshape(count, block, heads, -1, q.shape[-1])
+    keys, values = (x.reshape(count, block, heads, -1) for x in (k, v))
+    out: Any = _attend(largest_block(count, at_once or count), grouped, keys, values, blocks)
     return out.reshape(q.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(block: int, q: jax.Array, prefix: KeyValues, own: KeyValues, prefix_len: jax.Array,
-            segment: jax.Array) -> jax.Array:
-    return _forward(block, q, prefix, own, prefix_len, segment)[0]
+def _attend(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks) -> jax.Array:
+    return _forward(at_once, q, k, v, blocks)[0]
 
 
-def _forward(block: int, q: jax.Array, prefix: KeyValues, own: KeyValues, prefix_len: jax.Array,
-             segment: jax.Array) -> tuple[jax.Array, Any]:
-    def add(carry: tuple, one: _Pair) -> tuple:
-        top, total, out = (one.of_queries(x, 4) for x in carry)
-        scores = jnp.where(one.mask, einsum32(f"rsckga,{one.form}->rskgct", one.of_queries(q, 2), one.keys.k), LOWEST)
-        new_top = jnp.maximum(top, scores.max(-1))
-        shrink = jnp.exp(top - new_top)
-        p = jnp.where(one.mask, jnp.exp(scores - new_top[..., None]), 0.0)
-        part = einsum32(f"rskgct,{one.form}->rskgca", p.astype(one.keys.v.dtype), one.keys.v)
-        out = out * shrink[..., None] + part
-        new = new_top, total * shrink + p.sum(-1), out
-        return tuple(one.put_queries(x, part, 4) for x, part in zip(carry, new, strict=True))
+def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks) -> tuple[jax.Array, Any]:
+    def some(inputs: tuple[jax.Array, Blocks]) -> tuple[jax.Array, jax.Array]:
+        q, mine = inputs
 
-    shape = q.shape[:2] + q.shape[3:5] + q.shape[2:3]  # [R, S, K, g, C]
-    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32),
-             jnp.zeros((*shape, q.shape[-1]), jnp.float32))
-    top, total, out = _over_pairs(add, start, block, q, prefix, own, prefix_len, segment)
-    # Divided once, after both sets are summed. A query without keys: 0, and a log-sum-exp that makes no NaN.
-    known = jnp.where(total == 0.0, 1.0, total)
-    out = jnp.moveaxis(out / known[..., None], 4, 2).astype(q.dtype)
-    return out, (q, prefix, own, prefix_len, segment, out, top + jnp.log(known))
+        def add(turn: jax.Array, carry: tuple) -> tuple:
+            top, total, out = carry
+            number, mask = _turn(blocks, mine, turn)
+            scores = jnp.where(mask, einsum32("nckga,ntka->nkgct", q, k[number]), LOWEST)
+            new_top = jnp.maximum(top, scores.max(-1))
+            shrink = jnp.exp(top - new_top)
+            p = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+            part = einsum32("nkgct,ntka->nkgca", p.astype(v.dtype), v[number])
+            return new_top, total * shrink + p.sum(-1), out * shrink[..., None] + part
+
+        zeros = jnp.zeros((*q.shape[:1], *q.shape[2:4], q.shape[1]), jnp.float32)  # [n, K, g, c]
+        start = zeros + LOWEST, zeros, jnp.zeros((*zeros.shape, q.shape[-1]), jnp.float32)
+        top, total, out = jax.lax.fori_loop(0, mine.counts.max(), add, start)
+        # A query without keys: 0, and a log-sum-exp that makes no NaN.
+        known = jnp.where(total == 0.0, 1.0, total)
+        return jnp.moveaxis(out / known[..., None], 3, 1).astype(q.dtype), top + jnp.log(known)
+
+    out, lse = _joined(jax.lax.map(some, _parts((q, blocks), at_once)))
+    return out, (q, k, v, blocks, out, lse)
 
 
-def _backward(block: int, residuals: Any, d_out: jax.Array) -> tuple:
-    q, prefix, own, prefix_len, segment, out, lse = residuals
+def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
+    q, k, v, blocks, out, lse = residuals
     # Softmax's gradient: p * (dp - delta), with delta the sum of out * d_out over a head's dimensions.
-    delta = jnp.moveaxis(einsum32("rsckga,rsckga->rsckg", out, d_out), 2, 4)
+    delta = jnp.moveaxis(einsum32("nckga,nckga->nckg", out, d_out), 1, 3)
 
-    def add(carry: tuple, one: _Pair) -> tuple:
-        d_q, *d_keys = carry
-        queries, d_queries = one.of_queries(q, 2), one.of_queries(d_out, 2)
-        known, subtracted = (one.of_queries(x, 4)[..., None] for x in (lse, delta))
-        scores = einsum32(f"rsckga,{one.form}->rskgct", queries, one.keys.k)
-        p = jnp.where(one.mask, jnp.exp(scores - known), 0.0)
-        d_p = einsum32(f"rsckga,{one.form}->rskgct", d_queries, one.keys.v)
-        d_scores = (p * (d_p - subtracted)).astype(q.dtype)
-        part = einsum32(f"rskgct,{one.form}->rsckga", d_scores, one.keys.k)
-        d_q = one.put_queries(d_q, one.of_queries(d_q, 2) + part, 2)
-        new = KeyValues(einsum32(f"rskgct,rsckga->{one.form}", d_scores, queries),
-                        einsum32(f"rskgct,rsckga->{one.form}", p.astype(q.dtype), d_queries))
-        d_keys[one.set] = KeyValues(*(one.add_keys(x, x_new) for x, x_new in zip(d_keys[one.set], new, strict=True)))
-        return d_q, *d_keys
+    def some(d_keys: tuple, inputs: tuple) -> tuple[tuple, jax.Array]:
+        q, d_out, lse, delta, mine = inputs
 
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (q, prefix, own))
-    sums = _over_pairs(add, start, block, q, prefix, own, prefix_len, segment)
-    d_q, d_prefix, d_own = jax.tree.map(lambda total, x: total.astype(x.dtype), sums, (q, prefix, own))
-    return d_q, d_prefix, d_own, None, None
+        def add(turn: jax.Array, carry: tuple) -> tuple:
+            d_q, d_k, d_v = carry
+            number, mask = _turn(blocks, mine, turn)
+            keys, values = k[number], v[number]
+            p = jnp.where(mask, jnp.exp(einsum32("nckga,ntka->nkgct", q, keys) - lse[..., None]), 0.0)
+            d_p = einsum32("nckga,ntka->nkgct", d_out, values)
+            d_scores = (p * (d_p - delta[..., None])).astype(q.dtype)
+            d_q += einsum32("nkgct,ntka->nckga", d_scores, keys)
+            # Several blocks of queries read one block of keys.
+            d_k = d_k.at[number].add(einsum32("nkgct,nckga->ntka", d_scores, q))
+            return d_q, d_k, d_v.at[number].add(einsum32("nkgct,nckga->ntka", p.astype(q.dtype), d_out))
+
+        start = jnp.zeros(q.shape, jnp.float32), *d_keys
+        d_q, *d_keys = jax.lax.fori_loop(0, mine.counts.max(), add, start)
+        return tuple(d_keys), d_q.astype(q.dtype)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    (d_k, d_v), d_q = jax.lax.scan(some, (zeros, zeros), _parts((q, d_out, lse, delta, blocks), at_once))
+    return _joined(d_q), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-class _Pair(NamedTuple):
-    """A block of queries, and a block of the prompt's keys (set 0) or of their own (set 1)."""
-
-    set: int
-    keys: KeyValues
-    mask: jax.Array  # bool, ready to meet scores [R, S, K, g, c, t]
-    first_query: jax.Array
-    num_queries: int
-    first_key: jax.Array
-
-    @property
-    def form(self) -> str:
-        return ("rtka", "rstka")[self.set]
-
-    def of_queries(self, x: jax.Array, axis: int) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, self.first_query, self.num_queries, axis)
-
-    def put_queries(self, x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, part, self.first_query, axis)
-
-    def add_keys(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        axis = self.set + 1
-        before = jax.lax.dynamic_slice_in_dim(x, self.first_key, part.shape[axis], axis)
-        return jax.lax.dynamic_update_slice_in_dim(x, before + part, self.first_key, axis)
+def _turn(blocks: Blocks, mine: Blocks, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys [n, 1, 1, c, t]."""
+    number = mine.lists[:, turn]
+    segment, place = blocks.segment[number][:, None], blocks.place[number][:, None]
+    own, prompt = mine.segment[:, :, None], mine.prompt[:, :, None]
+    mask = ((segment == own) | (segment == prompt)) & (own > 0) & (place <= mine.place[:, :, None])
+    return number, (mask & (turn < mine.counts)[:, None, None])[:, None, None]
 
 
-def _over_pairs(add: Callable[[tuple, _Pair], tuple], carry: tuple, block: int, q: jax.Array, prefix: KeyValues,
-                own: KeyValues, prefix_len: jax.Array, segment: jax.Array) -> tuple:
-    """`add` for each pair of blocks with anything to compute: all of the prompt, then their own up to the diagonal."""
-    # Loops of known length over pairs: with the diagonal as the bound of an inner loop no compiler would know its cost.
-    size, prefix_size = largest_block(q.shape[2], block), largest_block(prefix.k.shape[1] or 1, block)
-    queries, places = range(0, q.shape[2], size), jnp.arange(size)
+def _parts(tree: Any, at_once: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), tree)
 
-    def part(keys: KeyValues, start: jax.Array, count: int, axis: int) -> KeyValues:
-        return KeyValues(*(jax.lax.dynamic_slice_in_dim(x, start, count, axis) for x in keys))
 
-    def of_prefix(carry: tuple, starts: jax.Array) -> tuple[tuple, None]:
-        query, key = starts
-        mask = (key + jnp.arange(prefix_size) < prefix_len[:, None])[:, None, None, None, None]
-        return add(carry, _Pair(0, part(prefix, key, prefix_size, 1), mask, query, size, key)), None
-
-    def of_own(carry: tuple, starts: jax.Array) -> tuple[tuple, None]:
-        query, key = starts
-        mine, theirs = (jax.lax.dynamic_slice_in_dim(segment, start, size, 2) for start in (query, key))
-        mask = (mine[..., None] == theirs[..., None, :]) & (mine > 0)[..., None]
-        mask &= key + places <= (query + places)[:, None]
-        return add(carry, _Pair(1, part(own, key, size, 2), mask[:, :, None, None], query, size, key)), None
-
-    if prefix.k.shape[1]:
-        pairs = [(query, key) for query in queries for key in range(0, prefix.k.shape[1], prefix_size)]
-        carry, _ = jax.lax.scan(of_prefix, carry, jnp.asarray(pairs, jnp.int32))
-    pairs = [(query, key) for query in queries for key in queries if key <= query]
-    return jax.lax.scan(of_own, carry, jnp.asarray(pairs, jnp.int32))[0]
+def _joined(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)

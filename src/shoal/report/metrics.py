@@ -85,6 +85,7 @@ staleness | steps | mean | version of the trainer minus the version that sampled
 staleness/max | steps | max | the largest such difference
 tokens/sampled | tokens | sum | tokens sampled
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
+tokens/padding | share | mean | padding among the tokens that the updates computed
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
 time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples

@@ -53,10 +53,9 @@ from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, versions
-from shoal.trainer.compile_ahead import LEAST_STEPS, AheadCompiler
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
-from shoal.trainer.update import Updater, num_scorings
+from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import RolloutSource, ShoalError, StopSignal
 
@@ -117,7 +116,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     return Run(
         config=config,
         parameters=None if restored else weights,
-        updater=replace(updater, stop=stop, ahead=open_ahead(config, updater, first, stack)),
+        updater=replace(updater, stop=stop),
         source=source,
         prompts=data.prompts,
         evaluator=Evaluator(data.sets, config.sampling.params, config.pass_k, task),
@@ -181,14 +180,6 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack, world: Wor
     console.note(f"run folder {folder.path}")
     world.exchange_json("the run folder's name", str(folder.path))
     return folder
-
-
-def open_ahead(config: Config, updater: Updater, first: int, stack: ExitStack) -> AheadCompiler | None:
-    """What compiles for later steps while training goes on; None where that does no good, or could do harm."""
-    # On a GPU a compilation tries kernels out on the device: beside training it would take its memory and be misled.
-    if jax.default_backend() == "gpu" or jax.process_count() > 1 or config.steps - first < LEAST_STEPS:
-        return None
-    return stack.enter_context(closing(AheadCompiler(updater.compile, config.sampling.max_completion_tokens)))
 
 
 def write_head(folder: RunFolder, spec: ModelSpec, config: Config, version: int) -> None:

@@ -27,6 +27,11 @@ def num_updates(config: Config) -> int:
     return config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
 
 
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest completion."""
+    return config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
+
+
 def max_support(config: Config) -> int:
     """Token ids stored at each position for `match_sampling_support`; 0 for none."""
     s = config.sampling

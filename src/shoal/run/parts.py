@@ -12,15 +12,16 @@ from shoal.mesh import Role
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.rollout.publication import place
-from shoal.run.derived import max_support, num_updates
+from shoal.run.derived import longest_sequence, max_support, num_updates
 from shoal.run.loading import ModelSpec
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.text import count
+from shoal.trainer.batch import Shape
 from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
 from shoal.trainer.loop import Schedule
 from shoal.trainer.step import Learner, ModelScorer, Objective
-from shoal.trainer.update import Updater
+from shoal.trainer.update import Updater, update_shapes
 from shoal.types import Params, Purpose, ShoalError
 
 
@@ -75,7 +76,12 @@ def make_updater(config: Config, learner: Learner, reference: ModelScorer | None
     return Updater(
         learner, a, config.batch, temperature=config.sampling.temperature, seed=config.seed, reference=reference,
         teacher=teacher, teacher_coef=config.teacher.coef, max_tokens=config.sampling.max_completion_tokens,
-        max_support=max_support(config))
+        longest=longest_sequence(config), max_support=max_support(config))
+
+
+def whole_shape(config: Config, row_shards: int) -> Shape:
+    """The shape of nearly all micro-batches."""
+    return update_shapes(longest_sequence(config), config.batch, config.algorithm.num_minibatches, row_shards)[0]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shoal.mesh import Program, Role
 from shoal.model import kv_cache
 from shoal.model.kv_cache import LayerCache
-from shoal.model.prefix_attention import prefill_attention
+from shoal.model.segment_attention import prefill_attention
 from shoal.model.transformer import Model, forward, logits
 from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.types import Params

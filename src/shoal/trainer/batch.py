@@ -1,65 +1,66 @@
-"""Packs groups into batches of fixed shape, and unpacks values by token.
+"""Packs groups into rows of tokens, and unpacks values by token.
 
-A row holds one prompt and S slots, a slot one completion. Sizes are rounded up to a few buckets and batches are filled
-up with empty rows, so that neither the number of groups nor their lengths compile anything anew.
+A row is one stream of tokens: a prompt, completions of it, the next prompt, its completions, and padding at the end.
+Rows have one length for a whole run, or a half, a quarter, ... of it for what is left over at the end of an update: the
+lengths of prompts and completions compile nothing anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from shoal.types import Completion, Group
+from shoal.types import Group
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LearnerBatch:
-    """One micro-batch: R rows, each a prompt of up to Tp tokens and S slots of up to C.
+    """One micro-batch: R rows of T tokens. A segment is a prompt or a completion.
 
-    >>> batch.prefix[0, :3], batch.prefix_len[0]      # right-padded
-    (array([5, 8, 13]), 3)
-    >>> batch.segment[0, 0]                           # slot 0 of row 0 holds a completion of 3 tokens
-    array([1, 1, 1, 0])
+    >>> batch.segment[0]                              # a prompt of 2 tokens, two completions of it, padding
+    array([1, 1, 2, 2, 2, 3, 3, 0])
+    >>> batch.prompt[0]                               # whom each continues
+    array([1, 1, 1, 1, 1, 1, 1, 0])
+    >>> batch.position[0]
+    array([0, 1, 2, 3, 4, 2, 3, 0])
+    >>> batch.before[0]                               # a completion's first token comes after the prompt's last
+    array([0, 0, 1, 2, 3, 1, 5, 7])
     """
 
-    prefix: Any  # int32[R, Tp]
-    prefix_len: Any  # int32[R]
-    slots: Any  # int32[R, S, C]
-    segment: Any  # int32[R, S, C]: 0 = padding, else the number of the completion within its slot, from 1
-    loss_mask: Any  # bool[R, S, C]: the model sampled this token; only such tokens have loss, KL and entropy
-    weight: Any  # float32[R, S, C]: of the token's loss; it holds aggregation and denominator of the whole update
-    advantage: Any  # float32[R, S, C]
-    sampler_logprobs: Any  # float32[R, S, C]: the sampler's
-    old_logprobs: Any  # float32[R, S, C]: the trainer's before the first update on this batch
-    ref_logprobs: Any  # float32[R, S, C]: the reference's
+    tokens: Any  # int32[R, T]
+    position: Any  # int32[R, T]: in its sequence, the prompt included
+    before: Any  # int32[R, T]: place in the row of the token before it in its sequence; its own where none is
+    segment: Any  # int32[R, T]: 0 = padding, else the number of the token's prompt or completion in the row, from 1
+    prompt: Any  # int32[R, T]: the segment of its prompt; of a prompt's token its own
+    loss_mask: Any  # bool[R, T]: the model sampled this token; only such tokens have loss, KL and entropy
+    weight: Any  # float32[R, T]: of the token's loss; it holds aggregation and denominator of the whole update
+    advantage: Any  # float32[R, T]
+    sampler_logprobs: Any  # float32[R, T]: the sampler's
+    old_logprobs: Any  # float32[R, T]: the trainer's before the first update on this batch
+    ref_logprobs: Any  # float32[R, T]: the reference's
     temperature: Any  # float32[]
-    support_ids: Any = None  # int32[R, S, C, K]: tokens that a truncating sampler chose from, -1 fills up
+    support_ids: Any = None  # int32[R, T, K]: tokens that a truncating sampler chose from, -1 fills up
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of every micro-batch of an update."""
+    """Rows of a micro-batch, and the tokens of each."""
 
     rows: int
-    prefix: int
-    slots: int
     length: int
 
     @property
     def tokens(self) -> int:
-        return self.rows * (self.prefix + self.slots * self.length)
+        return self.rows * self.length
 
 
 Key = tuple[int, int]
 """(group, completion)"""
-
-Position = tuple[int, int, int]
-"""(row, slot, segment)"""
 
 TokenValues = dict[Key, np.ndarray]
 """Values by token, float32[T] for each (group, completion)."""
@@ -67,116 +68,192 @@ TokenValues = dict[Key, np.ndarray]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A LearnerBatch of host arrays, and the position of each (group, completion) in it."""
+    """A LearnerBatch of host arrays that prompts and completions are added to, and where in it each completion is."""
 
     arrays: LearnerBatch
-    positions: dict[Key, Position]
+    used: list[int]  # tokens of each row so far
+    positions: dict[Key, tuple[int, slice]] = field(default_factory=dict)  # the row of each completion, and its tokens
+    prompts: list[tuple[int, int]] = field(default_factory=list)  # tokens of each prompt, completions that follow it
+
+    @classmethod
+    def empty(cls, shape: Shape, temperature: float, max_support: int = 0) -> MicroBatch:
+        grid = (shape.rows, shape.length)
+        tokens, position, segment, prompt = (np.zeros(grid, np.int32) for _ in range(4))
+        weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs = (np.zeros(grid, np.float32) for _ in range(5))
+        return cls(LearnerBatch(
+            tokens=tokens, position=position, before=np.tile(np.arange(shape.length, dtype=np.int32), (shape.rows, 1)),
+            segment=segment, prompt=prompt, loss_mask=np.zeros(grid, bool), weight=weight, advantage=advantage,
+            sampler_logprobs=sampler_logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+            temperature=np.float32(temperature),
+            support_ids=np.full((*grid, max_support), -1, np.int32) if max_support else None), [0] * shape.rows)
+
+    def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
+        """Adds a prompt and completions of it, token ids each, to a row."""
+        batch, first = self.arrays, self.used[row]
+        last, (number, _) = first + len(prompt) - 1, self._add(row, prompt, 0, first)
+        for key, ids in completions.items():
+            _, self.positions[key] = self._add(row, ids, len(prompt), last)
+        batch.prompt[row, first : self.used[row]] = number
+        self.prompts.append((len(prompt), len(completions)))
+
+    def _add(self, row: int, ids: np.ndarray, position: int, before: int) -> tuple[int, tuple[int, slice]]:
+        """The number of a new segment in its row, and its place. `position` and `before` are those of its first
+        token."""
+        start, stop = self.used[row], self.used[row] + len(ids)
+        place = (row, slice(start, stop))
+        number = 1 + int(self.arrays.segment[row, start - 1]) if start else 1
+        self.arrays.tokens[place], self.arrays.segment[place] = ids, number
+        self.arrays.position[place] = np.arange(position, position + len(ids))
+        self.arrays.before[place] = [before, *range(start, stop - 1)]
+        self.used[row] = stop
+        return number, place
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return sum(self.used)
 
     def unpack(self, values: np.ndarray) -> TokenValues:
-        """values[R, S, C] -> the values of each completion's tokens."""
-        found = {}
-        for key, (row, slot, segment) in self.positions.items():
-            found[key] = values[row, slot][np.asarray(self.arrays.segment)[row, slot] == segment]
-        return found
+        """values[R, T] -> the values of each completion's tokens."""
+        return {key: values[place] for key, place in self.positions.items()}
 
 
-def bucket(size: int, smallest: int = 16) -> int:
-    """The least of 16, 24, 32, 48, 64, 96, ... that holds `size`: at most a third is padding."""
-    top = smallest
-    while top < size:
-        top *= 2
-    return top * 3 // 4 if top > smallest and size <= top * 3 // 4 else top
+MOST_ROW_TOKENS = 2**15
+"""Tokens of a row where a device could take more: beyond, rows are packed no better."""
 
 
-def choose_shape(groups: Sequence[Group], num_prompts: int, group_size: int, micro_tokens: int,
-                 row_shards: int) -> Shape:
-    """The shape for an update on these groups, by the buckets of the longest prompt and the longest completion."""
-    # By the longest of this step: a bound by history would make a resumed run compile, and sum, differently.
-    prefix = bucket(max(len(g.prompt_ids) for g in groups))
-    length = bucket(max((len(c) for g in groups for c in g.completions), default=1))
-    return shape_of(prefix, length, num_prompts, group_size, micro_tokens, row_shards)
+def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int, count: int) -> tuple[Shape, ...]:
+    """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, and of a half, a quarter, ... of
+    them. They depend on settings alone.
 
-
-def shape_of(prefix: int, length: int, num_prompts: int, group_size: int, micro_tokens: int, row_shards: int) -> Shape:
-    """The shape of micro-batches: as many rows as `micro_tokens` a device allows, at least one a device.
-
-    A group whose completions do not fit one row gets several; its prompt is then computed once a row.
+    A row of the first holds `longest` tokens, a prompt with its completion, however few `micro_tokens` are. An update
+    has at most `most` tokens.
     """
-    slots = _even(group_size, max(1, (micro_tokens - prefix) // length))
-    rows = -(-num_prompts * -(-group_size // slots) // row_shards)
-    return Shape(_even(rows, max(1, micro_tokens // (prefix + slots * length))) * row_shards, prefix, slots, length)
-
-
-def _even(count: int, most: int) -> int:
-    """The size, at most `most`, of equal parts of `count` with the least padding."""
-    return -(-count // -(-count // most))
+    wanted = max(1, min(micro_tokens, -(-most // row_shards)))
+    rows = max(1, wanted // max(longest, MOST_ROW_TOKENS))
+    each = wanted // rows
+    # Round lengths: attention works in blocks that divide them.
+    unit = min(512, 2 ** max(4, (each // 8).bit_length() - 1))
+    whole = max(each // unit, -(-longest // unit)) * unit
+    lengths = {-(-whole // (16 * 2**number)) * 16: None for number in range(count)}
+    return tuple(Shape(rows * row_shards, length) for length in lengths)
 
 
 def pack(
     groups: Sequence[Group],
-    include: Sequence[int],
+    include: Iterable[int],
     advantages: np.ndarray,
     weights: np.ndarray,
-    shape: Shape,
+    shapes: Sequence[Shape],
     temperature: float,
     old_logprobs: TokenValues | None = None,
     ref_logprobs: TokenValues | None = None,
     teacher_bonus: TokenValues | None = None,
     max_support: int = 0,
 ) -> list[MicroBatch]:
-    """Packs the groups numbered in `include` into micro-batches of one shape.
+    """Packs the groups numbered in `include` into micro-batches of `shapes` (`row_shapes`).
 
     `advantages[P, G]` and `weights[P, G]` are those of each token of a completion. Completions that are not valid are
     left out. `teacher_bonus` is added to the advantage of each token. `max_support` is K, the number of tokens recorded
     for a truncating sampler; 0 if it kept all. At least one micro-batch is returned: an update without rows applies a
     gradient of 0.
     """
-    rows: list[tuple[int, list[int]]] = []
+    sizes = {}
     for number in include:
         group = groups[number]
         # Completions without a reward have no advantage to learn from; an empty one has no token.
-        members = [i for i in range(group.size) if group.valid[i] and len(group.completions[i])]
-        rows.extend((number, members[start : start + shape.slots]) for start in range(0, len(members), shape.slots))
-    batches = [_fill(groups, rows[start : start + shape.rows], shape, advantages=advantages, weights=weights,
-                     temperature=temperature, max_support=max_support)
-               for start in range(0, max(1, len(rows)), shape.rows)]
+        members = {i: len(group.completions[i]) for i in range(group.size) if group.valid[i]}
+        if members := {i: length for i, length in members.items() if length}:
+            sizes[number] = len(group.prompt_ids), members
+    batches = []
+    for shape, rows in _in_batches(fill_rows(sizes, shapes[0].length), shapes):
+        batch = MicroBatch.empty(shape, temperature, max_support)
+        for row, content in enumerate(rows):
+            for number, members in content.parts:
+                group = groups[number]
+                batch.add(row, group.prompt_ids, {(number, i): group.completions[i].token_ids for i in members})
+        batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
-        for key, (row, slot, _) in batch.positions.items():
-            tokens = (row, slot, slice(0, len(groups[key[0]].completions[key[1]])))
-            if old_logprobs:
-                arrays.old_logprobs[tokens] = old_logprobs[key]
-            if ref_logprobs:
-                arrays.ref_logprobs[tokens] = ref_logprobs[key]
-            if teacher_bonus:
-                arrays.advantage[tokens] += teacher_bonus[key]
+        for (number, index), place in batch.positions.items():
+            key, completion = (number, index), groups[number].completions[index]
+            arrays.loss_mask[place], arrays.sampler_logprobs[place] = completion.loss_mask, completion.logprobs
+            arrays.weight[place] = weights[key] * completion.loss_mask
+            arrays.advantage[place] = advantages[key]
+            for values, array in ((old_logprobs, arrays.old_logprobs), (ref_logprobs, arrays.ref_logprobs),
+                                  (teacher_bonus, arrays.advantage)):
+                if values:
+                    array[place] += values[key]
+            # The sampler's own set, not one recomputed from newer weights: that may leave the sampled token out.
+            if arrays.support_ids is not None:
+                ids = completion.extra["support_ids"]
+                arrays.support_ids[(*place, slice(0, ids.shape[1]))] = ids
     return batches
 
 
-def _fill(groups: Sequence[Group], rows: list[tuple[int, list[int]]], shape: Shape, *, advantages: np.ndarray,
-          weights: np.ndarray, temperature: float, max_support: int) -> MicroBatch:
-    grid = (shape.rows, shape.slots, shape.length)
-    prefix, prefix_len = np.zeros((shape.rows, shape.prefix), np.int32), np.zeros(shape.rows, np.int32)
-    slots, segment, loss_mask = np.zeros(grid, np.int32), np.zeros(grid, np.int32), np.zeros(grid, bool)
-    weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs = (np.zeros(grid, np.float32) for _ in range(5))
-    support_ids = np.full((*grid, max_support), -1, np.int32) if max_support else None
-    positions: dict[Key, Position] = {}
-    for row, (number, members) in enumerate(rows):
-        group = groups[number]
-        prefix[row, : len(group.prompt_ids)], prefix_len[row] = group.prompt_ids, len(group.prompt_ids)
-        for slot, index in enumerate(members):
-            completion: Completion = group.completions[index]
-            tokens = (row, slot, slice(0, len(completion)))
-            slots[tokens], segment[tokens], loss_mask[tokens] = completion.token_ids, 1, completion.loss_mask
-            weight[tokens] = weights[number, index] * completion.loss_mask
-            advantage[tokens], sampler_logprobs[tokens] = advantages[number, index], completion.logprobs
-            # The sampler's own set, not one recomputed from newer weights: that may leave the sampled token out.
-            if support_ids is not None:
-                ids = completion.extra["support_ids"]
-                support_ids[(*tokens, slice(0, ids.shape[1]))] = ids
-            positions[number, index] = (row, slot, 1)
-    arrays = LearnerBatch(
-        prefix=prefix, prefix_len=prefix_len, slots=slots, segment=segment, loss_mask=loss_mask, weight=weight,
-        advantage=advantage, sampler_logprobs=sampler_logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
-        temperature=np.float32(temperature), support_ids=support_ids)
-    return MicroBatch(arrays, positions)
+@dataclass
+class Row:
+    """What one row holds: completions of each of its groups, by (group, numbers of completions)."""
+
+    free: int
+    parts: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def add(self, group: int, members: Iterable[int], tokens: int) -> None:
+        self.parts.append((group, sorted(members)))
+        self.free -= tokens
+
+
+def fill_rows(sizes: Mapping[int, tuple[int, Mapping[int, int]]], length: int) -> list[Row]:
+    """Rows of at most `length` tokens for groups: number -> (tokens of the prompt, tokens of each completion).
+
+    Large groups first, each whole into the row that it leaves least room in (best fit decreasing). One that fits
+    nowhere is divided, where a row has room for more of it than its prompt, which each row then computes once more.
+    """
+    rows: list[Row] = []
+    totals = {number: prompt + sum(members.values()) for number, (prompt, members) in sizes.items()}
+    for number in sorted(sizes, key=lambda number: (-totals[number], number)):
+        prompt, members = sizes[number]
+        rest = dict(sorted(members.items(), key=lambda entry: (-entry[1], entry[0])))
+        while rest:
+            total = prompt + sum(rest.values())
+            if fitting := [row for row in rows if row.free >= total]:
+                min(fitting, key=lambda row: row.free).add(number, rest, total)
+                break
+            part = max(((sum(taken.values()), -at, taken) for at, row in enumerate(rows)
+                        if (taken := _that_fit(rest, row.free - prompt))), key=lambda found: found[:2], default=None)
+            if part is None or part[0] <= prompt:
+                rows.append(Row(length))
+                part = (0, 1 - len(rows), _that_fit(rest, length - prompt))
+            _, at, taken = part
+            if not taken:
+                raise ValueError(f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does not fit "
+                                 f"rows of {length}")
+            rows[-at].add(number, taken, prompt + sum(taken.values()))
+            rest = {index: size for index, size in rest.items() if index not in taken}
+    return rows
+
+
+def _that_fit(members: Mapping[int, int], room: int) -> dict[int, int]:
+    """Those of a group's completions, in their order, that fit into so many tokens together."""
+    taken = {}
+    for index, size in members.items():
+        if size <= room:
+            taken[index] = size
+            room -= size
+    return taken
+
+
+LEAST_SAVED = 0.25
+"""Share of an update's tokens that a shorter shape must save: it is a program of its own to compile."""
+
+
+def _in_batches(rows: list[Row], shapes: Sequence[Shape]) -> list[tuple[Shape, list[Row]]]:
+    """The rows by micro-batch; the last one, of the emptiest rows, in the shortest shape that holds it."""
+    rows = sorted(rows, key=lambda row: row.free)  # stable: equal rows stay in order
+    whole = shapes[0]
+    parts = [rows[start : start + whole.rows] for start in range(0, max(1, len(rows)), whole.rows)]
+    used = max((whole.length - row.free for row in parts[-1]), default=0)
+    shape = next(shape for shape in reversed(shapes) if shape.length >= used)
+    if whole.tokens - shape.tokens < LEAST_SAVED * len(parts) * whole.tokens:
+        shape = whole
+    return [*((whole, part) for part in parts[:-1]), (shape, parts[-1])]

@@ -21,8 +21,7 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
 from shoal.algorithm.policy_loss import policy_log_ratio, policy_loss
 from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
-from shoal.model.attention import segment_index
-from shoal.model.prefix_attention import shared_prefix_attention
+from shoal.model.segment_attention import segment_attention
 from shoal.model.transformer import Model, forward, head_projection
 from shoal.trainer.batch import LearnerBatch
 from shoal.types import Params
@@ -67,29 +66,27 @@ class Objective:
 
 def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int,
                    entropy_gradient: bool = False) -> Any:
-    """Log-probs and entropies, float32[R, S, C] each; a row's prompt is computed once for all its slots.
+    """Log-probs and entropies of completions' tokens, float32[R, T] each, 0 elsewhere; a prompt is computed once for
+    all completions that follow it in its row.
 
-    A token's log-prob comes from the hidden state before it; for a segment's first token that is the prompt's last.
+    A token's log-prob comes from the hidden state before it; for a completion's first token that is its prompt's last.
     """
-    rows, slots, size = batch.slots.shape
-    prefix_size = batch.prefix.shape[1]
-    index = segment_index(batch.segment)
-    own_positions = (batch.prefix_len[:, None, None] + index).reshape(rows, -1)
-    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(prefix_size), batch.prefix.shape), own_positions], 1)
-    tokens = jnp.concatenate([batch.prefix, batch.slots.reshape(rows, -1)], axis=1)
-    attention = shared_prefix_attention(model, prefix_size, batch.prefix_len, batch.segment)
-    hidden, _ = forward(model, parameters, tokens, positions, attention)
-    last = jnp.maximum(batch.prefix_len - 1, 0)[:, None, None]
-    last = jnp.take_along_axis(hidden[:, :prefix_size], last, axis=1)[:, :, None]  # [R, 1, 1, D]
-    own = hidden[:, prefix_size:].reshape(rows, slots, size, -1)
-    # A token's log-prob is read from the state before it: shift by one, and put the prompt's last state in front.
-    before = jnp.pad(own, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
-    before = jnp.where((index == 0)[..., None], last, before).reshape(rows, slots * size, -1)
-    chunk = chunk_size(-(-rows // model.role.row_shards), slots * size, model.architecture.vocab_size, chunk_elements)
-    support_ids = None if batch.support_ids is None else batch.support_ids.reshape(rows, slots * size, -1)
-    values = token_logprobs(before, batch.slots.reshape(rows, -1), batch.temperature,
-                            head_projection(model, parameters), chunk, support_ids, entropy_gradient)
-    return tuple(jnp.where(batch.segment > 0, x.reshape(rows, slots, size), 0.0) for x in values)
+    rows, size = batch.tokens.shape
+    attention = segment_attention(model, batch.segment, batch.prompt)
+    hidden, _ = forward(model, parameters, batch.tokens, batch.position, attention)
+    needed = batch.segment != batch.prompt
+    # Completions' tokens first: the head is not computed for chunks of prompts and padding.
+    order = jnp.argsort(~needed, axis=1, stable=True)
+    before, targets = (jnp.take_along_axis(x, order, axis=1) for x in (batch.before, batch.tokens))
+    support_ids = batch.support_ids
+    if support_ids is not None:
+        support_ids = jnp.take_along_axis(support_ids, order[..., None], axis=1)
+    chunk = chunk_size(-(-rows // model.role.row_shards), size, model.architecture.vocab_size, chunk_elements)
+    values = token_logprobs(
+        jnp.take_along_axis(hidden, before[..., None], axis=1), targets, batch.temperature,
+        head_projection(model, parameters), chunk, support_ids, entropy_gradient, needed.sum(1).max())
+    place = jnp.argsort(order, axis=1)
+    return tuple(jnp.where(needed, jnp.take_along_axis(x, place, axis=1), 0.0) for x in values)
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
@@ -101,14 +98,15 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
 
 def metric_shapes(o: Objective) -> tuple[Any, Any]:
     """Names and shapes of the sums and maxima that `token_losses` returns: they are named there alone."""
-    real, whole, truth = (jax.ShapeDtypeStruct((1, 1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_))
-    batch = LearnerBatch(prefix=None, prefix_len=None, slots=None, segment=whole, loss_mask=truth, weight=real,
-                         advantage=real, sampler_logprobs=real, old_logprobs=real, ref_logprobs=real, temperature=None)
+    real, whole, truth = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_))
+    batch = LearnerBatch(tokens=whole, position=whole, before=whole, segment=whole, prompt=whole, loss_mask=truth,
+                         weight=real, advantage=real, sampler_logprobs=real, old_logprobs=real, ref_logprobs=real,
+                         temperature=None)
     return jax.eval_shape(partial(token_losses, o), real, real, batch)[1:]
 
 
 def token_losses(o: Objective, lp: jax.Array, entropy: jax.Array, batch: LearnerBatch) -> Any:
-    """(token loss float32[R, S, C], sums, maxima) from log-probs and entropies of [R, S, C]. Sums and maxima of 0 or
+    """(token loss float32[R, T], sums, maxima) from log-probs and entropies of [R, T]. Sums and maxima of 0 or
     more are (value, count) by metric.
 
     The token loss is the policy term, times its correction, plus KL, less entropy. Tokens of weight 0 (with

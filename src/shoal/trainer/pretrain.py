@@ -19,7 +19,7 @@ import optax
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.mesh import Role
 from shoal.model.transformer import Architecture, Model, initialise, is_param_spec, param_specs
-from shoal.trainer.batch import LearnerBatch, bucket
+from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape
 from shoal.trainer.loss import batch_logprobs
 from shoal.trainer.step import put_batch
 from shoal.types import Params
@@ -70,21 +70,15 @@ def tiny_architecture(hidden_size: int, layers: int, vocabulary: int) -> Archite
 
 
 def supervised_batch(prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LearnerBatch:
-    """A batch with one row and one slot for each pair of token ids; every target token weighs the same."""
-    rows = len(prompts)
-    prefix = np.zeros((rows, bucket(max(map(len, prompts)))), np.int32)
-    slots = np.zeros((rows, 1, bucket(max(map(len, targets)))), np.int32)
-    segment = np.zeros_like(slots)
+    """A batch with one row for each pair of token ids; every target token weighs the same."""
+    longest = max(len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True))
+    batch = MicroBatch.empty(Shape(len(prompts), -(-longest // 16) * 16), 1.0)
     for row, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
-        prefix[row, : len(prompt)] = prompt
-        slots[row, 0, : len(target)], segment[row, 0, : len(target)] = target, 1
-    loss_mask = segment > 0
-    zeros = np.zeros(slots.shape, np.float32)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    weight = (loss_mask / loss_mask.sum()).astype(np.float32)
-    return LearnerBatch(prefix=prefix, prefix_len=lengths, slots=slots, segment=segment, loss_mask=loss_mask,
-                        weight=weight, advantage=zeros, sampler_logprobs=zeros, old_logprobs=zeros, ref_logprobs=zeros,
-                        temperature=np.float32(1.0))
+        batch.add(row, prompt, {(row, 0): target})
+    for place in batch.positions.values():
+        batch.arrays.loss_mask[place] = True
+    batch.arrays.weight[:] = batch.arrays.loss_mask / batch.arrays.loss_mask.sum()
+    return batch.arrays
 
 
 def run_pretraining(

@@ -99,7 +99,7 @@ class Learner:
         return jax.tree.map(placed, shapes, self.layout)
 
     def accumulate(self, total: GradientSum | None, state: TrainState, batch: LearnerBatch) -> tuple[GradientSum, Any]:
-        """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, S, C])."""
+        """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, T])."""
         # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s), and the
         # buffer is the only one, as layers add to it where they stand.
         before = self.programs["zero"]() if total is None else total
@@ -112,14 +112,8 @@ class Learner:
         return state, UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
-        """Log-probs float32[R, S, C] of the batch's tokens under any parameters of this architecture."""
+        """Log-probs float32[R, T] of the batch's tokens under any parameters of this architecture."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
-
-    def compile(self, batch: LearnerBatch) -> None:
-        """Compiles `accumulate` for batches of this shape; nothing runs."""
-        programs: dict[str, Any] = self.programs
-        programs["accumulate"].compile(programs["zero"].eval_shape(), self.shapes().trainable,
-                                       put_batch(self.model, batch))
 
 
 @dataclass(frozen=True)
@@ -132,10 +126,6 @@ class ParameterScorer:
     def score(self, batch: LearnerBatch) -> jax.Array:
         return self.learner.score(self.parameters, batch)
 
-    def compile(self, batch: LearnerBatch) -> None:
-        programs: dict[str, Any] = self.learner.programs
-        programs["score"].compile(self.parameters, put_batch(self.learner.model, batch))
-
 
 @dataclass(frozen=True)
 class ModelScorer:
@@ -146,16 +136,13 @@ class ModelScorer:
     parameters: Params
 
     def score(self, batch: LearnerBatch) -> jax.Array:
-        rows = len(batch.prefix_len)
+        rows = len(batch.tokens)
         lp = score_program(self.model, CHUNK_ELEMENTS)(self.parameters, self._put(batch))
         return lp[:rows] if len(lp) > rows else lp
 
-    def compile(self, batch: LearnerBatch) -> None:
-        score_program(self.model, CHUNK_ELEMENTS).compile(self.parameters, self._put(batch))
-
     def _put(self, batch: LearnerBatch) -> LearnerBatch:
         """The batch on these devices, with rows of padding where they do not divide its rows."""
-        if empty := -len(batch.prefix_len) % self.model.role.row_shards:
+        if empty := -len(batch.tokens) % self.model.role.row_shards:
             batch = replace(jax.tree.map(lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
                                          replace(batch, temperature=None)), temperature=batch.temperature)
         return put_batch(self.model, batch)
@@ -196,7 +183,7 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
 
 @lru_cache(PROGRAMS_KEPT)
 def score_program(model: Model, chunk_elements: int) -> Program:
-    """The program of log-probs alone: (parameters, batch) -> float32[R, S, C]."""
+    """The program of log-probs alone: (parameters, batch) -> float32[R, T]."""
     return model.role.jit(partial(_score, model, chunk_elements), out_shardings=model.role.host_layout)
 
 

@@ -19,8 +19,7 @@ from shoal.algorithm.kl import token_kl
 from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
-from shoal.trainer.batch import MicroBatch, Shape, TokenValues, choose_shape, pack, shape_of
-from shoal.trainer.compile_ahead import AheadCompiler
+from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
@@ -45,6 +44,12 @@ def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
 def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
     """Forward passes over a step's batch besides the updates: for old, reference and teacher log-probs."""
     return needs_old_logprobs(a, has_teacher) + (a.kl_coef > 0) + has_teacher
+
+
+def update_shapes(longest: int, batch: BatchSection, num_minibatches: int, row_shards: int) -> tuple[Shape, ...]:
+    """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the longest completion."""
+    most = -(-batch.prompts_per_step // num_minibatches) * batch.group_size * longest
+    return row_shapes(longest, most, batch.micro_tokens, row_shards, batch.max_shapes)
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Updater:
 
     `reference` scores for the KL term, None without one. `teacher` gives on-policy distillation: its log-prob minus the
     policy's, times `teacher_coef`, is added to each token's advantage. `max_tokens` is the longest completion,
-    `max_support` the K of `pack`. `ahead` compiles what later steps may need.
+    `longest` the longest prompt with the longest completion, `max_support` the K of `pack`.
     """
 
     learner: Learner
@@ -84,20 +89,16 @@ class Updater:
     teacher: Scorer | None = None
     teacher_coef: float = 1.0
     max_tokens: int = 1
+    longest: int = 0
     max_support: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
-    ahead: AheadCompiler | None = None
 
     def update(self, state: TrainState, groups: Sequence[Group], step: int) -> tuple[TrainState, UpdateResult]:
         started, begun = time.perf_counter(), state
-        # One shape for all updates and scorings of the step: each compiles once.
-        shape = choose_shape(groups, *self._limits)
-        if self.ahead:
-            self.ahead.begin_step(shape)
         metrics, table = MetricSet(), StepTable.of(groups, self.algorithm)
-        precomputed = self._precompute(state, groups, table, shape)
+        precomputed = self._precompute(state, groups, table)
         # A KL in the reward needs log-probs, which need packed groups: the table is made twice, without and with it.
-        if (penalty := self._kl_penalty(groups, table, precomputed, shape, metrics)) is not None:
+        if (penalty := self._kl_penalty(groups, table, precomputed, metrics)) is not None:
             table = StepTable.of(groups, self.algorithm, penalty)
         result = UpdateResult(table, metrics, dict(precomputed.old_logprobs or {}))
         teacher_bonus = self._teacher_bonus(groups, precomputed, metrics)
@@ -105,13 +106,11 @@ class Updater:
         trained = 0
         for epoch in range(self.algorithm.num_epochs):
             for members in self._minibatches(len(groups), step, epoch):
-                batches = self._pack(groups, table, members, shape, old_logprobs, precomputed.ref_logprobs,
-                                     teacher_bonus)
+                batches = self._pack(groups, table, members, old_logprobs, precomputed.ref_logprobs, teacher_bonus)
                 state = self._update_once(state, batches, result, keep=precomputed.old_logprobs is None,
                                           patience_seconds=0.0 if state is begun else PATIENCE_SECONDS)
-                trained += sum(int((batch.arrays.segment > 0).sum() + batch.arrays.prefix_len.sum())
-                               for batch in batches)
-                _record_prompt_sharing(metrics, batches)
+                trained += sum(batch.num_tokens for batch in batches)
+                _record_packing(metrics, batches)
         # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of micro-batches' would differ.
         w, count, squares = result.correction
         if count:
@@ -120,25 +119,13 @@ class Updater:
         seconds = time.perf_counter() - started
         metrics.add("time/update_seconds", seconds)
         metrics.add("throughput/train_tokens_per_second", trained, seconds)
-        if self.ahead:
-            self.ahead.end_step(shape)
         return state, result
 
-    @property
-    def _limits(self) -> tuple[int, int, int, int]:
-        """What bounds a step's shape besides its lengths: prompts of an update, siblings, tokens, shards."""
-        prompts = -(-self.batch.prompts_per_step // self.algorithm.num_minibatches)
-        return prompts, self.batch.group_size, self.batch.micro_tokens, self.learner.model.role.row_shards
-
-    def compile(self, prefix: int, length: int) -> None:
-        """Compiles the update's programs for batches of these buckets of prompts and completions."""
-        nothing = np.zeros((0, self.batch.group_size))
-        [empty] = pack([], [], nothing, nothing, shape_of(prefix, length, *self._limits), self.temperature,
-                       max_support=self.max_support)
-        self.learner.compile(empty.arrays)
-        for scorer in self._scorers(self.learner.shapes().trainable):
-            if scorer:
-                scorer.compile(empty.arrays)
+    def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
+        """The shapes of micro-batches: the same in every step, unless groups are longer than was said."""
+        found = max((len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0)
+        return update_shapes(max(self.longest, found), self.batch, self.algorithm.num_minibatches,
+                             self.learner.model.role.row_shards)
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
         """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed run repeats it."""
@@ -149,7 +136,7 @@ class Updater:
             order = np.random.default_rng(key.tolist()).permutation(count)
         return np.array_split(order, parts)
 
-    def _pack(self, groups: Sequence[Group], table: StepTable, members: np.ndarray, shape: Shape,
+    def _pack(self, groups: Sequence[Group], table: StepTable, members: np.ndarray,
               old_logprobs: TokenValues | None, ref_logprobs: TokenValues | None,
               teacher_bonus: TokenValues | None) -> list[MicroBatch]:
         """The micro-batches of one update, with the weight of each token.
@@ -166,7 +153,7 @@ class Updater:
         # The denominator is that of these members, the whole mini-batch, whatever micro-batches it is packed into.
         weights[members] = token_weights(AGGREGATIONS[a.aggregation].load(), lengths[members], table.valid[members],
                                          counts[members], a.aggregation_tokens or self.max_tokens)
-        return pack(groups, included, table.advantages, weights, shape, self.temperature, old_logprobs,
+        return pack(groups, included, table.advantages, weights, self.shapes(groups), self.temperature, old_logprobs,
                     ref_logprobs, teacher_bonus, self.max_support)
 
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
@@ -174,16 +161,15 @@ class Updater:
         everyone = needs_all_groups(self.algorithm, self.teacher is not None)
         return [int(n) for n in members if everyone or (table.advantages[n] != 0).any()]
 
-    def _precompute(self, state: TrainState, groups: Sequence[Group], table: StepTable,
-                    shape: Shape) -> PrecomputedLogprobs:
+    def _precompute(self, state: TrainState, groups: Sequence[Group], table: StepTable) -> PrecomputedLogprobs:
         """Log-probs that need a forward pass of their own before the first update."""
         scorers = self._scorers(state.trainable)
         if scorers == (None, None, None):
             return PrecomputedLogprobs()
         # Scoring reads tokens alone; advantages and weights come after a KL in the reward is known.
         nothing = np.zeros_like(table.advantages)
-        batches = pack(groups, self._included(table, np.arange(len(groups))), nothing, nothing, shape,
-                       self.temperature, max_support=self.max_support)
+        batches = pack(groups, self._included(table, np.arange(len(groups))), nothing, nothing,
+                       self.shapes(groups), self.temperature, max_support=self.max_support)
         return PrecomputedLogprobs(*(None if scorer is None else self._scores(scorer, batches) for scorer in scorers))
 
     def _scorers(self, parameters: Params) -> tuple[Scorer | None, Scorer | None, Scorer | None]:
@@ -191,7 +177,7 @@ class Updater:
         scored = needs_old_logprobs(self.algorithm, self.teacher is not None)
         return ParameterScorer(self.learner, parameters) if scored else None, self.reference, self.teacher
 
-    def _kl_penalty(self, groups: Sequence[Group], table: StepTable, precomputed: PrecomputedLogprobs, shape: Shape,
+    def _kl_penalty(self, groups: Sequence[Group], table: StepTable, precomputed: PrecomputedLogprobs,
                     metrics: MetricSet) -> np.ndarray | None:
         """The KL in the reward, [P, G]: its weight times the sum over a completion's sampled tokens.
 
@@ -200,8 +186,9 @@ class Updater:
         a, old, ref = self.algorithm, precomputed.old_logprobs, precomputed.ref_logprobs
         if a.kl_placement == "loss" or ref is None or old is None:
             return None
+        longest = max(self.max_tokens, *map(len, old.values()), 0)
         old_logprobs, ref_logprobs, loss_mask = (
-            np.zeros((len(groups), groups[0].size, shape.length), kind) for kind in (np.float32, np.float32, bool))
+            np.zeros((len(groups), groups[0].size, longest), kind) for kind in (np.float32, np.float32, bool))
         for (group, index), values in old.items():
             position = (group, index, slice(0, len(values)))
             old_logprobs[position], ref_logprobs[position] = values, ref[group, index]
@@ -259,13 +246,14 @@ class Updater:
         return state
 
 
-def _record_prompt_sharing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
-    """The share of prompt tokens that were not computed, of those that one prompt a completion would have cost."""
+def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
+    """The share of computed tokens that are padding; the share of prompt tokens that were not computed, of those that
+    one prompt a completion would have cost."""
     for batch in batches:
-        lengths = np.asarray(batch.arrays.prefix_len)
-        completions = (np.asarray(batch.arrays.segment)[..., 0] > 0).sum(1)
-        flattened = float((lengths * completions).sum())
-        metrics.add("tokens/prompt_saved", flattened - float(lengths.sum()), flattened)
+        computed = batch.arrays.tokens.size
+        metrics.add("tokens/padding", computed - batch.num_tokens, computed)
+        flattened = sum(length * completions for length, completions in batch.prompts)
+        metrics.add("tokens/prompt_saved", flattened - sum(length for length, _ in batch.prompts), flattened)
 
 
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:

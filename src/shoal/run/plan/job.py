@@ -22,17 +22,18 @@ from shoal.mesh.accelerators import Accelerator, accelerator_of
 from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
+from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.hub import locate
 from shoal.model.kv_cache import keys_at_once
+from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
 from shoal.run.loading import ModelSpec, known_architecture, make_model, model_path
-from shoal.run.parts import make_learner
+from shoal.run.parts import make_learner, whole_shape
 from shoal.run.plan.links import axis_links
-from shoal.run.preflight.estimate import longest_shape
 from shoal.run.preflight.memory import (
     available_memory,
     bytes_per_device,
@@ -46,7 +47,7 @@ from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.sample_tokens import SamplingArrays
 from shoal.text import count
-from shoal.trainer.batch import LearnerBatch, Shape
+from shoal.trainer.batch import LearnerBatch, Shape, fill_rows
 from shoal.trainer.step import Learner, score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 from shoal.types import ShoalError
@@ -103,8 +104,8 @@ class Job:
 
     @property
     def shape(self) -> Shape:
-        """Of a micro-batch whose prompts and completions are as long as they may be."""
-        return longest_shape(self.config, self.roles.trainer.row_shards)
+        """Of a micro-batch."""
+        return whole_shape(self.config, self.roles.trainer.row_shards)
 
     # ---- what roles hold
 
@@ -178,22 +179,35 @@ class Job:
         batch = self._batch(role)
         a, size = c.algorithm, bytes_per_device(batch)
         prompts = -(-c.batch.prompts_per_step // a.num_minibatches)
-        batches = -(-prompts * -(-c.batch.group_size // self.shape.slots) // self.shape.rows)
+        group = c.sampling.max_prompt_tokens, [c.sampling.max_completion_tokens] * c.batch.group_size
+        rows = len(fill_rows({number: (group[0], dict(enumerate(group[1]))) for number in range(prompts)},
+                             self.shape.length))
+        batches = -(-rows // self.shape.rows)
         updates = a.num_epochs * a.num_minibatches
         total, programs, found = self._total(), self._programs, {}
         scored = batches * a.num_minibatches
         if needs_old_logprobs(a, bool(c.teacher.path)):
-            found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored, batch_bytes=size)
+            found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored,
+                                     assumed_trips=self._blocks_read(self.model), batch_bytes=size)
         for name, model in self._scorers().items():
             own = self._batch(model.role)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
             found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (weights, own), runs=scored,
-                                  batch_bytes=bytes_per_device(own))
+                                  assumed_trips=self._blocks_read(model), batch_bytes=bytes_per_device(own))
         found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
-                                      runs=batches * updates, batch_bytes=size)
+                                      runs=batches * updates, assumed_trips=self._blocks_read(self.model),
+                                      batch_bytes=size)
         found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),
                                  {"gradient": total.gradient, "moments": state.optimizer}, updates)
         return found
+
+    def _blocks_read(self, model: Model) -> tuple[float, ...]:
+        """Rounds of the loop over blocks of keys, at the longest prompt and completion; empty without such a loop."""
+        size, s = self.shape.length, self.config.sampling
+        if attention_kind(model, self.shape.rows, size) != "blocked":
+            return ()
+        block = block_size(size, model.role.platform)
+        return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
         """The largest array's program, as often as all arrays together are larger: there is one for each array."""
@@ -210,7 +224,7 @@ class Job:
     def _batch(self, role: Role) -> LearnerBatch:
         """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
         shape = self.shape
-        grid = (shape.rows + -shape.rows % role.row_shards, shape.slots, shape.length)
+        grid = (shape.rows + -shape.rows % role.row_shards, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
             sharding = role.sharding(("rows", *(None,) * (len(sizes) - 1)), sizes)
@@ -218,9 +232,8 @@ class Job:
 
         whole, real, support = rows(jnp.int32), rows(jnp.float32), max_support(self.config)
         return LearnerBatch(
-            prefix=rows(jnp.int32, (grid[0], shape.prefix)), prefix_len=rows(jnp.int32, grid[:1]),
-            slots=whole, segment=whole, loss_mask=rows(jnp.bool_), weight=real, advantage=real, sampler_logprobs=real,
-            old_logprobs=real, ref_logprobs=real,
+            tokens=whole, position=whole, before=whole, segment=whole, prompt=whole, loss_mask=rows(jnp.bool_),
+            weight=real, advantage=real, sampler_logprobs=real, old_logprobs=real, ref_logprobs=real,
             temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated),
             support_ids=rows(jnp.int32, (*grid, support)) if support else None)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 from shoal.config.schema import Config
 from shoal.mesh import Roles
@@ -14,10 +12,10 @@ from shoal.model.transformer import Model
 from shoal.report.findings import seconds_text
 from shoal.run.derived import num_updates
 from shoal.run.loading import activation_bytes
+from shoal.run.parts import whole_shape
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
 from shoal.run.preflight.step_trial import StepTrial
 from shoal.sampler.engine import Engine, prompt_bucket
-from shoal.trainer.batch import Shape, choose_shape
 from shoal.trainer.update import needs_all_groups, num_scorings
 
 SCORING = 1 / 3
@@ -94,7 +92,7 @@ def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards:
                  engines: Mapping[str, Engine]) -> None:
     """Adds the compiled programs' temporary memory, scaled from the trial's shapes to the longest allowed, and to the
     engine that prefills most prompts at once."""
-    s, programs, shape = config.sampling, trial.programs, longest_shape(config, shards)
+    s, programs, shape = config.sampling, trial.programs, whole_shape(config, shards)
     rows = max(engine.scheduler.prefill_rows for engine in engines.values())
     tried = engines["training"].scheduler.prefill_rows * max(prompt_bucket(len(g.prompt_ids)) for g in trial.groups)
     prefill = round(programs["prefill"].extra_bytes * rows * prompt_bucket(s.max_prompt_tokens) / tried)
@@ -103,15 +101,6 @@ def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards:
     budget.update["activations"] = activations
     if (apply := programs["apply"].extra_bytes) > activations:
         budget.update["update's temporaries"] = apply - activations
-
-
-def longest_shape(config: Config, shards: int) -> Shape:
-    """The shape of an update whose prompts and completions are as long as they may be."""
-    s = config.sampling
-    longest: Any = SimpleNamespace(prompt_ids=range(s.max_prompt_tokens),
-                                   completions=(range(s.max_completion_tokens),))
-    prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
-    return choose_shape([longest], prompts, config.batch.group_size, config.batch.micro_tokens, shards)
 
 
 # ---- advice
@@ -142,7 +131,6 @@ def advise(config: Config, model: Model, trial: StepTrial, times: Times, budget:
     if 0 < slots < completions:
         found.append(Advice(f"sampling.slots_per_device=0: all {completions} completions of a step at once instead of "
                             f"{slots}", "sampling.slots_per_device", (1 - slots / completions) * sampling))
-    found += _less_padding(config, trial, roles.trainer.row_shards, update, budget.update.get("activations", 0), fits)
     if model.remat == "full" and fits(activation_bytes(model.architecture, trial.shape.tokens, model.dtype)):
         found.append(Advice(f"model.remat=dots (now {config.model.remat}): there is memory for it", "model.remat",
                             DOTS_GAIN * update))
@@ -156,24 +144,3 @@ def advise(config: Config, model: Model, trial: StepTrial, times: Times, budget:
     name, seconds = max((("sampling", times.sample_seconds), ("the reward", times.reward_seconds),
                          ("the update", times.update_seconds)), key=lambda item: item[1])
     return Advice(f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step")
-
-
-def _less_padding(config: Config, trial: StepTrial, shards: int, share: float, activations: int,
-                  fits: Callable[[float], bool]) -> Iterator[Advice]:
-    """Other values of batch.micro_tokens that compute less padding and fit."""
-    b = config.batch
-
-    def computed(micro: int) -> tuple[int, Shape]:
-        """Tokens of a step's update, padding included."""
-        prompts = -(-b.prompts_per_step // config.algorithm.num_minibatches)
-        shape = choose_shape(trial.groups, prompts, b.group_size, micro, shards)
-        rows = b.prompts_per_step * -(-b.group_size // shape.slots)
-        return -(-rows // shape.rows) * shape.tokens, shape
-
-    now, shape = computed(b.micro_tokens)
-    for micro in (b.micro_tokens // 2, b.micro_tokens * 2, b.micro_tokens * 4):
-        tokens, other = computed(micro)
-        saved = 1 - tokens / now
-        if saved > 0 and fits(activations * (other.tokens / shape.tokens - 1)):
-            yield Advice(f"batch.micro_tokens={micro} (now {b.micro_tokens}): {100 * saved:.0f}% fewer tokens computed "
-                         "in the update", "batch.micro_tokens", saved * share)

@@ -8,15 +8,14 @@ from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Roles
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import read_config
-from shoal.model.prefix_attention import attention_kind
+from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings, seconds_text
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import step_text
 from shoal.run.loading import ModelSpec
-from shoal.run.parts import RunData
-from shoal.run.preflight.estimate import longest_shape
+from shoal.run.parts import RunData, whole_shape
 from shoal.run.preflight.inputs import (
     check_devices,
     check_prompts,
@@ -104,10 +103,9 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
 
 
 def attention_text(config: Config, model: Model) -> str:
-    """`, attention by blocks` where the longest batches are computed so."""
-    longest = longest_shape(config, model.role.row_shards)
-    kind = attention_kind(model, longest.rows, longest.prefix, longest.slots, longest.length)
-    return ", attention by blocks where sequences are long" * (kind == "blocked")
+    """`, attention: blocked`, as the update computes it."""
+    shape = whole_shape(config, model.role.row_shards)
+    return f", attention: {attention_kind(model, shape.rows, shape.length)}"
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -22,10 +22,11 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.source import publish_to
 from shoal.run.derived import max_support
+from shoal.run.parts import whole_shape
 from shoal.run.preflight.reward import score
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.tasks.task import Task
-from shoal.trainer.batch import Shape, choose_shape, pack
+from shoal.trainer.batch import Shape, pack
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.trainer.step import Learner
 from shoal.trainer.update import StepTable
@@ -132,9 +133,7 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     groups = [make_group(task, request, siblings[number], texts[number], scores, number)
               for number, request in enumerate(requests)]
     cancelled = sum(completion.stop_reason == StopReason.CANCELLED for group in siblings for completion in group)
-    per_update = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
-    shape = choose_shape(_all_valid(groups), per_update, size, config.batch.micro_tokens,
-                         learner.model.role.row_shards)
+    shape = whole_shape(config, learner.model.role.row_shards)
     trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
     _update(trial, config, learner, parameters)
     return trial
@@ -163,7 +162,7 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
     weights = token_weights(AGGREGATIONS[config.algorithm.aggregation].load(), table.lengths, valid, valid,
                             config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens)
     sampled = {(p, g): c.logprobs for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
-    batches = pack(groups, range(len(groups)), np.nan_to_num(table.advantages), weights, trial.shape,
+    batches = pack(groups, range(len(groups)), np.nan_to_num(table.advantages), weights, [trial.shape],
                    config.sampling.temperature, old_logprobs=sampled, ref_logprobs=sampled,
                    max_support=max_support(config))
     trial.num_batches = len(batches)

@@ -1,0 +1,118 @@
+"""The `AttentionFn`s of training, scoring and prefill, over rows of several sequences, and which kind computes them.
+
+A token reads the tokens at or before it of its own segment and of its prompt's (`LearnerBatch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shoal.mesh import Role
+from shoal.model.attention import Keys, attend
+from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
+from shoal.model.transformer import AttentionFn, Model
+from shoal.types import ShoalError
+
+SCORE_BYTES = 2**31
+"""Scores on a GPU or TPU above which `model.attention=auto` computes them by blocks: of a layer, since the backward
+pass computes them again, or of all where `model.remat=none` keeps them."""
+
+SHORT = 128
+"""Tokens of a row up to which all its scores are computed at once on CPU: blocks would leave out next to nothing."""
+
+SPLASH_TOKENS = 512
+"""Tokens of a row from which `auto` takes splash on TPU: below, a row is one or two of its blocks."""
+
+MOST_SPLASH_TOKENS = 2**16
+"""Splash knows places in a row by 16 bits."""
+
+
+def attention_kind(model: Model, rows: int, size: int) -> str:
+    """How attention is computed for rows of so many tokens: `model.attention`; for `auto` by device and shape."""
+    kind, platform = model.attention, model.role.platform
+    if kind == "splash" and (reason := _splash_refusal(model, size)):
+        instead = attention_kind(replace(model, attention="auto"), rows, size)
+        raise ShoalError(f"model.attention=splash: {reason}; model.attention=auto uses {instead} here")
+    if kind != "auto":
+        return kind
+    if platform == "cpu":
+        return "reference" if size <= SHORT else "blocked"
+    if size >= SPLASH_TOKENS and not _splash_refusal(model, size):
+        return "splash"
+    layers = model.architecture.num_layers if model.remat == "none" else 1
+    scores = rows * size**2 * model.architecture.num_heads * layers // (model.role.row_shards * model.role.tensor)
+    return "blocked" if 4 * scores > SCORE_BYTES else "reference"
+
+
+def _splash_refusal(model: Model, size: int) -> str:
+    """Why splash attention cannot compute a model's rows of so many tokens; empty if it can."""
+    if model.role.platform != "tpu":
+        return f"splash attention is for TPUs, and this is a {model.role.platform.upper()}"
+    if model.architecture.head_dim % 64:
+        return f"splash attention needs heads of a multiple of 64, and the model's head_dim is " \
+               f"{model.architecture.head_dim}"
+    if size >= MOST_SPLASH_TOKENS:
+        return f"a row has {size:,} tokens, and at most {MOST_SPLASH_TOKENS - 1:,} are supported"
+    return ""
+
+
+def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
+    """Of rows segment[R, T], prompt[R, T]."""
+    over_rows = _over_rows(model, segment, prompt)
+    return lambda q, k, v, cache: (over_rows(q, k, v), None)
+
+
+def prefill_attention(model: Model, length: jax.Array, size: int) -> AttentionFn:
+    """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache."""
+    segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
+    over_rows = _over_rows(model, segment, segment)
+    return lambda q, k, v, cache: (over_rows(q, k, v), (k, v))
+
+
+def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
+    """Attention of whole rows: q[R, T, H, A], k and v[R, T, K, A] -> [R, T, H, A]."""
+    role, (rows, size) = model.role, segment.shape
+    kind = attention_kind(model, rows, size)
+    if kind == "reference":
+        return partial(attend_at_once, segment=segment, prompt=prompt)
+    # What each token reads is found once, not in every layer.
+    if kind == "splash":
+        from shoal.model.splash_attention import attend_rows, readings_of  # Pallas takes a second to import
+
+        return _on_each_device(role, attend_rows, _on_each_device(role, readings_of)(segment, prompt))
+    block = block_size(size, role.platform)
+    scores = block**2 * model.architecture.num_heads // role.tensor
+    at_once = max(1, SCORES_AT_ONCE // scores) if role.platform == "cpu" else 0
+    blocks = _on_each_device(role, partial(blocks_of, block=block))(segment, prompt)
+    return _on_each_device(role, partial(attend_by_blocks, at_once=at_once), blocks)
+
+
+def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, prompt: jax.Array) -> jax.Array:
+    """The reference: all scores of each row."""
+    own, key = segment[:, :, None], segment[:, None]
+    mask = ((key == own) | (key == prompt[:, :, None])) & (own > 0) & jnp.tri(segment.shape[1], dtype=bool)
+    return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask[:, None]))[:, 0]
+
+
+def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:
+    """Each device computes its own rows, and its heads of [R, T, heads, A]: the partitioner cannot split a kernel, nor
+    skip by device. `known` follows the arguments of a call."""
+    if role.mesh.size == 1:
+        return lambda *args: function(*args, *known)
+    rows = role.row_axes or None
+
+    def spec(x: jax.Array) -> PartitionSpec:
+        return PartitionSpec(rows, None, "tensor") if x.ndim == 4 else PartitionSpec(rows)
+
+    def local(*args: jax.Array) -> jax.Array:
+        out = spec(args[0]) if args[0].ndim == 4 else PartitionSpec(rows)
+        return jax.shard_map(function, mesh=role.mesh, in_specs=jax.tree.map(spec, (*args, *known)), out_specs=out,
+                             axis_names={*role.row_axes, "tensor"}, check_vma=False)(*args, *known)
+
+    return local

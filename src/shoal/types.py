@@ -344,10 +344,6 @@ class Scorer(Protocol):
         """LearnerBatch -> float32[R, T], 0 at prompts and padding."""
         ...
 
-    def compile(self, batch: Any) -> None:
-        """Compiles what `score` needs for batches of this shape; nothing runs."""
-        ...
-
 
 class RolloutSource(Protocol):
     """Hands over finished groups, with rewards, sampled from the requested version of the weights."""

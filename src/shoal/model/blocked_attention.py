@@ -137,8 +137,8 @@ def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
             return d_q, d_k, d_v.at[number].add(einsum32("nkgct,nckga->ntka", p.astype(q.dtype), d_out))
 
         start = jnp.zeros(q.shape, jnp.float32), *d_keys
-        d_q, *d_keys = jax.lax.fori_loop(0, mine.counts.max(), add, start)
-        return tuple(d_keys), d_q.astype(q.dtype)
+        d_q, d_k, d_v = jax.lax.fori_loop(0, mine.counts.max(), add, start)
+        return (d_k, d_v), d_q.astype(q.dtype)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     (d_k, d_v), d_q = jax.lax.scan(some, (zeros, zeros), _parts((q, d_out, lse, delta, blocks), at_once))

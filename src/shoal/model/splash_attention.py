@@ -10,7 +10,7 @@ such pair are skipped, row by row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,11 +81,13 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, in
         return jnp.concatenate([x] * times, 2)
 
     def of_row(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings) -> jax.Array:
+        sizes: Any = dict.fromkeys(("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
+                                    "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"), block)
         forward, backward = (_mask_info(readings.is_needed, readings.query, axis) for axis in (-1, -2))
-        kernel = splash.SplashAttentionKernel(
+        kernel: Any = splash.SplashAttentionKernel(
             forward, forward, backward, is_mqa=False, save_residuals=False, mask_value=splash.DEFAULT_MASK_VALUE,
             attn_logits_soft_cap=None, residual_checkpoint_name="attention", mask_function=_Reads(padded),
-            block_sizes=splash.BlockSizes(*(block,) * 8), interpret=interpret)
+            block_sizes=splash.BlockSizes(**sizes), interpret=interpret)
         return kernel(q, k, v, splash.SegmentIds(readings.group, readings.groups))
 
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
@@ -103,5 +105,6 @@ def _mask_info(is_needed: jax.Array, query: jax.Array, axis: int) -> MaskInfo:
     stays, so that nothing is read for it."""
     number = jax.lax.broadcasted_iota(jnp.int32, is_needed.shape, is_needed.ndim + axis)
     last = jax.lax.cummax(jnp.where(is_needed, number, 0), axis=is_needed.ndim + axis)
-    return MaskInfo(data_next=last[None], mask_next=None, block_mask=is_needed.astype(jnp.int32)[None],
-                    partial_mask_blocks=None, q_sequence=query)
+    info: Any = MaskInfo  # whose types are those of a mask known before compilation
+    return info(data_next=last[None], mask_next=None, block_mask=is_needed.astype(jnp.int32)[None],
+                partial_mask_blocks=None, q_sequence=query)

@@ -219,23 +219,22 @@ def fill_rows(sizes: Mapping[int, tuple[int, Mapping[int, int]]], length: int) -
             if fitting := [row for row in rows if row.free >= total]:
                 min(fitting, key=lambda row: row.free).add(number, rest, total)
                 break
-            part = max(((sum(taken.values()), -at, taken) for at, row in enumerate(rows)
-                        if (taken := _that_fit(rest, row.free - prompt))), key=lambda found: found[:2], default=None)
-            if part is None or part[0] <= prompt:
-                rows.append(Row(length))
-                part = (0, 1 - len(rows), _that_fit(rest, length - prompt))
-            _, at, taken = part
+            rooms = [(row, taken) for row in rows if (taken := _that_fit(rest, row.free - prompt))]
+            row, taken = max(rooms, key=lambda room: sum(room[1].values()), default=(Row(length), {}))
+            if sum(taken.values()) <= prompt:
+                row, taken = Row(length), _that_fit(rest, length - prompt)
+                rows.append(row)
             if not taken:
                 raise ValueError(f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does not fit "
                                  f"rows of {length}")
-            rows[-at].add(number, taken, prompt + sum(taken.values()))
+            row.add(number, taken, prompt + sum(taken.values()))
             rest = {index: size for index, size in rest.items() if index not in taken}
     return rows
 
 
 def _that_fit(members: Mapping[int, int], room: int) -> dict[int, int]:
     """Those of a group's completions, in their order, that fit into so many tokens together."""
-    taken = {}
+    taken: dict[int, int] = {}
     for index, size in members.items():
         if size <= room:
             taken[index] = size

@@ -322,6 +322,7 @@ def trl(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers.trainer_callback import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
     shape, on_gpu, times = plan.shape, torch.cuda.is_available(), []
@@ -335,7 +336,8 @@ def trl(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
             for _ in range(3 * shape.prompts)]
     with_vllm = on_gpu and importlib.util.find_spec("vllm") is not None
     number = shape.prompts * shape.siblings
-    each = max(shape.siblings, min(number, shape.micro_tokens // (shape.prompt + shape.completion)))
+    most = max(1, shape.micro_tokens // (shape.prompt + shape.completion))
+    each = max(size for size in range(1, min(number, most) + 1) if number % size == 0)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(f"{folder}/model")
         tokenizer.save_pretrained(f"{folder}/model")
@@ -348,13 +350,15 @@ def trl(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
             generation_kwargs={"ignore_eos": True} if with_vllm else {"min_new_tokens": shape.completion},
             **({"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3} if with_vllm else {}))
 
-        class Clock(TrainerCallback):
+        class Times(TrainerCallback):
             def on_step_end(self, *args: Any, **more: Any) -> None:
                 times.append(time.perf_counter())
 
-        GRPOTrainer(model=f"{folder}/model", args=settings, train_dataset=Dataset.from_dict({"prompt": rows}),
-                    reward_funcs=lambda completions, **more: [rng.random() for _ in completions],
-                    processing_class=tokenizer, callbacks=[Clock()]).train()
+        trainer = GRPOTrainer(model=f"{folder}/model", args=settings, callbacks=[Times()], processing_class=tokenizer,
+                              train_dataset=Dataset.from_dict({"prompt": rows}),
+                              reward_funcs=lambda completions, **more: [rng.random() for _ in completions])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     yield step_line(shape, times[2] - times[1], "generating with " + ("vLLM" if with_vllm else "transformers"), "")
 
 
@@ -376,7 +380,9 @@ def run_part(part: str, options: argparse.Namespace, model: str, clock: Clock, m
     """Runs a part in a process of its own, which prints its lines; what else there is to say of it."""
     command = [sys.executable, __file__, "--part", part, "--models", model, *["--tiny"] * options.tiny,
                "--measured", json.dumps(measured)]
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+    # vLLM in the same process: one of its own would outlive a part that is stopped, with the device's memory.
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "TF_CPP_MIN_LOG_LEVEL": "3",
+                   "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **os.environ}
     with tempfile.TemporaryFile("w+") as errors:
         try:
             code = subprocess.run(command, env=environment, stderr=errors, timeout=max(1.0, clock.left),

@@ -2,8 +2,10 @@
 
     python benchmarks/step.py [shape ...] [--repeats 5] [--dtype float32]
 
-Each shape runs in a process of its own, so that peak memory is its own. A step draws P x G completions of a fixed
-length, computes advantages from random rewards (so that no group drops out), and makes one update of AdamW.
+Each shape runs in a process of its own, so that peak memory is its own. A step publishes the weights, draws P x G
+completions, computes advantages from random rewards (so that no group drops out), and makes one update of AdamW.
+Completions are all as long as they may be; those of `8M-lognormal` have lognormal lengths (median 150, sigma 1), cut at
+512. `computed`: tokens that the update computes, over those that are real (prompts once a group, and completions).
 """
 
 from __future__ import annotations
@@ -14,13 +16,166 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-SHAPES = {
-    # name: (width, layers, feed-forward, heads, key heads, head width, vocabulary, P, G, prompt, completion)
-    "1M": (128, 4, 384, 4, 2, 32, 1024, 8, 8, 16, 16),
-    "8M": (256, 6, 1024, 8, 4, 32, 4096, 4, 8, 64, 128),
-    "50M": (512, 12, 2048, 8, 4, 64, 8192, 2, 8, 128, 256),
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shoal.trainer.batch import LearnerBatch
+    from shoal.types import Group
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and what a step draws with it. `median`: of lognormal lengths with sigma 1; 0: all are `completion`."""
+
+    hidden_size: int
+    layers: int
+    intermediate_size: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    vocabulary: int
+    prompts: int
+    siblings: int
+    prompt: int
+    completion: int
+    median: float = 0.0
+    micro_tokens: int = 2048
+    tied: bool = True
+    qkv_bias: bool = False
+
+    def lengths(self, step: int) -> np.ndarray:
+        """Tokens of each completion of a step, [P, G]."""
+        import numpy as np
+
+        size = (self.prompts, self.siblings)
+        if not self.median:
+            return np.full(size, self.completion)
+        drawn = self.median * np.exp(np.random.default_rng(step).standard_normal(size))
+        return np.clip(drawn.round(), 1, self.completion).astype(int)
+
+
+_8M = Shape(256, 6, 1024, 8, 4, 32, 4096, 4, 8, 64, 128)
+
+SHAPES: Mapping[str, Shape] = {
+    "1M": Shape(128, 4, 384, 4, 2, 32, 1024, 8, 8, 16, 16),
+    "8M": _8M,
+    "50M": Shape(512, 12, 2048, 8, 4, 64, 8192, 2, 8, 128, 256),
+    "8M-lognormal": replace(_8M, completion=512, median=150.0),
+    "8M-prompts-2k": replace(_8M, prompt=2048, micro_tokens=8192),
+    "8M-G16": replace(_8M, siblings=16),
 }
+DEFAULT = ("1M", "8M", "50M")
+
+
+class Trial:
+    """The product's own engine, learner and updater on random weights, on the first device."""
+
+    def __init__(self, shape: Shape, dtype: Any) -> None:
+        import jax
+
+        from shoal.config.schema import BatchSection, Config, ModelSection, OptimizerSection, SamplingSection
+        from shoal.mesh import make_roles
+        from shoal.model.transformer import Architecture
+        from shoal.run.loading import ModelSpec, make_model
+        from shoal.run.parts import make_learner, make_updater
+
+        self.shape, self.computed = shape, 0
+        self.architecture = Architecture(
+            shape.vocabulary, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.key_heads,
+            shape.head_dim, tie_embeddings=shape.tied, qkv_bias=shape.qkv_bias)
+        config = Config(
+            model=ModelSection(dtype=dtype), optimizer=OptimizerSection(warmup_steps=0),
+            batch=BatchSection(prompts_per_step=shape.prompts, group_size=shape.siblings,
+                               micro_tokens=shape.micro_tokens),
+            sampling=SamplingSection(max_prompt_tokens=shape.prompt, max_completion_tokens=shape.completion))
+        self.roles = make_roles(config.mesh, jax.devices()[:1])
+        spec = ModelSpec(Path(), self.architecture, lambda role, dtype: self.parameters)
+        self.model = make_model(config.model, spec, self.roles.trainer, shape.micro_tokens)
+        self.learner = make_learner(config, self.model)
+        self.updater = make_updater(config, self.learner, None, None)
+        accumulate = self.learner.accumulate
+
+        def counted(total: Any, state: Any, batch: LearnerBatch) -> Any:
+            self.computed += computed_tokens(batch)
+            return accumulate(total, state, batch)
+
+        self.learner.accumulate = counted
+
+    @cached_property
+    def parameters(self) -> Any:
+        from shoal.model.transformer import initialise
+
+        return initialise(self.architecture, 0, self.roles.trainer)
+
+    @cached_property
+    def engine(self) -> Any:
+        return limited_engine(
+            self.model.on(self.roles.sampler), slots=self.shape.prompts * self.shape.siblings,
+            group_size=self.shape.siblings, max_prompt_tokens=self.shape.prompt,
+            max_completion_tokens=self.shape.completion, eos_ids=())
+
+    def publish(self, version: int, trainable: Any) -> None:
+        from shoal.rollout.publication import publish_to
+
+        self.engine.load(version, publish_to(self.model.on(self.roles.sampler), trainable))
+
+    def sample(self, step: int, lengths: np.ndarray) -> list[Group]:
+        """A step's groups, with completions of these lengths."""
+        import numpy as np
+
+        from shoal.sampler.engine import drain
+        from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams
+
+        shape, rng = self.shape, np.random.default_rng(step)
+        ids = rng.integers(0, shape.vocabulary, (len(lengths), shape.prompt)).astype(np.int32)
+        self.engine.lengths = dict(enumerate(lengths))
+        for row, own in enumerate(lengths):
+            self.engine.submit([SampleRequest(row, ids[row], shape.siblings, Address(0, "train", step, row),
+                                              SamplingParams(max_tokens=int(own.max())))])
+        found = drain(self.engine)
+        groups = []
+        for row, own in enumerate(lengths):
+            completions = tuple(found[row, index] for index in range(shape.siblings))
+            assert [len(one) for one in completions] == list(own)
+            rewards = rng.permutation(shape.siblings).astype(float)
+            groups.append(Group(Purpose.TRAIN, step, step, Example(row, ""), ids[row], completions,
+                                ("",) * shape.siblings, rewards, {}, np.ones(shape.siblings, bool)))
+        return groups
+
+
+def computed_tokens(batch: LearnerBatch) -> int:
+    """Tokens that a micro-batch computes, padding included."""
+    return sum(getattr(batch, name).size for name in ("prefix", "segment") if hasattr(batch, name))
+
+
+def limited_engine(model: Any, **sizes: Any) -> Any:
+    """An engine whose completions have limits of their own: `lengths`, request -> tokens of each completion."""
+    import jax
+    import numpy as np
+
+    from shoal.sampler.engine import Engine
+
+    class Limited(Engine):
+        lengths: Mapping[int, Sequence[int]]
+
+        def limit_of(self, request: Any, index: int) -> int:
+            return int(self.lengths[request.id][index])
+
+        def _start_prefill(self, admission: Any) -> None:
+            super()._start_prefill(admission)
+            assert self._state is not None
+            limits = np.array(self._state.limit)
+            for id, group in zip(admission.ids, admission.groups, strict=True):
+                limits[group] = self.lengths[id]
+            self._state = replace(self._state, limit=jax.device_put(limits, self._state.limit.sharding))
+
+    return Limited(model, **sizes)
 
 
 def measure(name: str, repeats: int, dtype: str) -> dict[str, float]:
@@ -30,83 +185,55 @@ def measure(name: str, repeats: int, dtype: str) -> dict[str, float]:
     import jax
     import numpy as np
 
-    from shoal.config.schema import AlgorithmSection, BatchSection, MeshSection, OptimizerSection
-    from shoal.mesh import make_roles
-    from shoal.model.transformer import Architecture, Model, initialise
-    from shoal.sampler.engine import Engine, drain
-    from shoal.trainer.loss import Objective
-    from shoal.trainer.step import Learner
-    from shoal.trainer.update import Updater
-    from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams
-
-    hidden_size, layers, feed, heads, keys, head, vocabulary, prompts, siblings, prompt, completion = SHAPES[name]
-    a = Architecture(vocabulary, hidden_size, feed, layers, heads, keys, head, tie_embeddings=True)
-    roles = make_roles(MeshSection())
-    model = Model(a, roles.trainer, jax.numpy.dtype(dtype))
-    parameters = initialise(a, 0, roles.trainer)
-    algorithm, batch = AlgorithmSection(), BatchSection(prompts, siblings)
-    learner = Learner(model, Objective.of(algorithm), OptimizerSection(warmup_steps=0), 100)
-    updater = Updater(learner, algorithm, batch, 1.0, 0)
-    engine = Engine(model.on(roles.sampler), slots=prompts * siblings, group_size=siblings, max_prompt_tokens=prompt,
-                    max_completion_tokens=completion, eos_ids=())
-    state = learner.init(parameters)
-    rng = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=completion)
-
-    def sample(step: int) -> list[Group]:
-        ids = rng.integers(0, vocabulary, (prompts, prompt)).astype(np.int32)
-        cast = jax.tree.map(lambda x: x.astype(model.dtype), state.trainable)
-        engine.load(step, cast)
-        engine.submit([SampleRequest(row, ids[row], siblings, Address(0, "train", step, row), params)
-                       for row in range(prompts)])
-        found = drain(engine)
-        groups = []
-        for row in range(prompts):
-            own = tuple(found[row, index] for index in range(siblings))
-            rewards = rng.permutation(siblings).astype(float)
-            groups.append(Group(Purpose.TRAIN, step, step, Example(row, ""), ids[row], own, ("",) * siblings, rewards,
-                                {}, np.ones(siblings, bool)))
-        return groups
-
-    times = []
-    for step in range(repeats + 1):
+    trial = Trial(SHAPES[name], dtype)
+    state, times, real = trial.learner.init(trial.parameters), [], 0
+    # Lengths that differ make shapes that differ: each is met, and compiled, before anything is timed.
+    warm = repeats if trial.shape.median else 1
+    for step in range(warm + repeats):
+        lengths = trial.shape.lengths(step % repeats)
+        if step == warm:
+            trial.computed, real = 0, 0
         start = time.perf_counter()
-        groups = sample(step)
+        trial.publish(step, state.trainable)
+        groups = trial.sample(step, lengths)
         sampled = time.perf_counter()
-        state, _ = updater.update(state, groups, step)
+        state, _ = trial.updater.update(state, groups, step)
         jax.block_until_ready(state)
         times.append((sampled - start, time.perf_counter() - sampled))
-    first, rest = times[0], np.array(times[1:])
+        real += lengths.sum() + len(lengths) * trial.shape.prompt if step >= warm else 0
+    first, rest = np.array(times[:warm]), np.array(times[warm:])
     total = rest.sum(1)
     return {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(parameters)),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trial.parameters)),
         "step": float(np.median(total)), "fastest": float(total.min()), "slowest": float(total.max()),
         "sampling": float(np.median(rest[:, 0])), "update": float(np.median(rest[:, 1])),
-        "compile": float(sum(first) - np.median(total)),
+        "compile": float(first.sum() - warm * np.median(total)), "computed": trial.computed / float(real),
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shapes", nargs="*", default=list(SHAPES), help="which of 1M, 8M, 50M")
+    parser.add_argument("shapes", nargs="*", default=DEFAULT, help=f"of {', '.join(SHAPES)}; default: three")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := set(options.shapes) - SHAPES.keys():
+        parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(SHAPES)}")
     if options.one:
         print(json.dumps(measure(options.shapes[0], options.repeats, options.dtype)))
         return
     print(f"median of {options.repeats} steps, {options.dtype}, {os.cpu_count()} CPU cores; seconds")
-    print(f"{'shape':>6} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
-          f"{'compile':>8} {'peak GiB':>9}")
+    print(f"{'shape':>13} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
+          f"{'compile':>8} {'computed':>9} {'peak GiB':>9}")
     for name in options.shapes:
         command = [sys.executable, __file__, name, "--one", "--repeats", str(options.repeats), "--dtype", options.dtype]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         row = json.loads(out.splitlines()[-1])
         spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"
-        print(f"{name:>6} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "
-              f"{row['update']:8.3f} {row['compile']:8.2f} {row['peak_gib']:9.2f}", flush=True)
+        print(f"{name:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "
+              f"{row['update']:8.3f} {row['compile']:8.2f} {row['computed']:8.2f}x {row['peak_gib']:9.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,179 @@
+"""How near are the programs of large models to what their devices allow? Compiled here, for devices that are not here.
+
+    python benchmarks/aot.py [JOB ...] [--programs decode,prefill,accumulate] [--cache FOLDER] [--sources 8] [key=value]
+
+Compiles the sampler's and the trainer's programs of each job as `shoal plan` does, of deep models with 2 and 4 layers,
+from which all follow; prints a row of the table for each job's programs as they are done. `key=value` is added to
+every job, such as `model.attention=blocked` or `fit=true` (the largest batch.micro_tokens that the plan finds to fit;
+compiles all programs). `--sources` prints the lines of code that take longest, and the largest arrays. Needs libtpu
+and JAX's CUDA plug-in: shoal[plan].
+
+Seconds are the compiler's cycles at the clock, on TPU, or the larger of bytes and operations at the maker's rates, on
+GPU; without transfers between devices. Floors, which no program can pass: of a token in decoding, the weights and the
+live keys (whole prompts, once a group, and half of the longest completion) read once; of a prefill and an update, the
+model's operations at the peak rate, with neither recomputation nor padding. Nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.config.keys import keys_of
+from shoal.config.loading import compose
+from shoal.config.schema import Config, PlanConfig
+from shoal.config.values import get_value
+from shoal.model.flops import forward_flops
+from shoal.model.transformer import Architecture
+from shoal.run.plan.compilers import Compilers, compilers
+from shoal.run.plan.figures import Figures, resolved
+from shoal.run.plan.job import planned_architecture
+from shoal.run.plan.plan import DEEP, SHALLOW, extrapolate, make_plan
+from shoal.run.preflight.memory import parameter_count
+
+LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
+DECODE, UPDATE = "decode prefill", "accumulate"
+
+JOBS: Mapping[str, tuple[str, str]] = {
+    # 64 chips train; the other 64 are 8 samplers of 8, with 64 places each.
+    "70b-v5p": (f"{DECODE} {UPDATE}",
+                "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
+                "mesh.sampler_tensor=8 batch.prompts_per_device=1"),
+    "8b-v6e-decode": (DECODE, "topology=v6e-4 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
+                              "batch.prompts_per_step=8"),
+    "8b-h200-decode": (DECODE, "topology=h200:2 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
+                               "batch.prompts_per_step=8"),
+    "1.5b-h200-decode": (DECODE, "topology=h200:1 model.name=qwen2.5-1.5b batch.prompts_per_step=32"),
+    "8b-v6e": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1"),
+    "8b-h200": (UPDATE, "topology=h200:8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=16384"),
+    # Two rows of four completions of 4,096 tokens on each two of the devices: 32 in a micro-batch.
+    "8b-v6e-long": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=16640 "
+                            "batch.prompts_per_step=8 sampling.max_completion_tokens=4096"),
+}
+"""Name -> (the programs of its rows, the words after `shoal plan`), over LENGTHS."""
+
+GIB = 2**30
+BFLOAT16 = 2  # bytes
+HEAD = ("job", "program", "peak GiB", "of", "computes", "floor", "times the floor", "share of peak", "GB moved")
+
+
+def composed(job: str, added: Sequence[str]) -> PlanConfig:
+    words = [*LENGTHS.split(), *JOBS[job][1].split(), "layers=shallow", *added]
+    config, _ = compose("plan", list({word.partition("=")[0]: word for word in words}.values()))
+    return config
+
+
+def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], None]) -> Figures:
+    """The figures of some of a job's programs; one is compiled at a time."""
+    if config.fit:
+        return make_plan(config, say)
+    with compilers(1, config.topology) as found:
+        job = ask(found, config, "", 0)
+        deep = job["model"]["layers"] > DEEP and config.layers != "all"
+        costs = {}
+        for name in programs:
+            few = []
+            for layers in SHALLOW if deep else (0,):
+                started = time.perf_counter()
+                few.append(ask(found, config, name, layers))
+                say(f"{name}{f' of {layers} layers' * bool(layers)}: {time.perf_counter() - started:.0f} s")
+            costs[name] = extrapolate(*few, job["model"]["layers"]) if deep else few[0]
+    return Figures(resolved(config, job), job, costs)
+
+
+def ask(found: Compilers, config: PlanConfig, program: str, layers: int) -> dict[str, Any]:
+    values = {name: get_value(config, name) for name in keys_of(Config)}
+    return found.answer([{"config": values, "topology": config.topology, "program": program, "layers": layers}])[0]
+
+
+def decode_bytes(a: Architecture, groups: float, size: int, prompt: int, completion: int) -> float:
+    """What one token of all completions reads: the weights and the live keys and values, in bfloat16."""
+    keys = groups * (prompt + size * completion / 2)
+    return BFLOAT16 * (parameter_count(a) + 2 * a.num_layers * a.num_kv_heads * a.head_dim * keys)
+
+
+def floor_seconds(figures: Figures, program: str) -> float:
+    """The least that all runs of a program in a step could take."""
+    config, job, a = figures.config, figures.job, planned_architecture(figures.config.model)
+    s, groups, size = config.sampling, job["prompts"], config.batch.group_size
+    devices = len(job["roles"][job["programs"][program]["role"]]["devices"])
+    if program == "decode":
+        replica = job["roles"]["sampler"]["mesh"].get("tensor", 1)
+        replicas = devices // replica
+        read = decode_bytes(a, groups / replicas, size, s.max_prompt_tokens, s.max_completion_tokens) / replica
+        return (s.max_completion_tokens - 1) * read / job["hbm"]
+    lengths = (s.max_prompt_tokens, [1] if program == "prefill" else [s.max_completion_tokens] * size)
+    passes = 1 if program == "prefill" else 3 * config.algorithm.num_epochs
+    return passes * groups * forward_flops(a, *lengths) / devices / job["peak_flops"]
+
+
+def row(job: str, program: str, figures: Figures) -> list[str]:
+    config, one, runs = figures.config, figures.programs[program], figures.job["programs"][program]["runs"]
+    peak = sum(figures.needed(program).values())
+    cells = [job, f"{program}, {scope(figures, program)}", f"{peak / GIB:.1f}", f"{figures.memory / GIB:.1f}"]
+    if one["error"]:
+        return [*cells, "does not compile", "", "", "", one["error"][:100]]
+    seconds, floor = runs * one["compute_seconds"], floor_seconds(figures, program)
+    tokens = config.sampling.max_completion_tokens - 1
+    scale, digits, unit = {"decode": (1e3 / tokens, 2, "ms a token"), "prefill": (1e3, 1, "ms a step")}.get(
+        program, (1.0, 2, "s a step"))
+    times = [f"{scale * value:.{digits}f}" for value in (seconds, floor)]
+    share = "" if program == "decode" else f"{100 * floor / seconds:.0f}%"
+    moved: dict[str, float] = defaultdict(float)
+    for transfer in one["collectives"]:
+        moved[transfer["kind"]] += runs * transfer["bytes"] / (tokens if program == "decode" else 1) / 1e9
+    transfers = ", ".join(f"{size:.3g} {kind}" for kind, size in sorted(moved.items(), key=lambda item: -item[1]))
+    return [*cells, f"{times[0]} {unit}", times[1], f"{seconds / floor:.2f}", share, transfers]
+
+
+def scope(figures: Figures, program: str) -> str:
+    """What one run of a program works on."""
+    job = figures.job
+    if program != "accumulate":
+        return f"{job['slots'] // job['roles']['sampler']['mesh'].get('data', 1)} places a replica"
+    shape, devices = job["shape"], len(job["roles"]["trainer"]["devices"])
+    sizes = " x ".join(str(size) for name, size in shape.items() if name != "tokens")
+    return f"{shape['tokens'] // devices} tokens a device ({sizes})"
+
+
+def print_sources(program: str, figures: Figures, number: int) -> None:
+    one = figures.programs[program]
+    print(f"\n{program}: model.remat={figures.config.model.remat}; shares of its seconds, and its largest arrays")
+    for source, seconds in list(one["sources"].items())[:number]:
+        print(f"    {100 * seconds / one['compute_seconds']:5.1f}%  {source}")
+    for size, shape, source in one["largest"][:number]:
+        print(f"    {size / GIB:5.2f} GiB  {shape}  {source}")
+    print(flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", default="decode,prefill,accumulate")
+    parser.add_argument("--cache", help="folder of what is compiled, to be found again; default: none is kept")
+    parser.add_argument("--sources", type=int, default=0)
+    args, words = parser.parse_known_args()
+    names, added = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    if unknown := set(names) - JOBS.keys():
+        parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
+    print(f"| {' | '.join(HEAD)} |\n| {' | '.join(['---'] * len(HEAD))} |", flush=True)
+    with tempfile.TemporaryDirectory() as own:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = args.cache or own
+        for name in names or JOBS:
+            programs = [one for one in JOBS[name][0].split() if one in args.programs.split(",")]
+            if not programs:
+                continue
+            figures = compiled(composed(name, added), programs, lambda text: print(text, file=sys.stderr, flush=True))
+            for program in programs:
+                print(f"| {' | '.join(row(name, program, figures))} |", flush=True)
+                if args.sources:
+                    print_sources(program, figures, args.sources)
+
+
+if __name__ == "__main__":
+    main()

@@ -151,7 +151,7 @@ class Trial:
 
 def computed_tokens(batch: LearnerBatch) -> int:
     """Tokens that a micro-batch computes, padding included."""
-    return sum(getattr(batch, name).size for name in ("prefix", "segment") if hasattr(batch, name))
+    return batch.tokens.size
 
 
 def limited_engine(model: Any, **sizes: Any) -> Any:

@@ -198,7 +198,7 @@ def larger(figures: Figures, **extra_bytes: int) -> Figures:
 
 
 @pytest.mark.parametrize(("keys", "extra", "expected"), [
-    ({"mesh.fsdp": 8}, {"accumulate": 150_000_000}, "batch.micro_tokens=256 (now 512): about 28.6 MiB less a device"),
+    ({"mesh.fsdp": 8}, {"accumulate": 150_000_000}, "batch.micro_tokens=256 (now 512): about 71.5 MiB less a device"),
     ({"mesh.fsdp": 8, "batch.micro_tokens": 128, "model.remat": "dots"}, {"accumulate": 97_500_000},
      "model.remat=full"),
     ({"mesh.fsdp": 8}, {"decode": 150_000_000}, "sampling.slots_per_device="),

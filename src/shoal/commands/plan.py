@@ -89,8 +89,7 @@ def _head(figures: Figures) -> Iterator[str]:
             f"not as a process on each: {job['refusal']}" if job["refusal"] else "or as a process on each")
     yield (f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every completion "
            f"{config.sampling.max_completion_tokens}; {job['prompts']} x {config.batch.group_size} completions a step, "
-           f"{job['slots']} at once; a micro-batch is {shape['rows']} rows of {shape['prefix']} + {shape['slots']} x "
-           f"{shape['length']} tokens")
+           f"{job['slots']} at once; a micro-batch is {count(shape['rows'], 'row')} of {shape['length']} tokens")
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

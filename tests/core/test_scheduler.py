@@ -1,4 +1,4 @@
-"""What runs next: no row twice, nobody forgotten, first come first served within a bucket, prompts kept while needed."""
+"""What runs next: no row twice, nobody forgotten, in the order of arrival by bucket, prompts kept while needed."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, group_files, ranges, read_file, read_segments, read_stored
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
+from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, open_model, open_teacher, resolve_model
 from shoal.run.parts import make_learner, make_updater, open_reference

@@ -85,6 +85,7 @@ staleness | steps | mean | version of the trainer minus the version that sampled
 staleness/max | steps | max | the largest such difference
 tokens/sampled | tokens | sum | tokens sampled
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
+sampler/places_drawing | share | mean | places of the sampler that draw, over the tokens of decoding; others have ended
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
 time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples

@@ -81,8 +81,9 @@ class Engine:
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
         # A quarter enters at once: a batch costs the same however few of its rows are used (docs/decisions/0021).
-        rows = (min(self.num_rows, _round_up(max(1, count // 4), shards)) for count in (self.num_groups, self.num_rows))
-        self.scheduler = Scheduler(self.num_rows, *rows, shards, PREFILL_TOKENS)
+        prompts, rows = (min(self.num_rows, _round_up(max(1, count // 4), shards))
+                         for count in (self.num_groups, self.num_rows))
+        self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Step] = deque()

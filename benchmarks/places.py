@@ -3,7 +3,8 @@
     python benchmarks/places.py [--sigmas 0 0.5 1] [--rows-of 1 2 4 8] [--repeats 3] [--shape 1M]
 
 Sampling alone: groups of 8, many more prompts than places, lengths forced to a lognormal distribution (sigma 0: all
-equal) of one median. The engines take turns in one process; all draw the same lengths.
+equal) of one median. Measured while prompts wait: what is left then is cancelled. The engines take turns in one
+process; all draw the same lengths.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def lognormal_lengths(prompts: int, median: int, sigma: float, cap: int) -> np.n
 
 
 def measure(engine: Forced, lengths: np.ndarray, prompt: int, step: int) -> tuple[float, float]:
-    """Share of places that draw in decoding, and tokens a second."""
+    """Share of places that draw in decoding, and tokens a second, while prompts wait."""
     rng = np.random.default_rng(1)
     engine.lengths = lengths
     params = SamplingParams(max_tokens=engine.max_completion_tokens)
@@ -51,11 +52,16 @@ def measure(engine: Forced, lengths: np.ndarray, prompt: int, step: int) -> tupl
                               Address(0, "train", step, row), params) for row in range(len(lengths))]
     started = time.perf_counter()
     engine.submit(requests)
-    found = drain(engine)
+    found = []
+    while engine.scheduler.waiting:
+        found += [one for completions in engine.collect().values() for one in completions]
     seconds = time.perf_counter() - started
-    assert all(len(one) == lengths[id, index] for (id, index), one in found.items())
+    assert all(len(one) == lengths[one.request_id, one.index] for one in found)
     drawing, places = engine.read_places()
-    return drawing / places, lengths.sum() / seconds
+    for id in list(engine.progress):
+        engine.cancel(id)
+    drain(engine)
+    return drawing / max(1, places), drawing / seconds
 
 
 def main() -> None:
@@ -66,7 +72,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--median", type=int, default=150, help="median tokens of a completion")
+    parser.add_argument("--median", type=int, default=100, help="median tokens of a completion")
     parser.add_argument("--cap", type=int, default=512, help="most tokens of a completion")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
@@ -78,7 +84,8 @@ def main() -> None:
         engines[siblings] = Forced(model, slots=options.slots, group_size=GROUP_SIZE, siblings_per_row=siblings,
                                    max_prompt_tokens=options.prompt, max_completion_tokens=options.cap, eos_ids=())
         engines[siblings].load(0, parameters)
-        measure(engines[siblings], np.full((2, GROUP_SIZE), 40), options.prompt, 0)  # compiles
+        short = np.full((2 * options.slots // GROUP_SIZE, GROUP_SIZE), 3)
+        measure(engines[siblings], short, options.prompt, 0)  # compiles
     print(f"{options.shape}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores: {options.prompts} prompts of "
           f"{options.prompt} tokens, groups of {GROUP_SIZE}, {options.slots} places, median {options.median}, cap "
           f"{options.cap}; the fastest of {options.repeats}")

@@ -16,6 +16,7 @@ from shoal.model.transformer import Architecture, Model
 from shoal.run.derived import max_support
 from shoal.run.sampler_size import free_cache_tokens
 from shoal.sampler.engine import Engine
+from shoal.text import count
 from shoal.types import Purpose, ShoalError
 
 
@@ -85,16 +86,30 @@ def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: Sampling
     return engine_maker(model, tokenizer, sampling, places, group_size)
 
 
+def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
+    """The places of a training run's sampler, in each process."""
+    role, size = roles.sampler.local, config.batch.group_size
+    step = -(-config.batch.prompts_per_step // jax.process_count()) * size
+    slots = config.sampling.slots_per_device * role.mesh.size or step
+    return choose_places(config.sampling, role, slots, size, step, free_cache_tokens(config, roles, a))
+
+
+def places_text(config: Config, roles: Roles, a: Architecture) -> str:
+    """How many completions are sampled at once; empty where these are all of a step, each group in a row."""
+    places, size = training_places(config, roles, a), config.batch.group_size
+    if places.siblings == size and places.slots * jax.process_count() >= config.batch.prompts_per_step * size:
+        return ""
+    shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"
+    return f"{count(places.slots, 'completion')} at once, {shared}"
+
+
 def training_engine_maker(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,
                           architecture: Architecture | None = None) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a training run. `architecture`: of the model that memory is reckoned with,
     if it is not that of `model`."""
-    role, size = roles.sampler.local, config.batch.group_size
-    step = -(-config.batch.prompts_per_step // jax.process_count()) * size
-    slots = config.sampling.slots_per_device * role.mesh.size or step
-    places = choose_places(config.sampling, role, slots, size, step,
-                           free_cache_tokens(config, roles, architecture or model.architecture))
-    return engine_maker(model.on(role), tokenizer, config.sampling, places, size, max_support(config))
+    places = training_places(config, roles, architecture or model.architecture)
+    return engine_maker(model.on(roles.sampler.local), tokenizer, config.sampling, places, config.batch.group_size,
+                        max_support(config))
 
 
 def run_engines(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,

@@ -14,7 +14,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Findings, seconds_text
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import step_text
-from shoal.run.engines import run_engines
+from shoal.run.engines import places_text, run_engines
 from shoal.run.loading import ModelSpec
 from shoal.run.parts import RunData
 from shoal.run.preflight.estimate import longest_shape
@@ -64,6 +64,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
         or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
+        "sampler": places_text(config, roles, model.architecture),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
         "time": least_time_text(config, roles, model),

@@ -477,6 +477,21 @@ def test_a_step_never_waits_and_two_at_most_are_in_flight(engine, base, monkeypa
     same({(c.request_id, c.index): c for c in found}, base)
 
 
+def test_the_next_decode_is_started_before_the_last_is_read_unless_prompts_wait(engine, base):
+    seen, waited = set(), set()
+    engine.submit([request(row) for row in range(7)])
+    while not engine.idle:
+        engine.collect()
+        decodes = sum(step.is_decode for step in engine.in_flight)
+        (waited if engine.scheduler.waiting else seen).add(decodes)
+    assert max(waited) == 1 and max(seen) == 2
+    stopping = [request(row, stop=("never",)) for row in (0, 3)]
+    engine.submit(stopping)  # what a stop string ends is known when it was read
+    while not engine.idle:
+        engine.collect()
+        assert sum(step.is_decode for step in engine.in_flight) <= 1
+
+
 def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     row = next(row for row in range(7) if max(len(base[row, i]) for i in range(4)) > 2 * CHUNK)
     others = [other for other in range(7) if other != row]

@@ -80,9 +80,9 @@ class Engine:
         self.num_groups = max(1, self.num_rows // -(-group_size // self.siblings))  # that are sampled at once
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
-        # A quarter enters at once: a batch costs the same however few of its rows are used (docs/decisions/0021).
-        prompts, rows = (min(self.num_rows, _round_up(max(1, count // 4), shards))
-                         for count in (self.num_groups, self.num_rows))
+        # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
+        prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
+                         for count in (self.num_groups // 4, self.num_rows // 8))
         self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}

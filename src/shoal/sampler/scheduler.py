@@ -119,14 +119,13 @@ class Scheduler:
 
     def enough(self) -> int:
         """Rows of a replica that have to end before decoding is interrupted for what waits."""
-        rows = self.num_rows // self.replicas
         if self.entering:
-            return -(-rows // 8)  # each interruption costs a dispatch
+            return self.join_rows // self.replicas
         if self.waiting:
             positions = self.batch_rows(self.waiting[0][1])
             wanted = min(positions, len(self.waiting)) - len(self._room(positions))
             return max(1, -(-wanted // self.replicas))
-        return rows
+        return self.num_rows
 
     def _room(self, positions: int) -> list[tuple[int, int]]:
         """The positions of a prefill that can be used, each with the free row that its prompt enters."""

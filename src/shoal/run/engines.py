@@ -20,11 +20,30 @@ from shoal.text import count
 from shoal.types import Purpose, ShoalError
 
 
+class CacheRoom(NamedTuple):
+    """The memory of a sampler's caches: keys of a prompt and of a completion, and how many there may be in all its
+    replicas, or 0."""
+
+    prompt: int
+    own: int
+    tokens: int
+    replicas: int
+
+    def row(self, siblings: int) -> int:
+        """Keys of a row in each replica."""
+        return self.replicas * (self.prompt + siblings * self.own)
+
+    def slots(self, most: int, siblings: int) -> int:
+        """At most so many slots, in rows of `siblings`; 0 if there is no room for a row."""
+        return min(most, self.tokens // self.row(siblings) * self.replicas * siblings) if self.tokens else most
+
+
 class Places(NamedTuple):
     """How many completions are sampled at once, and how many siblings share a row."""
 
     slots: int
     siblings: int
+    room: CacheRoom
 
 
 def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: int,
@@ -37,24 +56,19 @@ def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size:
     """
     prompt, own = (cache_size(size, role.platform)
                    for size in (sampling.max_prompt_tokens, sampling.max_completion_tokens))
-    tokens, replicas = sampling.cache_tokens * role.mesh.size or free_tokens, role.row_shards
-
-    def fitting(siblings: int) -> int:
-        if not tokens:
-            return slots
-        return min(slots, tokens // (replicas * (prompt + siblings * own)) * replicas * siblings)
-
+    room = CacheRoom(prompt, own, sampling.cache_tokens * role.mesh.size or free_tokens, role.row_shards)
     siblings = min(sampling.siblings_per_row, group_size)
     if not siblings:
-        siblings = next(size for size in range(1, group_size + 1)
-                        if not group_size % size and (prompt <= size * own or size == group_size))
-        siblings = group_size if fitting(group_size) >= completions else siblings if fitting(siblings) else 1
-    if sampling.cache_tokens and not fitting(siblings):
-        least = -(-replicas * (prompt + siblings * own) // role.mesh.size)
+        few = next(size for size in range(1, group_size + 1)
+                   if not group_size % size and (prompt <= size * own or size == group_size))
+        siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
+    found = room.slots(slots, siblings)
+    if sampling.cache_tokens and not found:
         raise ShoalError(f"sampling.cache_tokens={sampling.cache_tokens} has no room for a prompt and "
                          f"{'a completion' if siblings == 1 else f'{siblings} completions'} of the longest; use at "
-                         f"least {least}, or lower sampling.max_prompt_tokens or sampling.max_completion_tokens")
-    return Places(max(fitting(siblings), siblings), siblings)
+                         f"least {-(-room.row(siblings) // role.mesh.size)}, or lower sampling.max_prompt_tokens or "
+                         "sampling.max_completion_tokens")
+    return Places(max(found, siblings), siblings, room)
 
 
 def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, places: Places, group_size: int,
@@ -70,7 +84,8 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
         support = max_support if purpose is Purpose.TRAIN else 0
         if (siblings, support) not in engines:
             engines[siblings, support] = Engine(
-                model, slots=places.slots, group_size=group_size if fits else size, siblings_per_row=siblings,
+                model, slots=places.room.slots(places.slots, siblings), siblings_per_row=siblings,
+                group_size=group_size if fits else size,
                 max_prompt_tokens=sampling.max_prompt_tokens, max_completion_tokens=sampling.max_completion_tokens,
                 eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=sampling.params.truncated,
                 max_support=support)

@@ -21,9 +21,8 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
-from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, make_programs
+from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, empty_batch, make_programs
 from shoal.sampler.progress import Decode, PartialCompletion, Progress
-from shoal.sampler.sample_tokens import SamplingArrays
 from shoal.sampler.scheduler import Admission, Scheduler
 from shoal.types import Completion, Params, Sampler, SampleRequest, ShoalError, StopReason, StopSignal
 
@@ -162,7 +161,7 @@ class Engine:
             arrays = self._decode_arrays()
         else:
             bucket = prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0
-            arrays = self._empty_batch(self.scheduler.batch_rows(bucket), bucket)
+            arrays = empty_batch(self.scheduler.batch_rows(bucket), self.siblings, bucket)
         return {"state": self.state_shapes(),
                 **jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)}
 
@@ -201,20 +200,8 @@ class Engine:
             partial.reason is None and self.limit_of(one.request, index) > max(1, len(partial.tokens)) + CHUNK
             for one in map(self.progress.__getitem__, running) for index, partial in enumerate(one.partials))
 
-    def _empty_batch(self, positions: int, bucket: int) -> dict[str, Any]:
-        """The arrays of an admission, all of whose positions are unused."""
-        arrays: dict[str, Any] = {
-            "rows": np.full(positions, self.num_rows, np.int32),  # past the end: nothing is written
-            "limit": np.zeros((positions, self.siblings), np.int32),
-            "keys": np.zeros((positions, self.siblings, 2), np.uint32),
-            "sampling": SamplingArrays(*(np.zeros(positions, dtype) for dtype in (
-                np.float32, np.int32, np.float32, np.float32)))}
-        if bucket:
-            return arrays | {"tokens": np.zeros((positions, bucket), np.int32), "length": np.ones(positions, np.int32)}
-        return arrays | {"sources": np.zeros(positions, np.int32)}
-
     def _start_admission(self, admission: Admission) -> None:
-        arrays = self._empty_batch(self.scheduler.batch_rows(admission.bucket), admission.bucket)
+        arrays = empty_batch(self.scheduler.batch_rows(admission.bucket), self.siblings, admission.bucket)
         own, owners = self.num_rows // self.scheduler.replicas, []  # rows are counted within their replica
         for position, id, part, row, source in admission.entries:
             progress = self.progress[id]

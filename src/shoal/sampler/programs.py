@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -170,6 +171,19 @@ def _by_replica(step: Callable, model: Model, max_support: int, parameters: Para
     rows, tokens = PartitionSpec(role.row_axes), _tokens_by_row(role, max_support)
     return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=(rows, tokens),
                          axis_names=set(role.row_axes), check_vma=False)(parameters, state, by_row)
+
+
+def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
+    """The arrays of a prefill of prompts of `bucket` tokens, or with 0 of a join, all of whose positions are unused."""
+    arrays: dict[str, Any] = {
+        "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
+        "limit": np.zeros((positions, siblings), np.int32),
+        "keys": np.zeros((positions, siblings, 2), np.uint32),
+        "sampling": SamplingArrays(*(np.zeros(positions, dtype) for dtype in (
+            np.float32, np.int32, np.float32, np.float32)))}
+    if bucket:
+        return arrays | {"tokens": np.zeros((positions, bucket), np.int32), "length": np.ones(positions, np.int32)}
+    return arrays | {"sources": np.zeros(positions, np.int32)}
 
 
 def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, rows: jax.Array,

@@ -61,7 +61,8 @@ def check_dry_run(config: Any) -> list[Finding]:
             findings.of("mesh").warning(f"mesh.processes={processes}: the devices of the others are not known here; "
                                         "mesh and memory are judged when all have met, before weights are read")
             return findings.at("wrong", "warning")
-    needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+    needs_devices = is_training and (0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+                                     or config.sampling.cache_tokens > 0)
     topology = getattr(config, "topology", "")
     if own_mesh or needs_devices or topology or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import available_devices, make_roles

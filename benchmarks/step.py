@@ -156,9 +156,6 @@ def computed_tokens(batch: LearnerBatch) -> int:
 
 def limited_engine(model: Any, **sizes: Any) -> Any:
     """An engine whose completions have limits of their own: `lengths`, request -> tokens of each completion."""
-    import jax
-    import numpy as np
-
     from shoal.sampler.engine import Engine
 
     class Limited(Engine):
@@ -166,14 +163,6 @@ def limited_engine(model: Any, **sizes: Any) -> Any:
 
         def limit_of(self, request: Any, index: int) -> int:
             return int(self.lengths[request.id][index])
-
-        def _start_prefill(self, admission: Any) -> None:
-            super()._start_prefill(admission)
-            assert self._state is not None
-            limits = np.array(self._state.limit)
-            for id, group in zip(admission.ids, admission.groups, strict=True):
-                limits[group] = self.lengths[id]
-            self._state = replace(self._state, limit=jax.device_put(limits, self._state.limit.sharding))
 
     return Limited(model, **sizes)
 

@@ -294,6 +294,8 @@ class RolloutStats:
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
     tokens: int = 0
+    drawing: int = 0  # places of the sampler that drew a token, of
+    places: int = 0  # all, summed over the tokens of decoding
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
     failures: list[Failure] = field(default_factory=list)
     unchanged: int = 0  # publications of the weights of the publication before
@@ -302,8 +304,8 @@ class RolloutStats:
 class Sampler(Protocol):
     """Samples completions of one version's weights; it knows nothing of rewards.
 
-    `Player` calls `load` and `submit`, `run_until_idle` calls `collect` until `idle`, then comes `release_memory`. A
-    run has one sampler for each purpose and group size.
+    `Player` calls `load` and `submit`, `run_until_idle` calls `collect` until `idle`, then come `release_memory` and
+    `read_places`. A run may have one sampler for all purposes and group sizes, or several.
 
     A process elsewhere implements it as well as `Engine` does: docs/architecture.md, "A sampler on another machine".
     """
@@ -334,6 +336,11 @@ class Sampler(Protocol):
     def release_memory(self) -> None:
         """Frees the memory that an update needs, at least caches on its devices, until the next `load`. RuntimeError
         unless idle."""
+        ...
+
+    def read_places(self) -> tuple[int, int]:
+        """Places that drew a token, and all places, summed over the tokens of decoding since they were last read; zeros
+        where a sampler has no places."""
         ...
 
 

@@ -10,7 +10,6 @@ import re
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import LLAMA_70B, SAMPLED, arrays, compiled_elsewhere, replica_groups
@@ -20,7 +19,6 @@ from shoal.model.transformer import Architecture, Model, is_param_spec, param_sp
 from shoal.rollout.publication import published_shapes
 from shoal.run.plan.hlo import COLLECTIVES, Instruction, Module
 from shoal.sampler.engine import Engine
-from shoal.sampler.sample_tokens import SamplingArrays
 
 NOT_MADE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant", "conditional"}
 V5P_CLOCK, V5P_BANDWIDTH = 1.75e9, 2.765e12  # of a chip, as its maker states them
@@ -112,7 +110,7 @@ def test_structure_on_gpu():
 @pytest.mark.compile_quickly
 @pytest.mark.parametrize(("program", "truncated", "mesh"), [
     ("prefill", False, (2, 2, 2)), ("prefill", False, (1, 2, 4)), ("decode", False, (2, 2, 2)),
-    ("decode", False, (8, 1, 1)), ("decode", True, (1, 2, 4)), ("decode", True, (8, 1, 1))])
+    ("join", False, (2, 2, 2)), ("decode", False, (8, 1, 1)), ("decode", True, (1, 2, 4)), ("decode", True, (8, 1, 1))])
 def test_replicas_exchange_nothing(mesh, program, truncated):
     """Also with fewer key/value heads (2) than `tensor` (4). A loop that ends by replica must hold no permutation: all
     devices take part in one."""
@@ -120,16 +118,8 @@ def test_replicas_exchange_nothing(mesh, program, truncated):
     a = replace(QWEN3, num_layers=1)
     engine = Engine(Model(a, where), slots=16, group_size=2, max_prompt_tokens=16, max_completion_tokens=16,
                     eos_ids=(5,), truncated=truncated, max_support=4)
-
-    def array(dtype: type, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((engine.scheduler.prefill_rows, *shape), dtype)
-
-    count, real = array(jnp.int32), array(jnp.float32)
-    arguments = {"decode": {"stopped": jax.ShapeDtypeStruct((8, 2), bool)}, "prefill": {
-        "tokens": array(jnp.int32, 64), "length": count, "groups": count, "active": count, "limit": count,
-        "keys": array(jnp.uint32, 2, 2), "sampling": SamplingArrays(real, count, real, real)}}[program]
-    hlo = Module(engine.programs[program].compile(published_shapes(engine.model), state=engine.state_shapes(),
-                                                  **arguments).as_text())
+    hlo = Module(engine.programs[program].compile(published_shapes(engine.model),
+                                                  **engine.call_shapes(program)).as_text())
     tensor, found = where.mesh.shape["tensor"], collectives(hlo)
     assert bool(found) == (tensor > 1)
     assert not [one for one in found if one.op.startswith("collective-permute")]

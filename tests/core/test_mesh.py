@@ -190,12 +190,14 @@ def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capf
     {"trainer": "6", "sampler": "2", "fsdp": 2, "sampler_tensor": 2},
 ], ids=lambda section: " ".join(f"{key}={value}" for key, value in section.items()))
 def test_sampled_log_probs_are_those_of_one_device(section, alone):
-    """On one mesh, on another view of its devices, on others; with fewer key/value heads than `tensor` too."""
-    where = make_roles(MeshSection(**section))
+    """On one mesh, on another view of its devices, on others; with fewer key/value heads than `tensor` too; with
+    siblings that share a row, or have one each."""
+    where, siblings = make_roles(MeshSection(**section)), 1 if section.get("data") or "sampler" in section else 2
     split = jax.device_put(weights(), shardings(SMALL, where.trainer))
     model = Model(SMALL, where.sampler)
     parameters = publish_to(model, split)
-    engine = Engine(model, slots=16, group_size=2, max_prompt_tokens=16, max_completion_tokens=16, eos_ids=(5,))
+    engine = Engine(model, slots=16, group_size=2, siblings_per_row=siblings, max_prompt_tokens=16,
+                    max_completion_tokens=16, eos_ids=(5,))
     assert engine.num_groups == 8 and engine.num_groups % where.sampler.row_shards == 0
     engine.load(0, parameters)
     rng = np.random.default_rng(0)

@@ -52,6 +52,8 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
     ("batch.group_size=1", ["batch.group_size=1", "2 or more"]),
     ("algorithm.num_minibatches=3", ["algorithm.num_minibatches=3", "at most batch.prompts_per_step (2)"]),
     ("sampling.slots_per_device=3", ["sampling.slots_per_device=3", "batch.group_size=4"]),
+    ("sampling.cache_tokens=127", ["no room for a prompt and a completion of the longest", "use at least 128"]),
+    ("sampling.siblings_per_row=2 sampling.cache_tokens=191", ["a prompt and 2 completions", "use at least 192"]),
     ("sampling.slots_per_device=7 train.pass_k=8", ["sampling.slots_per_device=7", "train.pass_k=8"]),
     ("algorithm.advantage=none", ["algorithm.advantage=none", "set teacher.path"]),
     ("reward.overlong_buffer_tokens=13", ["reward.overlong_buffer_tokens=13", "(12)"]),

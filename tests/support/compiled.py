@@ -80,9 +80,7 @@ def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: 
     role = make_roles(MeshSection(data, 1, tensor), devices).sampler
     engine = Engine(Model(a, role, jnp.bfloat16), slots=SLOTS, group_size=GROUP_SIZE, max_prompt_tokens=256,
                     max_completion_tokens=512, eos_ids=(1,))
-    stopped = jax.ShapeDtypeStruct((engine.num_groups, GROUP_SIZE), bool)
-    return engine.programs["decode"].compile(published_shapes(engine.model), state=engine.state_shapes(),
-                                             stopped=stopped)
+    return engine.programs["decode"].compile(published_shapes(engine.model), **engine.call_shapes("decode"))
 
 
 @dataclass(frozen=True)

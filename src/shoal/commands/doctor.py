@@ -24,6 +24,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Finding, Findings, key_in
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import with_prompts
+from shoal.run.engines import run_engines
 from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, open_data
 from shoal.run.plan.out_of_memory import explain_out_of_memory
@@ -34,7 +35,6 @@ from shoal.run.preflight.memory import (
     available_memory,
     judge_memory,
     parameter_count,
-    run_engines,
     static_budget,
 )
 from shoal.run.preflight.reward import probe, reward_findings, score_text
@@ -208,7 +208,7 @@ class Job:
             with report.check("teacher", "teacher.path").errors():
                 self.teacher = find_teacher(config, loaded, None).architecture
         self.model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
-        self.engines = dict(run_engines(config, self.model, roles.sampler, loaded.tokenizer))
+        self.engines = dict(run_engines(config, self.model, roles, loaded.tokenizer))
         self.available = available_memory(roles.trainer.mesh.devices.flat)
 
     def check(self, asked: tuple[Task, RewardPool, PromptStream] | None) -> None:

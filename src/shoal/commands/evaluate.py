@@ -17,8 +17,9 @@ from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import failed_figures
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
+from shoal.run.engines import sampling_engine_maker
 from shoal.run.loading import make_model, open_model
-from shoal.run.parts import engine_maker, prepare_sets
+from shoal.run.parts import prepare_sets
 from shoal.run.preflight.settings import check_model
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import evaluating, showing_progress
@@ -52,11 +53,13 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         if config.pass_k and params.temperature == 0:
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
         model = make_model(config.model, opened, roles.sampler, 0)
-        make = engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size)
+        sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
+        size, asked = max(1, config.pass_k), max(map(len, sets.values()), default=0)
+        make = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size, size,
+                                     asked * size)
         source = LocalSource(model, Player(make, task, pool, tokenizer.decode, config.seed,
                                            on_progress=console.answered))
         source.publish(0, opened.load(roles.sampler, model.dtype))
-        sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
         failures = source.read_stats().failures

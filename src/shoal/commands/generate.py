@@ -15,8 +15,8 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.lines import json_line
 from shoal.rollout.publication import publish_to
+from shoal.run.engines import sampling_engine_maker
 from shoal.run.loading import make_model, open_model
-from shoal.run.parts import engine_maker
 from shoal.run.preflight.head import model_text
 from shoal.run.preflight.settings import check_model
 from shoal.sampler.engine import drain
@@ -46,8 +46,8 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         console.note(f"model: {model_text(config.model, loaded, model)}{named}")
         prompts = encode_prompts(placed, tokenizer, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
-        engine = engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size)(
-            Purpose.GENERATE, size)
+        engine = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size, size,
+                                       len(prompts) * size)(Purpose.GENERATE, size)
         engine.load(0, publish_to(model, loaded.load(role, model.dtype)))
         engine.submit([
             SampleRequest(row, one.prompt_ids, size, Address(config.seed, Purpose.GENERATE.value, 0, row), params)

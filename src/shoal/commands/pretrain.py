@@ -19,7 +19,8 @@ from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
-from shoal.run.parts import engine_maker, prepare_sets
+from shoal.run.engines import sampling_engine_maker
+from shoal.run.parts import prepare_sets
 from shoal.run.task import load_task
 from shoal.tasks import words
 from shoal.trainer.batch import LearnerBatch
@@ -47,7 +48,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         sets = prepare_sets(task, tokenizer, sampling, console.warning)
         evaluator = Evaluator(sets, sampling.params, 0, task)
         model = Model(architecture, roles.sampler)
-        make = engine_maker(model, tokenizer, sampling, 128)
+        make = sampling_engine_maker(model, tokenizer, sampling, 128, 1, 128)
         pool = RewardPool(task.rewards, RewardSection(workers=0))
         source = LocalSource(model, Player(make, task, pool, tokenizer.decode, config.seed))
 

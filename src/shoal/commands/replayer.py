@@ -23,9 +23,10 @@ from shoal.report.lines import json_ready
 from shoal.report.reading import at_version, group_files, ranges, read_file, read_segments, read_stored
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
+from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, open_model, open_teacher, resolve_model
-from shoal.run.parts import make_learner, make_updater, open_reference, training_engine_maker
+from shoal.run.parts import make_learner, make_updater, open_reference
 from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
@@ -171,8 +172,8 @@ class Replayer:
 
     def sample(self, group: Group, params: Params) -> list[Completion]:
         """The group's completions from its address, by a sampler compiled as the run's own was."""
-        engine = training_engine_maker(self.config, self.model(self.config).on(self.roles.sampler),
-                                  self.tokenizer)(group.purpose, group.size)
+        make = training_engine_maker(self.config, self.model(self.config), self.roles, self.tokenizer)
+        engine = make(group.purpose, group.size)
         how = self.config.sampling.params
         if group.purpose is Purpose.EVALUATE and group.size == 1:
             how = how.as_greedy()

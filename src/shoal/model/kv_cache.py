@@ -1,9 +1,9 @@
-"""The keys and values of sampling: a prompt's once a group, a completion's in its own slot; one cache a layer."""
+"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,7 +38,8 @@ def cache_size(tokens: int, platform: str) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values for N groups of G: of prompts [N, Tp, K, A], of completions [N, G, C, K, A]."""
+    """One layer's keys and values for N rows of W siblings: of prompts [N, Tp, K, A], of completions
+    [N, W, C, K, A]."""
 
     prefix_k: Any
     prefix_v: Any
@@ -46,21 +47,21 @@ class LayerCache:
     own_v: Any
 
 
-def empty(model: Model, groups: int, siblings: int, prefix: int, own: int) -> tuple[LayerCache, ...]:
+def empty(model: Model, rows: int, siblings: int, prefix: int, own: int) -> tuple[LayerCache, ...]:
     """One cache of zeros for each layer, in the type of the computation."""
     a, dtype = model.architecture, model.dtype
     heads = (model.key_heads, a.head_dim)
 
     def layer() -> LayerCache:
-        of_group, of_slot = (groups, prefix, *heads), (groups, siblings, own, *heads)
-        return LayerCache(*(jnp.zeros(shape, dtype) for shape in (of_group, of_group, of_slot, of_slot)))
+        of_row, of_slot = (rows, prefix, *heads), (rows, siblings, own, *heads)
+        return LayerCache(*(jnp.zeros(shape, dtype) for shape in (of_row, of_row, of_slot, of_slot)))
 
     return tuple(layer() for _ in range(a.num_layers))
 
 
 def write_prefixes(caches: tuple[LayerCache, ...], keys: Sequence[tuple[jax.Array, jax.Array]],
-                   groups: jax.Array) -> tuple[LayerCache, ...]:
-    """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to groups[R]; a group past the end is dropped.
+                   rows: jax.Array) -> tuple[LayerCache, ...]:
+    """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R]; a row past the end is dropped.
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written.
     """
@@ -68,26 +69,35 @@ def write_prefixes(caches: tuple[LayerCache, ...], keys: Sequence[tuple[jax.Arra
     size = min(keys[0][0].shape[1], caches[0].prefix_k.shape[1])
 
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:
-        return cache.at[groups, :size].set(new[:, :size], mode="drop")
+        return cache.at[rows, :size].set(new[:, :size], mode="drop")
 
     return tuple(LayerCache(write(cache.prefix_k, k), write(cache.prefix_v, v), cache.own_k, cache.own_v)
                  for cache, (k, v) in zip(caches, keys, strict=True))
 
 
+def copy_prefixes(caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.Array) -> tuple[LayerCache, ...]:
+    """Copies prompts' keys and values from sources[M] to rows[M]; a row past the end is dropped."""
+
+    def copy(cache: jax.Array) -> jax.Array:
+        return cache.at[rows].set(cache[sources], mode="drop")
+
+    return tuple(replace(cache, prefix_k=copy(cache.prefix_k), prefix_v=copy(cache.prefix_v)) for cache in caches)
+
+
 def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array, num_own: jax.Array,
                      block: int) -> AttentionFn:
-    """The `AttentionFn` of decoding: one token for each of [N, G] slots.
+    """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
-    The token's key and value are written at position[N, G] of its slot; it then attends to its group's prompt and to
+    The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
     its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has.
     """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        group, slot = jnp.indices(position.shape, sparse=True)
+        row, slot = jnp.indices(position.shape, sparse=True)
 
         def write(keys: jax.Array, new: jax.Array) -> jax.Array:
             # XLA for TPU compiles a scatter to a loop over slots unless it is told that no two of them meet.
-            return keys.at[group, slot, position].set(new, unique_indices=True, indices_are_sorted=True,
+            return keys.at[row, slot, position].set(new, unique_indices=True, indices_are_sorted=True,
                                                       mode="promise_in_bounds")
 
         cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k), write(cache.own_v, v))

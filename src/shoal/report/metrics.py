@@ -86,6 +86,7 @@ staleness/max | steps | max | the largest such difference
 tokens/sampled | tokens | sum | tokens sampled
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/padding | share | mean | padding among the tokens that the updates computed
+sampler/places_drawing | share | mean | places of the sampler that draw, over the tokens of decoding; others have ended
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
 time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples

@@ -101,6 +101,7 @@ class Recorder:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
         metrics.add("tokens/sampled", stats.tokens)
+        metrics.add("sampler/places_drawing", stats.drawing, stats.places)
         metrics.add("time/sample_seconds", stats.sample_seconds)
         metrics.add("time/reward_seconds", stats.reward_seconds)
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.sample_seconds)

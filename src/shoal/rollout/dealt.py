@@ -75,7 +75,8 @@ class DealtPlayer:
         """Adds a process's figures: the seconds of the one that took longest since they were last read, else sums."""
         for name in ("sample_seconds", "reward_seconds"):
             setattr(self.stats, name, max(getattr(self.stats, name), stats[name]))
-        self.stats.tokens += stats["tokens"]
+        for name in ("tokens", "drawing", "places"):
+            setattr(self.stats, name, getattr(self.stats, name) + stats[name])
         self.stats.failures += [Failure(**failure) for failure in stats["failures"]]
         for name, values in stats["logged"].items():
             self.stats.logged.setdefault(name, []).extend(values)

@@ -31,8 +31,8 @@ class SampledGroup:
 class Player:
     """Turns requests for one version and one group size into groups.
 
-    There is one sampler for each purpose and group size (evaluation's greedy answers are groups of one). One that is
-    not in use keeps its compiled programs and frees its caches.
+    `make_sampler` is asked once for each purpose and group size (evaluation's greedy answers are groups of one), and
+    may give one sampler for several. One that is not in use keeps its compiled programs and frees its caches.
     """
 
     make_sampler: Callable[[Purpose, int], Sampler]  # for groups of a size
@@ -86,6 +86,9 @@ class Player:
                 self.on_progress(f"{first.subset}, {kind}", len(finished), len(by_id))
         # Before rewards are waited for: the update that follows needs the memory of the caches.
         sampler.release_memory()
+        drawing, places = sampler.read_places()
+        self.stats.drawing += drawing
+        self.stats.places += places
         return finished, scores
 
     def _wait(self, by_id: Mapping[int, GroupRequest], finished: Mapping[int, SampledGroup],

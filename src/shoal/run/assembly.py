@@ -39,10 +39,11 @@ from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import with_prompts
+from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
-from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of, training_engine_maker
+from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
 from shoal.run.processes import check_same, open_world
@@ -87,7 +88,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
 
     folder, stop = open_folder(plan, console, stack, world), StopSignal()
     source = stack.enter_context(closing(make_source(
-        config, model.on(roles.sampler), spec.tokenizer, task, pool, stop, console.answered, world)))
+        config, model, roles, spec.tokenizer, task, pool, stop, console.answered, world)))
     updater = make_updater(config, make_learner(config, model), reference, teacher)
     facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
@@ -155,11 +156,12 @@ def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[C
     return config, roles
 
 
-def make_source(config: Config, model: Model, tokenizer: Tokenizer, task: Task, pool: RewardPool, stop: StopSignal,
-                on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
-    """The source of groups in this process; `model` is the sampler's."""
-    player = Player(training_engine_maker(config, model, tokenizer), task, pool, tokenizer.decode, config.seed, stop,
-                    on_progress)
+def make_source(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, task: Task, pool: RewardPool,
+                stop: StopSignal, on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
+    """The source of groups in this process."""
+    player = Player(training_engine_maker(config, model, roles, tokenizer), task, pool, tokenizer.decode, config.seed,
+                    stop, on_progress)
+    model = model.on(roles.sampler)
     return LocalSource(model, DealtPlayer(player, world, model) if world.count > 1 else player)
 
 

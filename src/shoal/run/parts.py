@@ -1,11 +1,9 @@
-"""Makes the parts of a run from the sections of its configuration: engines, learner, updater, evaluation sets."""
+"""Makes the parts of a run from the sections of its configuration: learner, updater, evaluation sets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import jax
 
 from shoal.config.schema import Config, SamplingSection, TrainSection
 from shoal.mesh import Role
@@ -14,7 +12,6 @@ from shoal.model.transformer import Model
 from shoal.rollout.publication import place
 from shoal.run.derived import longest_sequence, max_support, num_updates
 from shoal.run.loading import ModelSpec
-from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.trainer.batch import Shape
@@ -22,7 +19,7 @@ from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, 
 from shoal.trainer.loop import Schedule
 from shoal.trainer.step import Learner, ModelScorer, Objective
 from shoal.trainer.update import Updater, update_shapes
-from shoal.types import Params, Purpose, ShoalError
+from shoal.types import Params, ShoalError
 
 
 def schedule_of(t: TrainSection) -> Schedule:
@@ -30,30 +27,6 @@ def schedule_of(t: TrainSection) -> Schedule:
     # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
     lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
     return Schedule(lag, t.weight_sync_interval)
-
-
-def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
-                 max_support: int = 0) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engine for groups of a purpose and size, with `slots` completions at once in all.
-    Training's engine stores the support of each token, at most `max_support` ids; the others store none."""
-
-    def make(purpose: Purpose, group_size: int) -> Engine:
-        return Engine(
-            model, slots=slots, group_size=group_size, max_prompt_tokens=sampling.max_prompt_tokens,
-            max_completion_tokens=sampling.max_completion_tokens, eos_ids=tokenizer.eos_ids,
-            decode=tokenizer.decode, truncated=sampling.params.truncated,
-            max_support=max_support if purpose is Purpose.TRAIN else 0)
-
-    return make
-
-
-def training_engine_maker(config: Config, model: Model, tokenizer: Tokenizer) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engines of a training run; `model` is the sampler's."""
-    model = model.on(model.role.local)
-    slots = config.sampling.slots_per_device * model.role.mesh.size
-    # A whole step at once: a second wave of groups would wait for the longest completion of the first.
-    slots = slots or -(-config.batch.prompts_per_step // jax.process_count()) * config.batch.group_size
-    return engine_maker(model, tokenizer, config.sampling, slots, max_support(config))
 
 
 def make_learner(config: Config, model: Model) -> Learner:

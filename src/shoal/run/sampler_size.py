@@ -1,4 +1,5 @@
-"""How many devices share one replica of the sampler, where `mesh.sampler_tensor` leaves that open."""
+"""How many devices share one replica of the sampler, and what its caches may take of their memory, where
+`mesh.sampler_tensor` and `sampling.cache_tokens` leave that open."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from shoal.run.preflight.memory import held_versions, parameter_count, weight_by
 
 SHARE = 0.75
 """Of a device's memory that weights may take; the rest is for caches and what programs need besides."""
+CACHE_SHARE = 0.85
+"""Of a device's memory that weights and caches may take while sampling; the rest is for what programs need besides."""
 
 
 def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
@@ -42,6 +45,20 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     if fitting == sampler.tensor:
         return roles
     return make_roles(replace(config.mesh, sampler_tensor=fitting), devices, hidden_size)
+
+
+def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
+    """Tokens for whose keys and values the sampler's devices of a process have memory beside weights; 0 where it is not
+    known, as on a CPU."""
+    role, memory = roles.sampler, device_memory(roles.sampler.mesh.devices.flat[0])
+    if not memory:
+        return 0
+    dtype = compute_dtype(config.model.dtype, role.platform)
+    weights = max(held for held, _ in held_versions(config)) * weight_bytes(a, role, dtype)
+    free = CACHE_SHARE * memory - weights - other_weights(roles, a, scored_models(config, a), dtype)
+    heads = max(a.num_kv_heads, role.tensor) // role.tensor
+    token = 2 * a.num_layers * heads * a.head_dim * jnp.dtype(dtype).itemsize
+    return max(1, int(free / token)) * role.local.row_shards
 
 
 def scored_models(config: Config, a: Architecture) -> list[Architecture]:

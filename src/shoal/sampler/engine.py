@@ -1,18 +1,19 @@
-"""Samples completions: runs the compiled steps over the slots of N groups, G in each.
+"""Samples completions: runs the compiled steps over N rows of W slots.
 
-    submit -> Scheduler -> prefill (prompts enter free groups, each slot samples its first token)
+    submit -> Scheduler -> prefill (prompts enter free rows, each with its first W siblings)
+                        -> join    (further siblings enter free rows, to which their prompt's keys are copied)
                         -> decode  (every slot samples up to CHUNK tokens, ends early when all are done)
     collect <- the tokens of each step, gathered by request until all its completions have ended
 
-The host decides what runs next and when a completion ends; it never waits for a step that it has just started.
+The host decides what runs next and when a completion ends; it never waits for a step that it has just started, and
+gathers the tokens of one while the next runs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,39 +21,40 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
-from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, make_programs
-from shoal.sampler.sample_tokens import SamplingArrays
+from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, empty_batch, make_programs
+from shoal.sampler.progress import Decode, PartialCompletion, Progress
 from shoal.sampler.scheduler import Admission, Scheduler
 from shoal.types import Completion, Params, Sampler, SampleRequest, ShoalError, StopReason, StopSignal
 
-
-@dataclass
-class PartialCompletion:
-    """The tokens of one completion so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    support_ids: list[np.ndarray] = field(default_factory=list)  # int32[K] by token, where they are recorded
-    reason: StopReason | None = None
-
-    def cut(self, length: int) -> None:
-        del self.tokens[length:], self.logprobs[length:], self.support_ids[length:]
+PREFILL_TOKENS = 2**16
+"""Most tokens of one prefill, padding included, unless one prompt has more: they bound its memory."""
 
 
-@dataclass
-class Progress:
-    """One request and its completions so far."""
+class Owner(NamedTuple):
+    """Whose tokens a position of a step holds: a row's, those of a part of a request."""
 
-    request: SampleRequest
-    partials: list[PartialCompletion]
+    position: int
+    row: int
+    part: int
+    progress: Progress
+
+
+class Step(NamedTuple):
+    """A compiled step in flight."""
+
+    sampled: SampledTokens
+    owners: list[Owner]
+    is_decode: bool
 
 
 class Engine:
-    """The `Sampler` in this process: `slots` completions at once, in groups of `group_size`.
+    """The `Sampler` in this process: `slots` completions at once, in rows of `siblings_per_row` (0: of a group).
 
-    `decode` turns token ids into text and is needed only for stop strings. With `truncated` the compiled program has
-    top-k, top-p and min-p (it then searches their bounds at every token). `max_support` is K: truncation keeps at most
-    K tokens, and completions record which, in `extra["support_ids"]`, int32[T, K].
+    A request may have any number of completions; `group_size` is what most have: a quarter of the prompts that there
+    is room for enters in one prefill. `decode` turns token ids into text and is needed only for stop strings. With
+    `truncated` the compiled program has top-k, top-p and min-p (it then searches their bounds at every token).
+    `max_support` is K: truncation keeps at most K tokens, and completions record which, in `extra["support_ids"]`,
+    int32[T, K].
     """
 
     def __init__(
@@ -64,33 +66,37 @@ class Engine:
         max_prompt_tokens: int,
         max_completion_tokens: int,
         eos_ids: Sequence[int],
-        decode: Callable[[Sequence[int]], str] | None = None,
+        siblings_per_row: int = 0,
+        decode: Decode | None = None,
         truncated: bool = False,
         max_support: int = 0,
     ):
         shards = model.role.row_shards
-        self.model, self.group_size, self.truncated = model, group_size, truncated
+        self.model, self.truncated = model, truncated
+        self.siblings = min(siblings_per_row, group_size) or group_size
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
-        self.num_groups = _round_up(max(1, slots // group_size), shards)
+        self.num_rows = _round_up(max(1, slots // self.siblings), shards)
+        self.num_groups = max(1, self.num_rows // -(-group_size // self.siblings))  # that are sampled at once
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
-        # A quarter of the groups enters in one prefill: it costs the same however few of its rows are used
-        # (docs/decisions/0004).
-        rows = min(self.num_groups, _round_up(max(1, self.num_groups // 4), shards))
-        self.scheduler = Scheduler(self.num_groups, rows, shards)
+        # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
+        prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
+                         for count in (self.num_groups // 4, self.num_rows // 8))
+        self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
-        self.in_flight: deque[tuple[SampledTokens, tuple[int | None, ...]]] = deque()  # with the request of each row
+        self.in_flight: deque[Step] = deque()
         self.finished: dict[int, list[Completion]] = {}
-        self._stopped = np.zeros((self.num_groups, group_size), bool)
+        self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
+        self._ended = np.ones((self.num_rows, self.siblings), bool)
         platform = model.role.platform
-        sizes = (self.num_groups, group_size, cache_size(max_prompt_tokens, platform),
+        sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
                  cache_size(max_completion_tokens, platform))
         self._state: DecodeState | None = None
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
         self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout
         self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
-                                              "decode": programs.decode}
+                                         "join": programs.join, "decode": programs.decode}
 
     # -- the Sampler protocol
 
@@ -103,7 +109,8 @@ class Engine:
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
             self._check(request)
-            self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)))
+            self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)),
+                                  -(-request.num_completions // self.siblings))
             self.progress[request.id] = Progress(request, [PartialCompletion() for _ in range(request.num_completions)])
 
     def collect(self) -> dict[int, list[Completion]]:
@@ -113,11 +120,16 @@ class Engine:
                 self._drain_one()
             elif not self.scheduler.idle:
                 raise RuntimeError(f"the sampler waits for nothing: {self.scheduler}")
-        while self.in_flight and all(leaf.is_ready() for leaf in jax.tree.leaves(self.in_flight[0][0])):
+        for _ in range(len(self.in_flight)):
+            if not all(leaf.is_ready() for leaf in jax.tree.leaves(self.in_flight[0].sampled)):
+                break
             self._drain_one()
         finished, self.finished = self.finished, {}
-        self._start_all()  # before the caller decodes and scores these: the device must not wait for that
         return finished
+
+    def read_places(self) -> tuple[int, int]:
+        (drawing, places), self.places = self.places.tolist(), np.zeros_like(self.places)
+        return drawing, places
 
     @property
     def idle(self) -> bool:
@@ -132,16 +144,30 @@ class Engine:
 
     def cancel(self, id: int) -> None:
         """Ends a request: `collect` returns what was sampled so far, with StopReason.CANCELLED."""
-        progress = self.progress[id]
-        for index, partial in enumerate(progress.partials):
-            if partial.reason is None:
-                self._end(progress, index, StopReason.CANCELLED)
-        self._finish_if_done(id)
+        for partial in self.progress[id].partials:
+            partial.reason = partial.reason or StopReason.CANCELLED
+        self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = True
+        self.scheduler.cancel(id)
+        self._finish(self.progress[id])
 
     def state_shapes(self) -> DecodeState:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
         return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
                             self._shapes, self._layout)
+
+    def call_shapes(self, program: str) -> dict[str, Any]:
+        """Shapes of what `prefill` (of the longest prompts), `join` or `decode` is called with, weights aside."""
+        if program == "decode":
+            arrays = self._decode_arrays()
+        else:
+            bucket = prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0
+            arrays = empty_batch(self.scheduler.batch_rows(bucket), self.siblings, bucket)
+        return {"state": self.state_shapes(),
+                **jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)}
+
+    def limit_of(self, request: SampleRequest, index: int) -> int:
+        """The most tokens of one completion. Benchmarks override it to give siblings different lengths."""
+        return request.params.max_tokens
 
     # -- dispatch
 
@@ -150,9 +176,9 @@ class Engine:
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
         if (admission := self.scheduler.admit()) is not None:
-            self._start_prefill(admission)
+            self._start_admission(admission)
             return True
-        if self.scheduler.running and not self._decoding:
+        if self.scheduler.running and self._may_decode():
             self._start_decode()
             return True
         return False
@@ -161,121 +187,112 @@ class Engine:
         while self.dispatch_next():
             pass
 
-    @property
-    def _decoding(self) -> bool:
-        """True while a decode step is in flight: which slots it finishes is unknown, another would be a guess."""
-        return any(sampled.token.shape[:2] == (CHUNK, self.num_groups) for sampled, _ in self.in_flight)
+    def _may_decode(self) -> bool:
+        """True unless a decode step is in flight that may make room for others, or may be the last."""
+        if not any(step.is_decode for step in self.in_flight):
+            return True
+        # Rows that a step finishes are known when it has ended: with prompts waiting, they would idle through the next.
+        if self.scheduler.waiting or self.scheduler.entering:
+            return False
+        running = {id for id, _ in self.scheduler.running.values()}
+        # Slots that a stop string ends would be sampled from in vain.
+        return not any(self.progress[id].request.params.stop for id in running) and any(
+            partial.reason is None and self.limit_of(one.request, index) > max(1, len(partial.tokens)) + CHUNK
+            for one in map(self.progress.__getitem__, running) for index, partial in enumerate(one.partials))
 
-    def _start_prefill(self, admission: Admission) -> None:
-        rows, siblings = self.scheduler.prefill_rows, self.group_size
-        tokens = np.zeros((rows, admission.bucket), np.int32)
-        length, active, limit = np.ones(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.int32)
-        own = self.num_groups // self.scheduler.replicas  # a row enters a group of its replica, counted within it
-        groups = np.full(rows, own, np.int32)  # past the end: nothing is written
-        owners: list[int | None] = [None] * rows
-        keys = np.zeros((rows, siblings, 2), np.uint32)
-        sampling = [np.zeros(rows, dtype) for dtype in (np.float32, np.int32, np.float32, np.float32)]
-        for row, id, group in zip(admission.rows, admission.ids, admission.groups, strict=True):
-            request, owners[row] = self.progress[id].request, id
-            ids, params = request.prompt_ids, request.params
-            tokens[row, : len(ids)], length[row], groups[row] = ids, len(ids), group % own
-            active[row], limit[row] = request.num_completions, params.max_tokens
-            keys[row] = [request.address.key(index) for index in range(siblings)]
-            for column, value in zip(sampling, (params.temperature, params.top_k, params.top_p, params.min_p),
+    def _start_admission(self, admission: Admission) -> None:
+        arrays = empty_batch(self.scheduler.batch_rows(admission.bucket), self.siblings, admission.bucket)
+        own, owners = self.num_rows // self.scheduler.replicas, []  # rows are counted within their replica
+        for position, id, part, row, source in admission.entries:
+            progress = self.progress[id]
+            request = progress.request
+            params, first = request.params, part * self.siblings
+            indices = range(first, min(first + self.siblings, request.num_completions))
+            arrays["rows"][position] = row % own
+            arrays["limit"][position, :len(indices)] = [self.limit_of(request, index) for index in indices]
+            arrays["keys"][position, :len(indices)] = [request.address.key(index) for index in indices]
+            for column, value in zip(arrays["sampling"], (params.temperature, params.top_k, params.top_p, params.min_p),
                                      strict=True):
-                column[row] = value
-            self._stopped[group] = False
+                column[position] = value
+            if admission.bucket:
+                size = len(request.prompt_ids)
+                arrays["tokens"][position, :size], arrays["length"][position] = request.prompt_ids, size
+            else:
+                arrays["sources"][position] = source % own
+            self._ended[row] = False
+            owners.append(Owner(position, row, part, progress))
         if self._state is None:
             self._state = self.programs["make_state"]()
-        self._state, sampled = self.programs["prefill"](
-            self.parameters, state=self._state, tokens=tokens, length=length, groups=groups, active=active,
-            limit=limit, keys=keys, sampling=SamplingArrays(*sampling))
-        self.in_flight.append((sampled, tuple(owners)))
+        self._start("prefill" if admission.bucket else "join", arrays, owners)
 
     def _start_decode(self) -> None:
-        owners: list[int | None] = [None] * self.num_groups
-        for id, group in self.scheduler.running.items():
-            owners[group] = id
+        owners = [Owner(row, row, part, self.progress[id]) for row, (id, part) in self.scheduler.running.items()]
+        self._start("decode", self._decode_arrays(), owners)
+
+    def _decode_arrays(self) -> dict[str, Any]:
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
-        self._state, sampled = self.programs["decode"](self.parameters, state=self._state, stopped=self._stopped.copy())
-        self.in_flight.append((sampled, tuple(owners)))
+        return {"stopped": self._ended.copy(), "enough": np.full(self.scheduler.replicas, self.scheduler.enough(),
+                                                                 np.int32)}
+
+    def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
+        self._state, sampled = self.programs[program](self.parameters, state=self._state, **arrays)
+        self.in_flight.append(Step(sampled, owners, program == "decode"))
 
     # -- gathering
 
     def _drain_one(self) -> None:
-        sampled, owners = self.in_flight.popleft()
-        host: SampledTokens = jax.device_get(sampled)
-        for row, id in enumerate(owners):
-            # Unused row, or a request that was cancelled while the step ran.
-            if id is None or id not in self.progress:
-                continue
-            progress = self.progress[id]
-            for index, partial in enumerate(progress.partials):
-                if partial.reason is None:
-                    self._gather(progress, index, host, row)
-            self._finish_if_done(id)
+        step = self.in_flight.popleft()
+        done = np.asarray(step.sampled.done)
+        for owner in step.owners:
+            self._end(owner, done[owner.position])
+        # Before tokens are gathered, so that the device need not wait for that; but stop strings are found in them.
+        if not any(owner.progress.request.params.stop for owner in step.owners):
+            self._start_all()
+        host: SampledTokens = jax.device_get(step.sampled)
+        if step.is_decode:
+            self._count_places(host.count)
+        for owner in step.owners:
+            self._gather(owner, host)
+        self._start_all()
 
-    def _gather(self, progress: Progress, index: int, host: SampledTokens, row: int) -> None:
-        """Adds one slot's new tokens to its completion, and ends it where they say so."""
-        partial, count = progress.partials[index], int(host.count[row, index])
-        partial.tokens.extend(host.token[:count, row, index].tolist())
-        partial.logprobs.extend(host.logprob[:count, row, index].tolist())
-        if host.support_ids is not None:
-            partial.support_ids.extend(host.support_ids[:count, row, index])
-        reason = None
-        if host.done[row, index]:
-            reason = StopReason.EOS if host.eos[row, index] else StopReason.LENGTH
-        length = self._stop_length(progress.request.params.stop, partial.tokens, count)
-        if length is not None:
-            partial.cut(length)
-            reason = StopReason.STOP
-        if reason is not None:
-            self._end(progress, index, reason)
+    def _gather(self, owner: Owner, host: SampledTokens) -> None:
+        """Adds the new tokens of a row to its completions."""
+        position, _, part, progress = owner
+        if not self._is_in_progress(progress):
+            return  # it was cancelled while the step ran
+        first, params = part * self.siblings, progress.request.params
+        ended = np.zeros(self.siblings, bool)
+        for slot, partial in enumerate(progress.partials[first:first + self.siblings]):
+            if partial.reason is None:
+                partial.add(host, position, slot, params.stop, self.decode_text)
+                ended[slot] = partial.reason is not None
+        self._end(owner, ended)
+        if progress.is_done:
+            self.scheduler.finish(progress.request.id)
+            self._finish(progress)
 
-    def _stop_length(self, stop: Sequence[str], tokens: Sequence[int], new: int) -> int | None:
-        """Tokens up to the one that completed a stop string; None if no stop string ends in the last `new` tokens."""
-        if not stop or new == 0:
-            return None
-        assert self.decode_text is not None
+    def _end(self, owner: Owner, ended: np.ndarray) -> None:
+        """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has another owner."""
+        _, row, part, progress = owner
+        id = progress.request.id
+        if self.scheduler.running.get(row) == (id, part) and self._is_in_progress(progress):
+            self._ended[row] |= ended
+            if self._ended[row].all():
+                self.scheduler.release(row)
 
-        def stopped(length: int) -> bool:
-            # The whole text, not the last token's: a stop string, or one character of it, may span tokens.
-            text = self.decode_text(tokens[:length])  # type: ignore[misc]
-            return any(string in text for string in stop)
+    def _is_in_progress(self, progress: Progress) -> bool:
+        return self.progress.get(progress.request.id) is progress
 
-        if not stopped(len(tokens)):
-            return None
-        return next(length for length in range(len(tokens) - new + 1, len(tokens) + 1) if stopped(length))
+    def _count_places(self, count: np.ndarray) -> None:
+        # A replica decodes until its last slot has ended, which then has sampled a token each time.
+        by_replica = count.reshape(self.scheduler.replicas, -1)
+        self.places += count.sum(), by_replica.max(1).sum() * by_replica.shape[1]
 
-    def _end(self, progress: Progress, index: int, reason: StopReason) -> None:
-        progress.partials[index].reason = reason
-        group = self.scheduler.running.get(progress.request.id)
-        if group is not None:
-            self._stopped[group, index] = True
-
-    def _finish_if_done(self, id: int) -> None:
-        partials = self.progress[id].partials
-        if any(partial.reason is None for partial in partials):
-            return
-        self.scheduler.finish(id)
+    def _finish(self, progress: Progress) -> None:
+        id = progress.request.id
         del self.progress[id]
-        self.finished[id] = [self._completion(id, index, partial) for index, partial in enumerate(partials)]
-
-    def _completion(self, id: int, index: int, partial: PartialCompletion) -> Completion:
-        assert partial.reason is not None
-        count, extra = len(partial.tokens), {}
-        if self.max_support:
-            extra["support_ids"] = np.array(partial.support_ids, np.int32).reshape(count, self.max_support)
-        return Completion(
-            request_id=id,
-            index=index,
-            token_ids=np.asarray(partial.tokens, np.int32),
-            logprobs=np.asarray(partial.logprobs, np.float32),
-            loss_mask=np.ones(count, bool),
-            versions=np.full(count, self.version, np.int32),
-            stop_reason=partial.reason,
-            extra=extra,
-        )
+        self.finished[id] = [partial.completion(id, index, self.version, self.max_support)
+                             for index, partial in enumerate(progress.partials)]
 
     def _check(self, request: SampleRequest) -> None:
         params, size = request.params, len(request.prompt_ids)
@@ -288,8 +305,8 @@ class Engine:
         if params.max_tokens > self.max_completion_tokens or params.max_tokens < 1:
             raise ShoalError(f"a request has max_tokens={params.max_tokens}, expected 1 to "
                              f"{self.max_completion_tokens} (sampling.max_completion_tokens)")
-        if not 1 <= request.num_completions <= self.group_size:
-            raise ValueError(f"{request.num_completions} completions do not fit groups of {self.group_size}")
+        if request.num_completions < 1:
+            raise ValueError(f"a request has {request.num_completions} completions, expected at least 1")
         if params.truncated and not self.truncated:
             raise ValueError("this engine was made without truncation (top_k, top_p, min_p)")
         if params.stop and self.decode_text is None:

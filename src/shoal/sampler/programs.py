@@ -1,6 +1,9 @@
-"""The compiled steps of sampling: prefill and decode over the slots of N groups, G in each.
+"""The compiled steps of sampling: prefill, join and decode over N rows of W slots.
 
-One compiled program (N, G, a bucket of prompt lengths) gives a completion the same bits whatever the other slots do.
+The slots of a row are siblings: completions of one prompt, whose keys the row holds once. A group of more than W takes
+several rows: its first W siblings enter with the prompt (prefill), the others later, into rows to which the prompt's
+keys are copied (join). Which of the two a sibling enters by depends on its index alone, so one set of programs (N, W,
+a bucket of prompt lengths) gives a completion the same bits whatever the other slots do and whenever it enters.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -24,8 +28,7 @@ from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
 CHUNK = 32
-"""Tokens that a slot samples in one dispatch of the decoder. Finished groups make room only at its end, so a longer
-chunk wastes slots; a shorter one costs dispatches, and the host cannot look at stop strings more often."""
+"""Tokens that a slot samples in one dispatch of the decoder at most: the host looks at stop strings after each."""
 
 PROGRAMS_KEPT = 4
 """Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""
@@ -34,16 +37,17 @@ PROGRAMS_KEPT = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """What the device holds between steps, for the slots [N, G]. Donated from step to step."""
+    """What the device holds between steps, for the slots [N, W]. Donated from step to step."""
 
     caches: tuple[LayerCache, ...]
     prefix_len: Any  # int32[N]
-    token: Any  # int32[N, G]: the last token sampled, not yet in the cache
-    length: Any  # int32[N, G]: tokens sampled
-    done: Any  # bool[N, G]
-    limit: Any  # int32[N, G]: max_tokens of each completion
-    keys: Any  # uint32[N, G, 2]: the address of each completion's noise
-    sampling: SamplingArrays  # [N, G] each
+    last: Any  # [N, D]: the hidden state of the prompt's last token, which first tokens are sampled from
+    token: Any  # int32[N, W]: the last token sampled, not yet in the cache
+    length: Any  # int32[N, W]: tokens sampled
+    done: Any  # bool[N, W]
+    limit: Any  # int32[N, W]: max_tokens of each completion
+    keys: Any  # uint32[N, W, 2]: the address of each completion's noise
+    sampling: SamplingArrays  # [N, W] each
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +55,12 @@ class DecodeState:
 class SampledTokens:
     """Tokens of one step; a slot's are the first `count` of its column."""
 
-    token: Any  # int32[steps, rows, G]
-    logprob: Any  # float32[steps, rows, G]
-    count: Any  # int32[rows, G]
-    done: Any  # bool[rows, G]
-    eos: Any  # bool[rows, G]: it ended with an end-of-sequence token
-    support_ids: Any = None  # int32[steps, rows, G, K]: the tokens that each was sampled from, where they are recorded
+    token: Any  # int32[steps, rows, W]
+    logprob: Any  # float32[steps, rows, W]
+    count: Any  # int32[rows, W]
+    done: Any  # bool[rows, W]
+    eos: Any  # bool[rows, W]: it ended with an end-of-sequence token
+    support_ids: Any = None  # int32[steps, rows, W, K]: the tokens that each was sampled from, where they are recorded
 
 
 class Programs(NamedTuple):
@@ -65,13 +69,14 @@ class Programs(NamedTuple):
     layout: DecodeState
     make_state: Program
     prefill: Program
+    join: Program
     decode: Program
 
 
 @lru_cache(PROGRAMS_KEPT)
 def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
                   max_support: int) -> Programs:
-    """The programs for a state of `sizes`: groups, slots a group, prompt tokens, completion tokens."""
+    """The programs for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens."""
     make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
@@ -85,18 +90,19 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
                               out_shardings=(layout, sampled))
 
     return Programs(layout, model.role.jit(make, out_shardings=layout), jit(partial(_prefill, **static)),
-                    jit(partial(_decode, **static, block=block)))
+                    jit(partial(_join, **static)), jit(partial(_decode, **static, block=block)))
 
 
-def _idle_state(model: Model, groups: int, siblings: int, prefix: int, own: int) -> DecodeState:
+def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:
     """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid
     for idle slots, which decoding computes along with the others."""
-    shape = (groups, siblings)
-    caches = kv_cache.empty(model, groups, siblings, prefix, own)
+    shape = (rows, siblings)
+    caches = kv_cache.empty(model, rows, siblings, prefix, own)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
         caches=caches,
-        prefix_len=jnp.ones(groups, jnp.int32),
+        prefix_len=jnp.ones(rows, jnp.int32),
+        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype),
         token=zeros(jnp.int32),
         length=jnp.ones(shape, jnp.int32),
         done=jnp.ones(shape, bool),
@@ -107,7 +113,7 @@ def _idle_state(model: Model, groups: int, siblings: int, prefix: int, own: int)
 
 
 def _layout(role: Role, shapes: DecodeState) -> DecodeState:
-    """Shardings of the state: groups over the rows of the mesh, key/value heads over `tensor`."""
+    """Shardings of the state: its rows over those of the mesh, key/value heads over `tensor`."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> Any:
         last = ("heads", None) if leaf.ndim >= 4 else ()  # only caches have heads: [.., K, A]
@@ -131,7 +137,7 @@ def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
 def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: SamplingArrays, keys: jax.Array,
                  position: jax.Array, truncated: bool,
                  max_support: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Samples the token at position[N, G] of each completion from hidden[N, G, D]: (token, log-prob, support ids)."""
+    """Samples the token at position[N, W] of each completion from hidden[N, W, D]: (token, log-prob, support ids)."""
     shape = position.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
@@ -167,35 +173,65 @@ def _by_replica(step: Callable, model: Model, max_support: int, parameters: Para
                          axis_names=set(role.row_axes), check_vma=False)(parameters, state, by_row)
 
 
-def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, groups: jax.Array,
-             active: jax.Array, limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model,
-             eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
-    """Prompts tokens[R, T] of length[R] enter groups[R] of their replica; the first active[R] siblings sample their
-    first token."""
-    rows, size = tokens.shape
-    siblings = keys.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(size), (rows, size))
+def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
+    """The arrays of a prefill of prompts of `bucket` tokens, or with 0 of a join, all of whose positions are unused."""
+    arrays: dict[str, Any] = {
+        "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
+        "limit": np.zeros((positions, siblings), np.int32),
+        "keys": np.zeros((positions, siblings, 2), np.uint32),
+        "sampling": SamplingArrays(*(np.zeros(positions, dtype) for dtype in (
+            np.float32, np.int32, np.float32, np.float32)))}
+    if bucket:
+        return arrays | {"tokens": np.zeros((positions, bucket), np.int32), "length": np.ones(positions, np.int32)}
+    return arrays | {"sources": np.zeros(positions, np.int32)}
+
+
+def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, rows: jax.Array,
+             limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model,
+             **static: Any) -> tuple[DecodeState, SampledTokens]:
+    """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first siblings."""
+    count, size = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(size), (count, size))
     hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(model, length, size))
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
-    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)  # [R, 1, D]
-    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (rows, siblings)), sampling)
-    hidden = jnp.broadcast_to(last, (rows, siblings, last.shape[-1]))
-    first = jnp.zeros((rows, siblings), jnp.int32)
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
+    state = replace(state, caches=kv_cache.write_prefixes(state.caches, prompt_keys, rows))
+    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
+
+
+def _join(parameters: Params, *, state: DecodeState, sources: jax.Array, rows: jax.Array, limit: jax.Array,
+          keys: jax.Array, sampling: SamplingArrays, model: Model, **static: Any) -> tuple[DecodeState, SampledTokens]:
+    """Further siblings enter rows[M] of their replica, their prompts are in its sources[M]."""
+    length, last = state.prefix_len[sources], state.last[sources]
+    # A copy once for each row that is filled: read through pointers, a token's attention would gather rows of keys,
+    # which XLA for TPU makes a loop over them.
+    state = replace(state, caches=kv_cache.copy_prefixes(state.caches, sources, rows))
+    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
+
+
+def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.Array, last: jax.Array,
+           limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model, eos_ids: tuple[int, ...],
+           truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
+    """Siblings enter rows[R] and sample their first token from last[R, D]: those whose limit[R, W] is not 0."""
+    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
+    hidden = jnp.broadcast_to(last[:, None], (*limit.shape, last.shape[-1]))
+    first = jnp.zeros(limit.shape, jnp.int32)
     token, logprob, support_ids = _next_tokens(model, parameters, hidden, spread, keys, first, truncated, max_support)
-    used = jnp.arange(siblings) < active[:, None]
+    used = limit > 0
     eos = used & _is_eos(token, eos_ids)
-    done = ~used | eos | (limit[:, None] <= 1)
+    done = eos | (limit <= 1)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[groups].set(new, mode="drop")  # unused rows have a group past the end
+        return old.at[rows].set(new, mode="drop")  # unused positions have a row past the end
 
     state = DecodeState(
-        caches=kv_cache.write_prefixes(state.caches, prompt_keys, groups),
+        caches=state.caches,
         prefix_len=put(state.prefix_len, length),
+        last=put(state.last, last),
         token=put(state.token, token),
         length=put(state.length, first + 1),
         done=put(state.done, done),
-        limit=put(state.limit, jnp.broadcast_to(limit[:, None], (rows, siblings))),
+        limit=put(state.limit, limit),
         keys=put(state.keys, keys),
         sampling=jax.tree.map(put, state.sampling, spread),
     )
@@ -204,9 +240,11 @@ def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, lengt
     return state, sampled
 
 
-def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool, max_support: int, block: int) -> tuple[DecodeState, SampledTokens]:
-    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, G] by the host."""
+def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, model: Model,
+            eos_ids: tuple[int, ...], truncated: bool, max_support: int,
+            block: int) -> tuple[DecodeState, SampledTokens]:
+    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where `enough`[1]
+    rows have ended before."""
     shape = state.token.shape
     start = replace(state, done=state.done | stopped)
     empty = SampledTokens(
@@ -214,8 +252,14 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, model
         start.done, jnp.zeros(shape, bool), jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
 
+    def num_ended(done: jax.Array) -> jax.Array:
+        return done.all(-1).sum(dtype=jnp.int32)
+
+    most = num_ended(start.done) + enough[0]
+
     def unfinished(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> jax.Array:
-        return (carry[0] < CHUNK) & ~carry[1].done.all()
+        step, s, _ = carry
+        return (step < CHUNK) & ~s.done.all() & (num_ended(s.done) < most)
 
     def one_token(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> tuple[jax.Array, DecodeState, SampledTokens]:
         step, s, out = carry

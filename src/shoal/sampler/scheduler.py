@@ -1,78 +1,167 @@
-"""Decides what runs next: which waiting prompts enter which free groups. It handles numbers, never arrays."""
+"""Decides what runs next: which waiting prompts enter which free rows. It handles numbers, never arrays."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """A part of a request's completions, as many as a row holds, that enters a row."""
+
+    position: int  # in the batch of the compiled step
+    id: int
+    part: int  # from 0; the first enters with the prompt
+    row: int
+    source: int  # the row that holds the prompt's keys already; `row` itself for a first part
 
 
 @dataclass(frozen=True)
 class Admission:
-    """One prefill: request ids, the groups they enter and the rows they take; all prompts fit `bucket` tokens."""
+    """One compiled step that fills rows: a prefill of prompts that fit `bucket` tokens, each with the first part of its
+    completions; or, with bucket 0, further parts of requests whose prompts are in other rows."""
 
     bucket: int
-    ids: tuple[int, ...]
-    groups: tuple[int, ...]
-    rows: tuple[int, ...]
+    entries: tuple[Entry, ...]
+
+
+@dataclass
+class Entering:
+    """A request of which some parts have no row yet. Its prompt's keys stay in the row of its first part: if that is
+    done with, the next part enters there."""
+
+    part: int  # the next
+    parts: int
+    source: int
+    is_source_free: bool = False
 
 
 @dataclass
 class Scheduler:
     """First come, first served, a bucket of prompt lengths at a time.
 
-    Prompts enter together, `prefill_rows` at once. A prefill costs the same however many of its rows are used, so the
-    scheduler waits until it can fill one, unless nothing else is left to run. Each replica has an equal part of the
-    groups and of the rows, in order, and its rows enter its own groups.
+    Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed `prefill_tokens`. A
+    prefill costs the same however many of its rows are used, so the scheduler waits until it can fill one, unless
+    nothing else is left to run. A request that needs several rows takes further ones as soon as they are free, before
+    another prompt enters. Each replica has an equal part of the rows and of every batch, in order; a request is of one
+    replica.
     """
 
-    num_groups: int
+    num_rows: int
     prefill_rows: int
+    join_rows: int = 1
     replicas: int = 1
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (id, bucket)
-    running: dict[int, int] = field(default_factory=dict)  # id -> group
+    prefill_tokens: int = 1 << 62
+    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
+    entering: dict[int, Entering] = field(default_factory=dict)  # by id, in the order of their prefills
+    running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
     free: list[int] = field(default_factory=list)
+    ids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.free = list(range(self.num_groups))
+        self.free = list(range(self.num_rows))
 
-    def submit(self, id: int, bucket: int) -> None:
-        if id in self.running or any(id == other for other, _ in self.waiting):
+    def submit(self, id: int, bucket: int, parts: int = 1) -> None:
+        if id in self.ids:
             raise ValueError(f"request {id} was submitted already")
-        self.waiting.append((id, bucket))
+        self.ids.add(id)
+        self.waiting.append((id, bucket, parts))
+
+    def batch_rows(self, bucket: int) -> int:
+        """Positions of the batch of an admission."""
+        if not bucket:
+            return self.join_rows
+        most = min(self.prefill_rows, self.prefill_tokens // bucket)
+        return max(1, most // self.replicas) * self.replicas
 
     def admit(self) -> Admission | None:
-        """The next prefill, or None if decoding should continue."""
-        wanted = min(self.prefill_rows, len(self.waiting))
-        room = self._room()
-        # A row can enter a group of its own replica alone: to wait until all are used would idle those that are ahead.
-        enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
-        if wanted == 0 or not room or (len(room) < enough and self.running):
+        """The next step that fills rows, or None if decoding should continue."""
+        return self._join() or self._prefill()
+
+    def _join(self) -> Admission | None:
+        rows, each = self.num_rows // self.replicas, self.join_rows // self.replicas
+        taken, entries = [0] * self.replicas, []
+        for id, one in list(self.entering.items()):
+            replica = one.source // rows
+            free = [one.source] * one.is_source_free + [row for row in self.free if row // rows == replica]
+            for row in free[:min(one.parts - one.part, each - taken[replica])]:
+                entries.append(Entry(replica * each + taken[replica], id, one.part, row, one.source))
+                taken[replica] += 1
+                self._enter(id, one.part, row)
+                one.part, one.is_source_free = one.part + 1, False
+            if one.part == one.parts:
+                del self.entering[id]
+        return Admission(0, tuple(entries)) if entries else None
+
+    def _prefill(self) -> Admission | None:
+        if not self.waiting:
             return None
         # The first one's bucket, not the fullest: otherwise a rare length would wait to the end of the step.
         bucket = self.waiting[0][1]
-        ids = [id for id, size in self.waiting if size == bucket][:len(room)]
-        chosen = set(ids)
-        self.waiting = deque(entry for entry in self.waiting if entry[0] not in chosen)
-        rows, groups = zip(*room[:len(ids)], strict=True)
-        self.free = [group for group in self.free if group not in groups]
-        self.running.update(zip(ids, groups, strict=True))
-        return Admission(bucket, tuple(ids), groups, rows)
+        rows = self.batch_rows(bucket)
+        room, wanted = self._room(rows), min(rows, len(self.waiting))
+        # A prompt can enter a row of its own replica alone: to wait until all are used would idle those that are ahead.
+        enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
+        if not room or (len(room) < enough and self.running):
+            return None
+        chosen = [one for one in self.waiting if one[1] == bucket][:len(room)]
+        ids = {id for id, _, _ in chosen}
+        self.waiting = deque(one for one in self.waiting if one[0] not in ids)
+        entries = []
+        for (position, row), (id, _, parts) in zip(room, chosen, strict=False):
+            entries.append(Entry(position, id, 0, row, row))
+            self._enter(id, 0, row)
+            if parts > 1:
+                self.entering[id] = Entering(1, parts, row)
+        return Admission(bucket, tuple(entries))
 
-    def _room(self) -> list[tuple[int, int]]:
-        """The rows of a prefill that can be used, each with the free group that it enters."""
-        groups, rows = self.num_groups // self.replicas, self.prefill_rows // self.replicas
-        return [(replica * rows + number, group) for replica in range(self.replicas)
-                for number, group in enumerate([g for g in self.free if g // groups == replica][:rows])]
+    def enough(self) -> int:
+        """Rows of a replica that have to end before decoding is interrupted for what waits."""
+        if self.entering:
+            return self.join_rows // self.replicas
+        if self.waiting:
+            positions = self.batch_rows(self.waiting[0][1])
+            wanted = min(positions, len(self.waiting)) - len(self._room(positions))
+            return max(1, -(-wanted // self.replicas))
+        return self.num_rows
+
+    def _room(self, positions: int) -> list[tuple[int, int]]:
+        """The positions of a prefill that can be used, each with the free row that its prompt enters."""
+        rows, each = self.num_rows // self.replicas, positions // self.replicas
+        return [(replica * each + number, row) for replica in range(self.replicas)
+                for number, row in enumerate([row for row in self.free if row // rows == replica][:each])]
+
+    def _enter(self, id: int, part: int, row: int) -> None:
+        if row in self.free:
+            self.free.remove(row)
+        self.running[row] = id, part
+
+    def release(self, row: int) -> None:
+        """Frees a row whose completions have ended."""
+        id, _ = self.running.pop(row)
+        one = self.entering.get(id)
+        if one is not None and one.source == row:
+            one.is_source_free = True
+        else:
+            # Lowest first: equal runs then use equal rows, which makes their traces comparable.
+            insort(self.free, row)
 
     def finish(self, id: int) -> None:
-        """Frees a request's group, or removes it from the queue."""
-        if id in self.running:
-            self.free.append(self.running.pop(id))
-            # Lowest first: equal runs then use equal groups, which makes their traces comparable.
-            self.free.sort()
-        else:
-            self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
+        """Forgets a request, all of whose rows were released."""
+        self.ids.discard(id)
+
+    def cancel(self, id: int) -> None:
+        """Frees a request's rows, or removes it from the queue."""
+        one = self.entering.pop(id, None)
+        if one is not None and one.is_source_free:
+            insort(self.free, one.source)
+        for row in [row for row, (other, _) in self.running.items() if other == id]:
+            self.release(row)
+        self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
+        self.finish(id)
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not self.ids

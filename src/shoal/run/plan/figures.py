@@ -10,8 +10,8 @@ from shoal.config.schema import Config
 from shoal.report.findings import gib, seconds_text
 
 PHASES: Mapping[str, tuple[str, str]] = {
-    "prefill": ("sampling", "sampling"), "decode": ("sampling", "sampling"), "score": ("scoring", "always"),
-    "reference": ("scoring", "always"), "teacher": ("scoring", "always"),
+    "prefill": ("sampling", "sampling"), "join": ("sampling", "sampling"), "decode": ("sampling", "sampling"),
+    "score": ("scoring", "always"), "reference": ("scoring", "always"), "teacher": ("scoring", "always"),
     "accumulate": ("update", "update"), "apply": ("update", "update"), "publish": ("publication", "always")}
 """Program -> the phase of a step in which it runs, and what roles hold then besides what they always hold."""
 

@@ -31,6 +31,7 @@ from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
+from shoal.run.engines import run_engines
 from shoal.run.loading import ModelSpec, known_architecture, make_model, model_path
 from shoal.run.parts import make_learner, whole_shape
 from shoal.run.plan.links import axis_links
@@ -40,12 +41,10 @@ from shoal.run.preflight.memory import (
     copied_shapes,
     held_bytes,
     parameter_count,
-    run_engines,
 )
 from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
-from shoal.sampler.sample_tokens import SamplingArrays
 from shoal.text import count
 from shoal.trainer.batch import LearnerBatch, Shape, fill_rows
 from shoal.trainer.step import Learner, score_program
@@ -100,7 +99,7 @@ class Job:
 
     @cached_property
     def engines(self) -> dict[str, Engine]:
-        return dict(run_engines(self.config, self.model, self.roles.sampler, _NO_TOKENIZER))
+        return dict(run_engines(self.config, self.model, self.roles, _NO_TOKENIZER, self.architecture))
 
     @property
     def shape(self) -> Shape:
@@ -147,21 +146,10 @@ class Job:
 
     def _sampling(self) -> dict[str, Planned]:
         c, role, engine = self.config, self.roles.sampler, self.engines["training"]
-        programs: dict[str, Any] = engine.programs
-        rows, siblings, parameters = engine.scheduler.prefill_rows, engine.group_size, self._published()
-        bucket, each = prompt_bucket(c.sampling.max_prompt_tokens), (rows,)
-
-        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype)
-
-        prefill = {
-            "state": engine.state_shapes(), "tokens": array((rows, bucket), jnp.int32),
-            **{name: array(each, jnp.int32) for name in ("length", "groups", "active", "limit")},
-            "keys": array((rows, siblings, 2), jnp.uint32),
-            "sampling": SamplingArrays(*(array(each, dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32,
-                                                                          jnp.float32)))}
-        decode = {"state": engine.state_shapes(), "stopped": array((engine.num_groups, siblings), jnp.bool_)}
-        waves = -(-c.batch.prompts_per_step // engine.num_groups)
+        prompts, parameters = c.batch.prompts_per_step, self._published()
+        rows = engine.scheduler.batch_rows(prompt_bucket(c.sampling.max_prompt_tokens))
+        joins = prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
+        waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
         # Over a completion's tokens its own keys grow from one block to all.
         block = keys_at_once(role.platform)
@@ -169,10 +157,9 @@ class Job:
         blocks = (-(-c.sampling.max_prompt_tokens // block) + (own + 1) / 2) / 2
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
-        return {"prefill": Planned(programs["prefill"], role, (parameters,), prefill,
-                                   -(-c.batch.prompts_per_step // rows)),
-                "decode": Planned(programs["decode"], role, (parameters,), decode, waves * dispatches,
-                                  (chunk, blocks))}
+        runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}
+        return {name: Planned(engine.programs[name], role, (parameters,), engine.call_shapes(name), count,
+                              (chunk, blocks) if name == "decode" else ()) for name, count in runs.items() if count}
 
     def _learning(self) -> dict[str, Planned]:
         c, role, state = self.config, self.roles.trainer, self.learner.shapes()
@@ -260,7 +247,7 @@ class Job:
             "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
             "held": self.held(),
             "shape": vars(self.shape) | {"tokens": self.shape.tokens},
-            "slots": self.engines["training"].num_groups * c.batch.group_size,
+            "slots": self.engines["training"].num_rows * self.engines["training"].siblings,
             "prompts": c.batch.prompts_per_step,
             "programs": {name: {"runs": one.runs, "role": one.role.name} for name, one in self.programs().items()},
             "tokens": {"sampled": c.batch.prompts_per_step * sum(group[1]),

@@ -29,7 +29,7 @@ COMPILER_BYTES = 3 << 29
 LARGE_BYTES = 3 << 30
 """Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters (measured)."""
 
-_LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "prefill", "apply", "publish")
+_LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "prefill", "join", "apply", "publish")
 """Programs in the order in which they are compiled."""
 
 MOST_TRIES = 4

@@ -24,7 +24,8 @@ NOTHING: Mapping[str, Any] = {"extra_bytes": 0, "error": "", "flops": 0.0, "floo
 """A program of which nothing is known."""
 
 _SUMS = ("all-reduce", "reduce-scatter")
-_ROLES = {"prefill": "sampler", "decode": "sampler", "reference": "reference", "teacher": "reference"}
+_ROLES = {"prefill": "sampler", "join": "sampler", "decode": "sampler", "reference": "reference",
+          "teacher": "reference"}
 
 
 def predict(now: Figures, config: Config, job: Mapping[str, Any]) -> Figures:
@@ -61,7 +62,7 @@ class _Sizes:
         """What the computation of one call goes by."""
         role = _ROLES.get(program, "trainer")
         devices = len(self.job["roles"][role]["devices"])
-        if program == "prefill":
+        if program in ("prefill", "join"):
             return 1 / (devices * self.job["programs"][program]["runs"])
         if program == "decode":
             return self.job["slots"] / devices

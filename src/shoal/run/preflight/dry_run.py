@@ -61,7 +61,8 @@ def check_dry_run(config: Any) -> list[Finding]:
             findings.of("mesh").warning(f"mesh.processes={processes}: the devices of the others are not known here; "
                                         "mesh and memory are judged when all have met, before weights are read")
             return findings.at("wrong", "warning")
-    needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+    needs_devices = is_training and (0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+                                     or config.sampling.cache_tokens > 0)
     topology = getattr(config, "topology", "")
     if own_mesh or needs_devices or topology or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import available_devices, make_roles
@@ -78,13 +79,14 @@ def check_dry_run(config: Any) -> list[Finding]:
 
             check_idle(config.mesh, roles, len(devices), findings)
         if is_training and model_is_here and not topology:
+            from shoal.run.engines import run_engines
             from shoal.run.loading import make_model, open_model
             from shoal.run.preflight.memory import check_memory
 
             loaded = open_model(config.model, None)
             roles = run_roles(config, loaded.architecture, available_devices(config.mesh))
             model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
-            findings.extend([check_memory(config, model, roles, loaded.tokenizer)])
+            findings.extend([check_memory(config, model, roles, run_engines(config, model, roles, loaded.tokenizer))])
     return findings.at("wrong", "warning")
 
 

@@ -93,9 +93,10 @@ def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards:
     """Adds the compiled programs' temporary memory, scaled from the trial's shapes to the longest allowed, and to the
     engine that prefills most prompts at once."""
     s, programs, shape = config.sampling, trial.programs, whole_shape(config, shards)
-    rows = max(engine.scheduler.prefill_rows for engine in engines.values())
-    tried = engines["training"].scheduler.prefill_rows * max(prompt_bucket(len(g.prompt_ids)) for g in trial.groups)
-    prefill = round(programs["prefill"].extra_bytes * rows * prompt_bucket(s.max_prompt_tokens) / tried)
+    bucket, used = prompt_bucket(s.max_prompt_tokens), max(prompt_bucket(len(g.prompt_ids)) for g in trial.groups)
+    largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
+    tried = engines["training"].scheduler.batch_rows(used) * used
+    prefill = round(programs["prefill"].extra_bytes * largest / tried)
     budget.sampling["sampler's temporaries"] = max(prefill, programs["decode"].extra_bytes)
     activations = round(programs["accumulate"].extra_bytes * max(1.0, shape.tokens / trial.shape.tokens))
     budget.update["activations"] = activations

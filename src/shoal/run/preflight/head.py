@@ -14,6 +14,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Findings, seconds_text
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import step_text
+from shoal.run.engines import places_text, run_engines
 from shoal.run.loading import ModelSpec
 from shoal.run.parts import RunData, whole_shape
 from shoal.run.preflight.inputs import (
@@ -52,7 +53,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     check_tokenizer(tokenizer, (*loaded.notes, *tokenizer.notes), findings)
     lengths = check_prompts(config, task, tokenizer, findings)
     rewards = check_first_prompt(config, tokenizer, data.first, pool) if pool else []
-    memory = check_memory(config, model, roles, tokenizer)
+    memory = check_memory(config, model, roles, run_engines(config, model, roles, tokenizer))
     findings.extend([*rewards, memory])
     text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
@@ -62,6 +63,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
         or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
+        "sampler": places_text(config, roles, model.architecture),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
         "time": least_time_text(config, roles, model),

@@ -18,7 +18,6 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.mesh import Role, Roles, memory_stats
-from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import (
     Architecture,
     Model,
@@ -29,9 +28,9 @@ from shoal.model.transformer import (
     tensor_sizes,
 )
 from shoal.report.findings import Finding, gib
-from shoal.run.parts import make_learner, schedule_of, training_engine_maker
+from shoal.run.parts import make_learner, schedule_of
 from shoal.sampler.engine import Engine
-from shoal.types import Purpose, ShoalError
+from shoal.types import ShoalError
 
 FULL = 0.9
 """Share of the free memory above which a job is tight."""
@@ -139,16 +138,6 @@ def parameter_count(a: Architecture) -> int:
     return sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a), is_leaf=is_param_spec))
 
 
-def run_engines(config: Config, model: Model, role: Role, tokenizer: Tokenizer) -> Iterator[tuple[str, Engine]]:
-    """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups. Nothing is
-    compiled."""
-    make = training_engine_maker(config, model.on(role), tokenizer)
-    yield "training", make(Purpose.TRAIN, config.batch.group_size)
-    yield "evaluation", make(Purpose.EVALUATE, 1)
-    if config.pass_k:
-        yield "pass@k", make(Purpose.EVALUATE, config.pass_k)
-
-
 def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture | None,
                engines: Mapping[str, Engine]) -> dict[str, MemoryBudget]:
     """What is known before compilation, by role, on each of its devices: parameters, moments, gradient, the sampler's
@@ -226,10 +215,10 @@ def judge_memory(config: Config, budget: MemoryBudget, available: AvailableMemor
     return Finding("memory", "warning", f"tight: {text}. {cure}", key)
 
 
-def check_memory(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer) -> Finding:
+def check_memory(config: Config, model: Model, roles: Roles, engines: Iterable[tuple[str, Engine]]) -> Finding:
     """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's memory."""
     available, found = available_memory(roles.trainer.mesh.devices.flat), []
-    for name, engine in run_engines(config, model, roles.sampler, tokenizer):  # one by one: a huge one is not made
+    for name, engine in engines:  # one by one: a huge one is not made
         budget = static_budget(config, model, roles, None, {name: engine})
         found.append((budget.total, judge_memory(config, budget, available, model.on(roles.sampler), "at least")))
         if found[-1][1].level == "wrong" and budget.total * available.sharing > available.total:

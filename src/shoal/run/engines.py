@@ -1,0 +1,138 @@
+"""The engines of a run: how many completions at once, in rows of how many siblings, within how much memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+
+from shoal.config.schema import Config, SamplingSection
+from shoal.mesh import Role, Roles
+from shoal.model.kv_cache import cache_size
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Architecture, Model
+from shoal.run.derived import max_support
+from shoal.run.sampler_size import free_cache_tokens
+from shoal.sampler.engine import Engine
+from shoal.text import count
+from shoal.types import Purpose, ShoalError
+
+
+class CacheRoom(NamedTuple):
+    """The memory of a sampler's caches: keys of a prompt and of a completion, and how many there may be in all its
+    replicas, or 0."""
+
+    prompt: int
+    own: int
+    tokens: int
+    replicas: int
+
+    def row(self, siblings: int) -> int:
+        """Keys of a row in each replica."""
+        return self.replicas * (self.prompt + siblings * self.own)
+
+    def slots(self, most: int, siblings: int) -> int:
+        """At most so many slots, in rows of `siblings`; 0 if there is no room for a row."""
+        return min(most, self.tokens // self.row(siblings) * self.replicas * siblings) if self.tokens else most
+
+
+class Places(NamedTuple):
+    """How many completions are sampled at once, and how many siblings share a row."""
+
+    slots: int
+    siblings: int
+    room: CacheRoom
+
+
+def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: int,
+                  free_tokens: int = 0) -> Places:
+    """At most `slots` of so many completions, as the caches have room for. ShoalError if a row does not fit.
+
+    With sampling.siblings_per_row=0 the siblings of a group share a row if all completions have places at once: no
+    place that is free early could be used. Else a row holds so few that their keys take most of it, not the prompt's.
+    `free_tokens`: the bound of sampling.cache_tokens=0, if there is one.
+    """
+    prompt, own = (cache_size(size, role.platform)
+                   for size in (sampling.max_prompt_tokens, sampling.max_completion_tokens))
+    room = CacheRoom(prompt, own, sampling.cache_tokens * role.mesh.size or free_tokens, role.row_shards)
+    siblings = min(sampling.siblings_per_row, group_size)
+    if not siblings:
+        few = next(size for size in range(1, group_size + 1)
+                   if not group_size % size and (prompt <= size * own or size == group_size))
+        siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
+    found = room.slots(slots, siblings)
+    if sampling.cache_tokens and not found:
+        raise ShoalError(f"sampling.cache_tokens={sampling.cache_tokens} has no room for a prompt and "
+                         f"{'a completion' if siblings == 1 else f'{siblings} completions'} of the longest; use at "
+                         f"least {-(-room.row(siblings) // role.mesh.size)}, or lower sampling.max_prompt_tokens or "
+                         "sampling.max_completion_tokens")
+    return Places(max(found, siblings), siblings, room)
+
+
+def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, places: Places, group_size: int,
+                 max_support: int = 0) -> Callable[[Purpose, int], Engine]:
+    """A function that gives the engine for groups of a purpose and size: one for all sizes that its rows can be filled
+    with, made when it is first asked for. Training's stores the support of each token, at most `max_support` ids; where
+    that is not 0, the others have engines of their own, which store none."""
+    engines: dict[tuple[int, int], Engine] = {}
+
+    def make(purpose: Purpose, size: int) -> Engine:
+        fits = size == group_size or size % places.siblings == 0
+        siblings = places.siblings if fits else math.gcd(places.siblings, size)
+        support = max_support if purpose is Purpose.TRAIN else 0
+        if (siblings, support) not in engines:
+            engines[siblings, support] = Engine(
+                model, slots=places.room.slots(places.slots, siblings), siblings_per_row=siblings,
+                group_size=group_size if fits else size,
+                max_prompt_tokens=sampling.max_prompt_tokens, max_completion_tokens=sampling.max_completion_tokens,
+                eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=sampling.params.truncated,
+                max_support=support)
+        return engines[siblings, support]
+
+    return make
+
+
+def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int, group_size: int,
+                          completions: int) -> Callable[[Purpose, int], Engine]:
+    """A function that makes the engines of a command that only samples: so many `completions`, `slots` at once."""
+    places = choose_places(sampling, model.role, slots, group_size, completions)
+    return engine_maker(model, tokenizer, sampling, places, group_size)
+
+
+def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
+    """The places of a training run's sampler, in each process."""
+    role, size = roles.sampler.local, config.batch.group_size
+    step = -(-config.batch.prompts_per_step // jax.process_count()) * size
+    slots = config.sampling.slots_per_device * role.mesh.size or step
+    return choose_places(config.sampling, role, slots, size, step, free_cache_tokens(config, roles, a))
+
+
+def places_text(config: Config, roles: Roles, a: Architecture) -> str:
+    """How many completions are sampled at once; empty where these are all of a step, each group in a row."""
+    places, size = training_places(config, roles, a), config.batch.group_size
+    if places.siblings == size and places.slots * jax.process_count() >= config.batch.prompts_per_step * size:
+        return ""
+    shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"
+    return f"{count(places.slots, 'completion')} at once, {shared}"
+
+
+def training_engine_maker(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,
+                          architecture: Architecture | None = None) -> Callable[[Purpose, int], Engine]:
+    """A function that makes the engines of a training run. `architecture`: of the model that memory is reckoned with,
+    if it is not that of `model`."""
+    places = training_places(config, roles, architecture or model.architecture)
+    return engine_maker(model.on(roles.sampler.local), tokenizer, config.sampling, places, config.batch.group_size,
+                        max_support(config))
+
+
+def run_engines(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,
+                architecture: Architecture | None = None) -> Iterator[tuple[str, Engine]]:
+    """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups; several may be the
+    same. Nothing is compiled."""
+    make = training_engine_maker(config, model, roles, tokenizer, architecture)
+    yield "training", make(Purpose.TRAIN, config.batch.group_size)
+    yield "evaluation", make(Purpose.EVALUATE, 1)
+    if config.pass_k:
+        yield "pass@k", make(Purpose.EVALUATE, config.pass_k)

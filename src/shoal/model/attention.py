@@ -88,7 +88,7 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
         count = keys.k.shape[-2]
         size = largest_block(count, block)
 
-        def add(number: jax.Array, carry: tuple) -> tuple:
+        def add(number: jax.Array | int, carry: tuple) -> tuple:
             def block_of(x: jax.Array, axis: int) -> jax.Array:
                 # A slice even of all keys would be copied before its product.
                 return x if size == count else jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)

@@ -287,6 +287,8 @@ def forward(
     a = model.architecture
     x = _embed(model, parameters.embed_tokens, tokens)
     rope = rotary(a, positions)
+    if caches is not None:
+        rope = jax.lax.optimization_barrier(rope)  # else XLA for CPU computes each cosine again for each head and layer
 
     def layer(x: jax.Array, weights: Block, cache: Any) -> tuple[jax.Array, Any]:
         return block(model, weights, x, rope, attention, cache)

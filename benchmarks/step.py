@@ -218,7 +218,8 @@ def main() -> None:
           f"{'compile':>8} {'computed':>9} {'peak GiB':>9}")
     for name in options.shapes:
         command = [sys.executable, __file__, name, "--one", "--repeats", str(options.repeats), "--dtype", options.dtype]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}  # as `shoal train` sets it (decision 0003)
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
         row = json.loads(out.splitlines()[-1])
         spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"
         print(f"{name:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "

@@ -6,7 +6,6 @@ For 64k tokens of a vocabulary of 152k they would take 37 GiB in float32, forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,8 @@ def token_logprobs(
     """(log-prob of the target, entropy of the distribution) in nats at each position.
 
     hidden[r, t] is the state *before* the target; `project` turns [..., D] into float32 logits [..., V], which are
-    divided by the temperature. `chunk` tokens of each row are computed at once, and again in the backward pass.
+    divided by the temperature. `chunk` tokens of each row are computed at once, and, of several chunks, again in the
+    backward pass.
     `support_ids` are the tokens that a truncating sampler chose from (-1 fills up): the distribution is then over these
     alone, and over the whole vocabulary where a position has none. The entropy has a gradient only if
     `entropy_gradient` is set. Chunks beyond the first `num_needed` positions of each row are not computed, and give 0.
@@ -42,9 +42,6 @@ def token_logprobs(
         padded = jnp.pad(x, ((0, 0), (0, count * chunk - size), *((0, 0),) * (x.ndim - 2)))
         return padded.reshape(rows, count, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs no barrier against common
-    # subexpressions, which would hold what `project` never reads.
-    @partial(jax.checkpoint, prevent_cse=count == 1)
     def of_chunk(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         states, ids, *support = inputs
         scores = project(states) / temperature
@@ -63,16 +60,21 @@ def token_logprobs(
         return target - normaliser, entropy
 
     parts = tuple(map(chunks, (hidden, targets) if support_ids is None else (hidden, targets, support_ids)))
-    # lax.map of one chunk would still compile a loop, and pad what needs no padding.
+    # lax.map of one chunk would still compile a loop, and pad what needs no padding. The one chunk's logits are kept:
+    # the backward pass begins with them, so they are in memory then anyway.
     if count == 1:
         logprob, entropy = (x[None] for x in of_chunk(tuple(part[0] for part in parts)))
     else:
+        # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs no barrier against
+        # common subexpressions, which would hold what `project` never reads.
+        again = jax.checkpoint(of_chunk, prevent_cse=False)
+
         def where_needed(numbered: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
             number, inputs = numbered
             if num_needed is None:
-                return of_chunk(inputs)
+                return again(inputs)
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_chunk, inputs))
-            return jax.lax.cond(number * chunk < num_needed, of_chunk, lambda _: nothing, inputs)
+            return jax.lax.cond(number * chunk < num_needed, again, lambda _: nothing, inputs)
 
         logprob, entropy = jax.lax.map(where_needed, (jnp.arange(count), parts))
     return tuple(x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))  # type: ignore[return-value]

@@ -151,10 +151,11 @@ class Job:
         joins = prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
-        # Over a completion's tokens its own keys grow from one block to all.
+        # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
         block = keys_at_once(role.platform)
-        own = -(-c.sampling.max_completion_tokens // block)
-        blocks = (-(-c.sampling.max_prompt_tokens // block) + (own + 1) / 2) / 2
+        prompt, own = (-(-size // block) for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens))
+        turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
+        blocks = sum(turns) / max(1, len(turns))
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
         runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}

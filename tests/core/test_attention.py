@@ -11,12 +11,14 @@ import pytest
 from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
 
 from shoal.config.schema import OptimizerSection
+from shoal.mesh import Role
 from shoal.model.attention import Keys, attend, largest_block
 from shoal.model.blocked_attention import KeyValues, attend_by_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.prefix_attention import attention_kind
 from shoal.model.transformer import Model, shardings
 from shoal.trainer.step import Learner
+from shoal.types import ShoalError
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -99,16 +101,42 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh):
         assert 0 < relative(exact, ours) < 1e-6
 
 
-def test_a_large_layer_is_computed_by_blocks():
-    """By its scores on one device: of 4 rows of 2,048 + 8 x 2,048 tokens with 64 heads, for example."""
-    one, eight = (Model(replace(QWEN3, num_heads=64, num_kv_heads=8), roles(*mesh).trainer)
-                  for mesh in ((1, 1, 1), (1, 1, 8)))
-    assert attention_kind(one, 4, 64, 8, 64) == "reference"
-    assert attention_kind(one, 4, 2048, 8, 2048) == attention_kind(eight, 4, 2048, 8, 2048) == "blocked"
-    assert attention_kind(one, 8, 256, 8, 512) == "blocked" and attention_kind(eight, 8, 256, 8, 512) == "reference"
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_large_layer_is_computed_by_blocks(monkeypatch, platform):
+    """By its scores on one device: on a GPU from 4 rows of 2,048 + 8 x 2,048 tokens with 64 heads, for example."""
+    monkeypatch.setattr(Role, "platform", platform)
+    wide = replace(QWEN3, num_heads=64, num_kv_heads=8, head_dim=64)
+    one, eight = (Model(wide, roles(*mesh).trainer) for mesh in ((1, 1, 1), (1, 1, 8)))
     kept = replace(one, remat="none")  # of all layers
-    assert attention_kind(kept, 2, 256, 8, 512) == "blocked" and attention_kind(one, 2, 256, 8, 512) == "reference"
+
+    def kinds(*shape: int) -> list[str]:
+        return [attention_kind(model, *shape) for model in (one, eight, kept)]
+
+    assert attention_kind(one, 1, 16, 8, 16) == "reference"
+    assert kinds(4, 2048, 8, 2048) == ["blocked"] * 3
+    if platform == "cpu":  # what leaves the cache is slower
+        assert kinds(1, 32, 8, 32) == ["blocked", "reference", "blocked"]
+    else:
+        assert kinds(4, 64, 8, 64) == ["reference"] * 3
+        assert kinds(8, 256, 8, 512) == ["blocked", "reference", "blocked"]
+        assert kinds(2, 256, 8, 512) == ["reference", "reference", "blocked"]
     assert attention_kind(replace(one, attention="reference"), 4, 2048, 8, 2048) == "reference"
+
+
+def test_splash_is_refused_where_it_cannot_run(monkeypatch):
+    def refused(head_dim: int, size: int) -> str:
+        a = replace(QWEN3, head_dim=head_dim)
+        with pytest.raises(ShoalError) as raised:
+            attention_kind(Model(a, roles(1, 1, 1).trainer, attention="splash"), 1, 64, 1, size)
+        return str(raised.value)
+
+    assert refused(64, 64) == ("model.attention=splash: splash attention is for TPUs, and this is a CPU; "
+                               "model.attention=auto uses reference here")
+    monkeypatch.setattr(Role, "platform", "tpu")
+    assert "head_dim is 80; model.attention=auto uses reference here" in refused(80, 64)
+    assert "65,600 tokens, and at most 65,535" in refused(64, 65536) and "auto uses blocked" in refused(64, 65536)
+    auto = Model(replace(QWEN3, head_dim=64), roles(1, 1, 1).trainer)
+    assert attention_kind(auto, 1, 256, 8, 512) == "splash" and attention_kind(auto, 1, 64, 1, 64) == "reference"
 
 
 def test_memory_grows_with_tokens():

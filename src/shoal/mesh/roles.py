@@ -58,7 +58,9 @@ class Role:
     @property
     def platform(self) -> str:
         """cpu, gpu or tpu"""
-        return self.mesh.devices.flat[0].platform
+        mesh: Any = self.mesh  # an abstract one inside of a program of each replica
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+        return device.platform
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Mesh axes for logical ones. ValueError for a size that its axes do not divide: a copy on every device would

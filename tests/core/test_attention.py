@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from shoal.mesh import Role
 from shoal.model.attention import Keys, attend, largest_block
 from shoal.model.blocked_attention import KeyValues, attend_by_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
-from shoal.model.prefix_attention import attention_kind
+from shoal.model.prefix_attention import attention_kind, prefill_attention, shared_prefix_attention
+from shoal.model.splash_attention import attend_rows
 from shoal.model.transformer import Model, shardings
 from shoal.trainer.step import Learner
 from shoal.types import ShoalError
@@ -84,6 +86,44 @@ def test_blocks_give_the_values_and_gradients_of_the_reference(prefix, size, hea
     for one, rounded, other in zip(half, half_reference, exact, strict=True):
         if other.any():
             assert relative(one, other) < 1.5 * max(relative(rounded, other), 2e-3)
+
+
+@pytest.mark.parametrize(("prefix", "slots", "size", "key_heads", "head_dim", "dtype"), [
+    (70, 2, 150, 1, 64, jnp.float32), (70, 2, 150, 1, 64, jnp.bfloat16), (200, 0, 0, 2, 128, jnp.float32),
+])
+def test_splash_gives_the_values_and_gradients_of_the_reference(prefix, slots, size, key_heads, head_dim, dtype):
+    """Its kernels run as JAX operations here; rows are padded to blocks of 128, of which some are skipped."""
+    total, heads = prefix + slots * size, 2
+    prefix_len = np.array([prefix - 5, 0], np.int32)
+    segment = np.zeros((ROWS, slots, size), np.int32)
+    if slots:
+        segment[0, 0, :60], segment[0, 0, 60:140], segment[0, 1] = 1, 2, 1
+        segment[1, 1, :1] = 1  # and an empty slot
+    model = Model(QWEN3, roles(1, 1, 1).trainer, attention="reference")
+    by_reference = (shared_prefix_attention(model, prefix, prefix_len, segment) if slots
+                    else prefill_attention(model, prefix_len, prefix))
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (jnp.asarray(rng.standard_normal((ROWS, total, count, head_dim)), dtype)
+                       for count in (heads, key_heads, key_heads, heads))
+    is_real = np.concatenate([np.arange(prefix) < prefix_len[:, None], segment.reshape(ROWS, slots * size) > 0], 1)
+    weight = weight * is_real[..., None, None]  # what padding reads is of no account
+
+    def results(attention, dtype):
+        def value(*args):
+            out = attention(*args)
+            return (out * weight).astype(jnp.float32).sum(), out
+
+        (_, out), gradient = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(
+            *(x.astype(dtype) for x in (q, k, v)))
+        return [np.asarray(x, np.float64) for x in (out, *gradient)]
+
+    ours = results(partial(attend_rows, prefix_len=prefix_len, segment=segment, interpret=True), dtype)
+    assert not ours[0][~is_real].any()
+    ours[0] += results(lambda *args: by_reference(*args, None)[0], dtype)[0] * ~is_real[..., None, None]
+    exact = results(lambda *args: by_reference(*args, None)[0], jnp.float32)
+    rounded = results(lambda *args: by_reference(*args, None)[0], dtype)
+    for one, other, true in zip(ours, rounded, exact, strict=True):
+        assert relative(one, true) < (1e-6 if dtype == jnp.float32 else 1.5 * max(relative(other, true), 2e-3))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])

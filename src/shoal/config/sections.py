@@ -58,10 +58,10 @@ class ModelSection:
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), or
     whole blocks (full). auto is dots, or full where a micro-batch's activations would exceed 2 GiB."""
-    attention: Literal["auto", "reference", "blocked"] = "auto"
-    """How training, scoring and prefill compute attention: all scores at once (reference), or by blocks, in memory that
-    grows with tokens and not with their square (blocked). auto is blocked where a layer's scores would exceed 2 GiB
-    on a device."""
+    attention: Literal["auto", "reference", "blocked", "splash"] = "auto"
+    """How training, scoring and prefill compute attention: all scores at once (reference), by blocks of them, in memory
+    that grows with tokens and not with their square (blocked), or by JAX's splash kernels, the same on a TPU (splash).
+    auto is splash on TPUs, and blocked where a layer's scores would exceed 2 GiB on a GPU, 4 MiB on a CPU."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,3 @@
-# STOP: read /work/wt/kernels/MESSAGE_FROM_INTEGRATOR.md first (the contract of a batch changes); then delete this line
 """Attention over two sets of keys: the prompt that a group shares, and a completion's own tokens.
 
 `attend` is the reference of the others: one softmax over the scores of both sets, ordinary autodiff.

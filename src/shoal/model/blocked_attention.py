@@ -1,4 +1,3 @@
-# STOP: read /work/wt/kernels/MESSAGE_FROM_INTEGRATOR.md first (the contract of a batch changes); then delete this line
 """Attention over a shared prompt and a completion's own tokens, by blocks of queries and keys.
 
 Scores exist for one pair of blocks at a time, so memory grows with tokens, not with their square. Both sets of keys go

@@ -104,10 +104,9 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
 
 
 def attention_text(config: Config, model: Model) -> str:
-    """`, attention by blocks` where the longest batches are computed so."""
+    """`, attention: blocked`, as the longest batches are computed."""
     longest = longest_shape(config, model.role.row_shards)
-    kind = attention_kind(model, longest.rows, longest.prefix, longest.slots, longest.length)
-    return ", attention by blocks where sequences are long" * (kind == "blocked")
+    return f", attention: {attention_kind(model, longest.rows, longest.prefix, longest.slots, longest.length)}"
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -19,6 +19,8 @@ from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.prefix_attention import attention_kind, prefill_attention, shared_prefix_attention
 from shoal.model.splash_attention import attend_rows
 from shoal.model.transformer import Model, shardings
+from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
+from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner
 from shoal.types import ShoalError
 
@@ -88,6 +90,19 @@ def test_blocks_give_the_values_and_gradients_of_the_reference(prefix, size, hea
             assert relative(one, other) < 1.5 * max(relative(rounded, other), 2e-3)
 
 
+def test_blocks_without_a_common_segment_are_not_computed():
+    """Two completions of two blocks each: values that are not numbers in one do not reach the other, though 0 times
+    them would, as it does in the reference."""
+    size = 32
+    segment = np.repeat([1, 2], size // 2)[None, None]
+    q, _, own, _ = inputs(0, size, 2, 1, jnp.float32)
+    q, own = q[:1, :1], KeyValues(own.k[:1, :1], own.v[:1, :1].at[:, :, : size // 2].set(jnp.nan))
+    nothing, none = KeyValues(own.k[:, 0, :0], own.v[:, 0, :0]), np.zeros(1, np.int32)
+    of_second = jax.jit(lambda own: attend_by_blocks(q, None, own, segment, 8)[:, :, size // 2 :])(own)
+    assert np.isfinite(of_second).all()
+    assert np.isnan(reference(q, nothing, none, own, segment)[:, :, size // 2 :]).all()
+
+
 @pytest.mark.parametrize(("prefix", "slots", "size", "key_heads", "head_dim", "dtype"), [
     (70, 2, 150, 1, 64, jnp.float32), (70, 2, 150, 1, 64, jnp.bfloat16), (200, 0, 0, 2, 128, jnp.float32),
 ])
@@ -139,6 +154,32 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh):
         found.append([np.concatenate([np.ravel(x) for x in jax.tree.leaves(total.gradient)]), np.asarray(lp)])
     for ours, exact in zip(*found, strict=True):
         assert 0 < relative(exact, ours) < 1e-6
+
+
+def gradient_jaxpr(remat: str, dtype=jnp.float32):
+    (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
+    model = Model(QWEN3, roles(1, 1, 1).trainer, jnp.dtype(dtype), remat, "blocked")
+    return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(random_parameters(QWEN3)).jaxpr
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_remat_computes_less_again_than_the_next(dtype):
+    """In bfloat16 `dots` once computed all products again: the policy did not see those of cast weights."""
+    kinds = ("none", "dots", "attention", "full")
+    none, dots, attention, full = (jaxpr_flops(gradient_jaxpr(remat, dtype)) for remat in kinds)
+    assert none == dots < attention < full  # dots keeps what attention's own backward pass needs
+
+
+def test_no_product_is_float32_where_bfloat16_is_meant():
+    def types(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                yield {x.aval.dtype.name for x in equation.invars}
+            for inner in inner_jaxprs(equation.params):
+                yield from types(inner)
+
+    found = list(types(gradient_jaxpr("full", jnp.bfloat16)))
+    assert len(found) > 50 and all(one == {"bfloat16"} for one in found)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shoal.model.attention import LOWEST, by_key_head, einsum32, largest_block
 
@@ -79,8 +80,9 @@ def _forward(block: int, q: jax.Array, prefix: KeyValues, own: KeyValues, prefix
     top, total, out = _over_pairs(add, start, block, q, prefix, own, prefix_len, segment)
     # Divided once, after both sets are summed. A query without keys: 0, and a log-sum-exp that makes no NaN.
     known = jnp.where(total == 0.0, 1.0, total)
-    out = jnp.moveaxis(out / known[..., None], 4, 2).astype(q.dtype)
-    return out, (q, prefix, own, prefix_len, segment, out, top + jnp.log(known))
+    out, lse = jnp.moveaxis(out / known[..., None], 4, 2).astype(q.dtype), top + jnp.log(known)
+    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))
+    return out, (q, prefix, own, prefix_len, segment, out, lse)
 
 
 def _backward(block: int, residuals: Any, d_out: jax.Array) -> tuple:

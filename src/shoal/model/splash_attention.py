@@ -9,6 +9,7 @@ with the library's own backward pass. Blocks without any such pair are skipped, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +66,13 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, prefix_len: jax.Array,
         forward, backward = (_mask_info(is_needed, query, axis) for axis in (-1, -2))
         kernel = splash.SplashAttentionKernel(
             forward, forward, backward, is_mqa=False, save_residuals=False, mask_value=splash.DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=None, residual_checkpoint_name="attention", mask_function=_Reads(prefix),
-            block_sizes=splash.BlockSizes(*(block,) * 8), interpret=interpret)
-        return kernel(q, k, v, splash.SegmentIds(jnp.ones_like(is_real, jnp.int32), is_real.astype(jnp.int32)))
+            attn_logits_soft_cap=None, residual_checkpoint_name="kernel", mask_function=_Reads(prefix),
+            block_sizes=_block_sizes(block), interpret=interpret)
+        out: Any = kernel(q, k, v, splash.SegmentIds(jnp.ones_like(is_real, jnp.int32), is_real.astype(jnp.int32)))
+        return out
 
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
-    out = jax.vmap(of_row)(*map(by_head, (q, k, v)), is_needed, first << 16 | place, is_real)
+    out = jax.vmap(of_row)(by_head(q), by_head(k), by_head(v), is_needed, first << 16 | place, is_real)
     # Padding has averaged what it must not read.
     return jnp.where(is_real[:, :total, None, None], out.swapaxes(1, 2)[:, :total], 0)
 
@@ -87,10 +89,16 @@ def _needed(first: jax.Array, is_real: jax.Array, prefix: int, block: int) -> ja
     return (of_prompt | of_own | (key == query)) & (key <= query)
 
 
+def _block_sizes(block: int) -> splash.BlockSizes:
+    return splash.BlockSizes(block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
+                             block_kv_dq=block)
+
+
 def _mask_info(is_needed: jax.Array, query: jax.Array, axis: int) -> MaskInfo:
     """Splash's account of blocks[queries, keys], walked along `axis`: where one is skipped, the last that was read
     stays, so that nothing is read for it."""
+    place: Any = query  # splash's own annotation is of NumPy arrays, of its static masks
     number = jax.lax.broadcasted_iota(jnp.int32, is_needed.shape, is_needed.ndim + axis)
     last = jax.lax.cummax(jnp.where(is_needed, number, 0), axis=is_needed.ndim + axis)
     return MaskInfo(data_next=last[None], mask_next=None, block_mask=is_needed.astype(jnp.int32)[None],
-                    partial_mask_blocks=None, q_sequence=query)
+                    partial_mask_blocks=None, q_sequence=place)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
@@ -236,7 +237,7 @@ class Model:
     architecture: Architecture
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
-    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again, see REMAT
+    remat: Literal["none", "dots", "attention", "full"] = "dots"  # what the backward pass computes again, see REMAT
     attention: Literal["auto", "reference", "blocked", "splash"] = "auto"  # of training, scoring and prefill
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
 
@@ -257,12 +258,17 @@ class Model:
         return replace(self, role=role)
 
 
+_KEPT = jax.checkpoint_policies
 REMAT: dict[str, Callable[[Callable], Callable]] = {
     "none": lambda layer: layer,
-    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "dots": partial(jax.checkpoint, policy=_KEPT.save_from_both_policies(
+        _KEPT.dots_with_no_batch_dims_saveable, _KEPT.save_only_these_names("kernel"))),
+    "attention": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel")),
     "full": jax.checkpoint,
 }
-"""What a block's backward pass computes again: nothing; all but its products with weights; everything.
+"""What a block's backward pass computes again: nothing; all but its products with weights; the feed-forward part;
+everything. `kernel` names the output and log-sum-exp of an attention with a backward pass of its own, `attention` its
+inputs and the residual stream behind it.
 
 On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
 
@@ -348,8 +354,9 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     q, k = rotate(q, *rope), rotate(k, *rope)
     if repeats := model.key_heads // a.num_kv_heads - 1:
         k, v = (constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None) for x in (k, v))
+    q, k, v = (checkpoint_name(x, "attention") for x in (q, k, v))
     out, cache = attention(q, k, v, cache)
-    x = x + linear(w.o, out.reshape(*out.shape[:-2], -1))
+    x = checkpoint_name(x + linear(w.o, out.reshape(*out.shape[:-2], -1)), "attention")
     h = rms_norm(x, w.mlp_norm, a.norm_eps)
     h = jax.nn.silu(linear(w.gate, h)) * linear(w.up, h)
     x = x + linear(w.down, constrain(h, "rows", None, "mlp"))

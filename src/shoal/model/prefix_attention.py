@@ -126,7 +126,10 @@ def _reference(prefix_size: int, prefix_len: jax.Array, segment: jax.Array) -> t
     def over_prompt(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend(q[:, None], None, Keys(k[:, None], v[:, None], of_prompt))[:, 0]
 
-    return over_prompt, lambda q, prefix, own: attend(q, Keys(*prefix, visible), Keys(*own, of_own))
+    def over_both(q: jax.Array, prefix: KeyValues, own: KeyValues) -> jax.Array:
+        return attend(q, Keys(prefix.k, prefix.v, visible), Keys(own.k, own.v, of_own))
+
+    return over_prompt, over_both
 
 
 def _blocked(platform: str, q: jax.Array, k: jax.Array, v: jax.Array, prefix_len: jax.Array,

@@ -55,8 +55,8 @@ def head_of(workshop: Workshop, *changes: str) -> list[str]:
 def test_a_run_says_what_it_will_do_with_what(workshop):
     lines = dict(line.split(": ", 1) for line in head_of(workshop) if not line.startswith(("warning", "this step")))
     assert lines["devices"].startswith("1 of 8 x cpu (cpu), JAX ")
-    assert f"{workshop.model} (qwen3), " in lines["model"]
-    assert lines["model"].endswith("parameters, float32, attention: blocked")
+    assert f"{workshop.model} (qwen3), " in lines["model"] and lines["model"].endswith("parameters, float32")
+    assert lines["attention"] == "blocked"
     assert lines["evaluation"] == "4 held_out" and lines["prompts"] == "11 to 12 tokens, each answered by at most 12"
     assert lines["first prompt"].endswith("=") and lines["rewards of known answers"].startswith("right ")
     assert lines["memory"].startswith("at least ") and "KV caches" in lines["memory"]

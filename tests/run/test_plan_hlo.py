@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
+from shoal.model.splash_attention import attend_rows
 from shoal.run.plan.flops import jaxpr_flops
 from shoal.run.plan.groups import device_groups, group_size
 from shoal.run.plan.hlo import Module
@@ -178,6 +181,23 @@ def test_a_gather_inside_asynchronous_fusions_counts_once():
     assert scatter.source == "model/transformer.py:251 add"
     assert sum(costs.cycles.values()) == 32 * 150 + 7
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
+
+
+def test_what_follows_a_kernel_counts():
+    """A kernel's configuration is written in lines of its own, which begin as the end of a computation does."""
+    text = TPU.replace("  %dot.1 =", '''  %kernel.1 = f32[8]{0} custom-call(%b), frontend_attributes={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(f)/splash"}
+  %dot.1 =''')
+    assert Module(text).costs().cycles == Module(TPU).costs().cycles
+
+
+def test_a_kernel_computes_half_of_its_grid():
+    """Splash's two forward products for each pair of blocks and head: causality skips half of the pairs."""
+    q, segment = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), jnp.zeros((1, 0, 0), jnp.int32)
+    jaxpr = jax.make_jaxpr(partial(attend_rows, prefix_len=jnp.full(1, 512), segment=segment))(q, q, q).jaxpr
+    for of_kernels in (False, True):
+        assert jaxpr_flops(jaxpr, (), of_kernels) == 2 * 2 * (2 * 512 * 512 * 64) / 2
 
 
 def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shoal.model.attention import LOWEST, by_key_head, einsum32, largest_block
 
@@ -113,6 +114,7 @@ def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blo
         return jnp.moveaxis(out / known[..., None], 3, 1).astype(q.dtype), top + jnp.log(known)
 
     out, lse = _joined(jax.lax.map(some, _parts((q, blocks), at_once)))
+    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # as splash names its own, see REMAT
     return out, (q, k, v, blocks, out, lse)
 
 

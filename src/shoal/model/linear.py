@@ -58,7 +58,8 @@ def cast_product(x: jax.Array, kernel: jax.Array, master: jax.Array, out_dtype: 
 
 def _cast_product_forward(x: jax.Array, kernel: jax.Array, master: jax.Array, out_dtype: Any,
                           reduce_dtype: Any) -> tuple[jax.Array, Any]:
-    return cast_product(x, kernel, master, out_dtype, reduce_dtype), (x, kernel)
+    # Not `cast_product` again: no policy of `jax.checkpoint` looks into it, so that none would keep the product.
+    return jnp.matmul(x, kernel, preferred_element_type=out_dtype), (x, kernel)
 
 
 def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array) -> tuple:

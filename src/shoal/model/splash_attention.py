@@ -86,7 +86,7 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, in
         forward, backward = (_mask_info(readings.is_needed, readings.query, axis) for axis in (-1, -2))
         kernel: Any = splash.SplashAttentionKernel(
             forward, forward, backward, is_mqa=False, save_residuals=False, mask_value=splash.DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=None, residual_checkpoint_name="attention", mask_function=_Reads(padded),
+            attn_logits_soft_cap=None, residual_checkpoint_name="kernel", mask_function=_Reads(padded),
             block_sizes=splash.BlockSizes(**sizes), interpret=interpret)
         return kernel(q, k, v, splash.SegmentIds(readings.group, readings.groups))
 

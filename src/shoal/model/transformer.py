@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
@@ -236,7 +237,7 @@ class Model:
     architecture: Architecture
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
-    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again, see REMAT
+    remat: Literal["none", "dots", "attention", "full"] = "dots"  # what the backward pass computes again, see REMAT
     attention: Literal["auto", "reference", "blocked", "splash"] = "auto"  # of training, scoring and prefill
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
 
@@ -257,13 +258,15 @@ class Model:
         return replace(self, role=role)
 
 
+_KEPT, _DOTS = jax.checkpoint_policies, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT: dict[str, Callable[[Callable], Callable]] = {
     "none": lambda layer: layer,
-    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "dots": partial(jax.checkpoint, policy=_KEPT.save_from_both_policies(_DOTS, _KEPT.save_only_these_names("kernel"))),
+    "attention": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel")),
     "full": jax.checkpoint,
 }
-"""What a block's backward pass computes again: nothing; all but its products with weights; everything.
-
+"""What a block's backward pass computes again: nothing; all but products with weights; the feed-forward part; all.
+`kernel`: output and log-sum-exp of an attention with its own backward pass; `attention`: its inputs, and x behind it.
 On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
 
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -342,7 +345,7 @@ def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
 def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,
           cache: Any) -> tuple[jax.Array, Any]:
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
-    a, constrain = model.architecture, model.role.constrain
+    a, constrain, kept = model.architecture, model.role.constrain, partial(checkpoint_name, name="attention")
     h = rms_norm(x, w.attention_norm, a.norm_eps)
     q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
     if cache is not None:
@@ -354,8 +357,8 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     q, k = rotate(q, *rope), rotate(k, *rope)
     if repeats := model.key_heads // a.num_kv_heads - 1:
         k, v = (constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None) for x in (k, v))
-    out, cache = attention(q, k, v, cache)
-    x = x + linear(w.o, out.reshape(*out.shape[:-2], -1))
+    out, cache = attention(kept(q), kept(k), kept(v), cache)
+    x = kept(x + linear(w.o, out.reshape(*out.shape[:-2], -1)))
     h = rms_norm(x, w.mlp_norm, a.norm_eps)
     h = jax.nn.silu(linear(w.gate, h)) * linear(w.up, h)
     x = x + linear(w.down, constrain(h, "rows", None, "mlp"))

@@ -28,7 +28,7 @@ from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
 
 REMAT_BYTES = 2 << 30
-"""Activations of a micro-batch above which blocks are recomputed by default."""
+"""Activations of a micro-batch above which more of each block is recomputed by default."""
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,22 @@ def compute_dtype(name: str, platform: str) -> Any:
 
 def make_model(section: ModelSection, spec: ModelSpec, role: Role, micro_tokens: int) -> Model:
     """The `Model` on a role's devices; `micro_tokens` (0 without training) decides `model.remat=auto`."""
-    dtype, remat = compute_dtype(section.dtype, role.platform), section.remat
+    dtype = compute_dtype(section.dtype, role.platform)
+    remat: Any = section.remat
     if remat == "auto":
-        remat = "full" if activation_bytes(spec.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
+        remat = next(kind for kind in ("dots", "attention", "full")
+                     if activation_bytes(spec.architecture, micro_tokens, dtype, kind) <= REMAT_BYTES)
     if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "highest")
     return Model(spec.architecture, role, dtype, remat, section.attention)
 
 
-def activation_bytes(a: Architecture, tokens: int, dtype: Any) -> int:
-    """Bytes of activations stored for the backward pass of `tokens` tokens with `model.remat=dots`."""
-    a_token = 3 * a.hidden_size + (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 2 * a.intermediate_size
+def activation_bytes(a: Architecture, tokens: int, dtype: Any, remat: str = "dots") -> int:
+    """Bytes that the backward pass of `tokens` tokens finds stored, besides each layer's input, with a `model.remat`
+    that computes anything again."""
+    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    a_token = {"full": 0, "attention": a.hidden_size + heads + a.num_heads * a.head_dim,
+               "dots": 3 * a.hidden_size + heads + 2 * a.intermediate_size}[remat]
     return a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize
 
 

@@ -213,8 +213,10 @@ def _batch(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
         if more > b.micro_tokens:
             cost = "" if more < group else "a prompt is computed once for its group"
             yield Change({"batch.micro_tokens": more}, cost)
-    if job["model"]["remat"] == "full":
+    if job["model"]["remat"] in ("attention", "full"):
         yield Change({"model.remat": "dots"}, "the backward pass keeps products and does not compute them again")
+    if job["model"]["remat"] == "full":
+        yield Change({"model.remat": "attention"}, "the backward pass computes only the feed-forward part again")
     else:
         yield Change({"model.remat": "full"}, "the backward pass computes products again")
     each = -(-job["slots"] // len(job["roles"]["sampler"]["devices"]))

@@ -39,7 +39,8 @@ def analyse(job: Job, name: str) -> dict[str, Any]:
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
-    flops = jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips) / planned.role.mesh.size
+    flops, in_kernels = (jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
+                         for of_kernels in (False, True))
     arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
     found: dict[str, Any] = {
         "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
@@ -55,7 +56,8 @@ def analyse(job: Job, name: str) -> dict[str, Any]:
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
         "extra_bytes": memory["temp"] + max(0, memory["output"] - memory["alias"]) + planned.batch_bytes,
         "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows,
-        "compute_seconds": _compute_seconds(job, costs), "transfer_seconds": sum(row["seconds"] for row in rows),
+        "compute_seconds": _compute_seconds(job, costs, in_kernels),
+        "transfer_seconds": sum(row["seconds"] for row in rows),
         "sources": dict(sorted(((source, value / rate) for source, value in
                                 (costs.cycles or costs.bytes).items()), key=lambda item: -item[1])[:MOST_SHOWN]),
         "assumed": costs.assumed}
@@ -78,15 +80,16 @@ def _rate(kind: Accelerator | None) -> float:
     return math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
 
 
-def _compute_seconds(job: Job, costs: Costs) -> float:
-    """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU: for each operation the longer of
+def _compute_seconds(job: Job, costs: Costs, in_kernels: float) -> float:
+    """Without transfers between devices. TPU: the compiler's estimate of cycles, of kernels, for which it has none, the
+    operations at the peak rate; GPU: for each operation the longer of
     its memory traffic and its products; 0 where the device is not known."""
     kind = job.accelerator
     if kind is None:
         return 0.0
-    if kind.is_tpu:
-        return sum(costs.cycles.values()) / kind.clock
     peak = kind.peaks.get(job.model.dtype.name, math.inf)
+    if kind.is_tpu:
+        return sum(costs.cycles.values()) / kind.clock + in_kernels / peak
     return sum(times * max(size / kind.hbm, flops / peak) for times, size, flops in costs.operations)
 
 

@@ -109,7 +109,7 @@ class Module:
                 current = found[2]
                 self.computations[current] = []
                 self.entry = current if found[1] else self.entry
-            elif line.startswith("}"):
+            elif re.match(r"\}(,|$)", line):  # not `}}`: what a kernel says of itself has lines of its own
                 current = ""
 
     @cached_property

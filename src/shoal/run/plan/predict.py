@@ -13,7 +13,7 @@ from shoal.model.transformer import Architecture
 from shoal.run.loading import activation_bytes
 from shoal.run.plan.figures import Figures
 from shoal.run.plan.job import planned_architecture
-from shoal.run.preflight.estimate import DOTS_GAIN
+from shoal.run.preflight.estimate import UPDATE_WORK
 from shoal.sampler.programs import CHUNK
 
 LATENCY = 1e-5
@@ -71,12 +71,11 @@ class _Sizes:
         return 1.0 if program == "publish" else self.row_tokens(role) / self.axis(role, "tensor")
 
     @property
-    def dots_bytes(self) -> int:
-        """Bytes that the results of products take, where they are kept for the backward pass."""
-        if self.job["model"]["remat"] == "full":
-            return 0
-        dtype = self.job["model"]["dtype"]
-        return int(activation_bytes(self.architecture, 1, dtype) * self.work("accumulate"))
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept for the backward pass, besides each layer's input."""
+        model = self.job["model"]
+        remat = "dots" if model["remat"] == "none" else model["remat"]
+        return int(activation_bytes(self.architecture, 1, model["dtype"], remat) * self.work("accumulate"))
 
     @property
     def itemsize(self) -> int:
@@ -89,7 +88,7 @@ def kept_bytes(job: Mapping[str, Any], a: Architecture) -> int:
     sizes = _Sizes(Config(), job, a)
     inputs = a.num_layers * a.hidden_size * sizes.row_tokens("trainer") * sizes.itemsize
     layer = activation_bytes(a, 1, dtype) * sizes.work("accumulate") / a.num_layers
-    return round(inputs) + (sizes.dots_bytes or round(layer))
+    return round(inputs) + (sizes.kept_bytes or round(layer))
 
 
 def _scaled(name: str, one: Mapping[str, Any], before: _Sizes, after: _Sizes) -> dict[str, Any]:
@@ -103,9 +102,9 @@ def _scaled(name: str, one: Mapping[str, Any], before: _Sizes, after: _Sizes) ->
     if name == "accumulate":
         # What `tensor` does not split, as a layer's input, is most of it.
         inputs = after.row_tokens("trainer") / before.row_tokens("trainer")
-        extra = max(0.0, one["extra_bytes"] - before.dots_bytes) * inputs + after.dots_bytes
+        extra = max(0.0, one["extra_bytes"] - before.kept_bytes) * inputs + after.kept_bytes
         if before.job["model"]["remat"] != after.job["model"]["remat"]:
-            compute *= 1 - DOTS_GAIN if after.dots_bytes else 1 / (1 - DOTS_GAIN)
+            compute *= UPDATE_WORK[after.job["model"]["remat"]] / UPDATE_WORK[before.job["model"]["remat"]]
     rows = [_moved(name, row, before, after) for row in one["collectives"]]
     rows += [_opened(name, axis, before, after) for axis in AXES if _opens(name, axis, before, after)]
     return {**one, "error": "", "extra_bytes": round(extra), "compute_seconds": compute, "floor_seconds": floor,

@@ -22,8 +22,8 @@ SCORING = 1 / 3
 """Cost of a pass for log-probs alone, as a share of one with its gradient."""
 LEAST_GAIN = 0.05
 """Share of the run's time below which no key is advised."""
-DOTS_GAIN = 0.25
-"""Share of an update with model.remat=full that model.remat=dots saves."""
+UPDATE_WORK = {"none": 0.75, "dots": 0.75, "attention": 0.93, "full": 1.0}
+"""Work of an update by model.remat, as a share of recomputing everything."""
 MOST_MEMORY = 0.9
 """Share of the free memory that advice may use."""
 
@@ -132,9 +132,13 @@ def advise(config: Config, model: Model, trial: StepTrial, times: Times, budget:
     if 0 < slots < completions:
         found.append(Advice(f"sampling.slots_per_device=0: all {completions} completions of a step at once instead of "
                             f"{slots}", "sampling.slots_per_device", (1 - slots / completions) * sampling))
-    if model.remat == "full" and fits(activation_bytes(model.architecture, trial.shape.tokens, model.dtype)):
-        found.append(Advice(f"model.remat=dots (now {config.model.remat}): there is memory for it", "model.remat",
-                            DOTS_GAIN * update))
+    for remat in ("dots", "attention"):
+        more, gain = (activation_bytes(model.architecture, trial.shape.tokens, model.dtype, remat),
+                      1 - UPDATE_WORK[remat] / UPDATE_WORK[model.remat])
+        if gain > 0 and fits(more):
+            found.append(Advice(f"model.remat={remat} (now {config.model.remat}): there is memory for it",
+                                "model.remat", gain * update))
+            break
     share = times.evaluation_seconds / run
     if share >= 0.5 and num_updates(config):
         found.append(Advice(f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",

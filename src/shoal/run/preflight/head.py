@@ -58,7 +58,8 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
     text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
         "devices": devices_text(roles),
-        "model": model_text(config.model, loaded, model) + attention_text(config, model),
+        "model": model_text(config.model, loaded, model),
+        "attention": attention_text(config, model),
         **data_lines(task),
         "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
         or "none",
@@ -105,9 +106,9 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
 
 
 def attention_text(config: Config, model: Model) -> str:
-    """`, attention: blocked`, as the update computes it."""
+    """`blocked`, as the update computes it."""
     shape = whole_shape(config, model.role.row_shards)
-    return f", attention: {attention_kind(model, shape.rows, shape.length)}"
+    return attention_kind(model, shape.rows, shape.length)
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -18,6 +18,8 @@ from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.segment_attention import attend_at_once, attention_kind
 from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.model.transformer import Model, shardings
+from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
+from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner
 from shoal.types import ShoalError
 
@@ -135,6 +137,32 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh):
         found.append([np.concatenate([np.ravel(x) for x in jax.tree.leaves(total.gradient)]), np.asarray(lp)])
     for ours, exact in zip(*found, strict=True):
         assert 0 < relative(exact, ours) < 1e-6
+
+
+def gradient_jaxpr(remat: str, dtype=jnp.float32):
+    (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
+    model = Model(QWEN3, roles(1, 1, 1).trainer, jnp.dtype(dtype), remat, "blocked")
+    return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(random_parameters(QWEN3)).jaxpr
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_remat_computes_less_again_than_the_next(dtype):
+    """In bfloat16 `dots` once computed all products again: the policy did not see those of cast weights."""
+    kinds = ("none", "dots", "attention", "full")
+    none, dots, attention, full = (jaxpr_flops(gradient_jaxpr(remat, dtype)) for remat in kinds)
+    assert none == dots < attention < full  # dots keeps what attention's own backward pass needs
+
+
+def test_no_product_is_float32_where_bfloat16_is_meant():
+    def types(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                yield {x.aval.dtype.name for x in equation.invars}
+            for inner in inner_jaxprs(equation.params):
+                yield from types(inner)
+
+    found = list(types(gradient_jaxpr("full", jnp.bfloat16)))
+    assert len(found) > 50 and all(one == {"bfloat16"} for one in found)
 
 
 def test_the_kind_follows_from_device_and_shape(monkeypatch):

@@ -208,7 +208,7 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone):
     assert len(played) == 18
     cache = engine._state.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
-    assert cache.own_k.shape[-2] == max(SMALL.num_kv_heads, tensor)
+    assert cache.own_k.shape[-3] == max(SMALL.num_kv_heads, tensor)
     assert share(cache.own_k) == 1 / where.sampler.row_shards / tensor
     groups = [Group(Purpose.TRAIN, 0, 0, Example(row, ""), ids, tuple(played[row, i] for i in range(2)), ("", ""),
                     np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]

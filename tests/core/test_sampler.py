@@ -134,7 +134,7 @@ def base(engine: Engine) -> dict[tuple[int, int], Completion]:
 
 
 def test_a_gpus_programs_draw_the_same_tokens(monkeypatch, base):
-    """Layers apart, caches in another order in memory, larger blocks of keys: all of it runs on a CPU too."""
+    """Layers apart, smaller blocks of keys: all of it runs on a CPU too."""
     jax.clear_caches()  # JAX drops programs beyond some thousand, those of earlier tests counted: none would be counted
     monkeypatch.setattr(Role, "platform", "gpu")
     ours = Engine(model(SMALL), slots=16, group_size=4, max_prompt_tokens=100, max_completion_tokens=250, eos_ids=EOS,
@@ -149,7 +149,6 @@ def test_a_gpus_programs_draw_the_same_tokens(monkeypatch, base):
     assert {key: c.token_ids.tolist() for key, c in found.items()} == {
         key: c.token_ids.tolist() for key, c in base.items()}
     assert max(np.abs(found[key].logprobs - base[key].logprobs).max() for key in base) < TOLERANCE
-    assert ours._state.caches[0].own_k.format.layout.major_to_minor == (0, 1, 3, 2, 4)  # type: ignore[union-attr]
     assert ours.programs["decode"].num_compiled == 1
 
 

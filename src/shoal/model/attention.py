@@ -75,38 +75,39 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
                   block: int) -> jax.Array:
     """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
 
-    Of each set only the first `num_*` keys (int32 scalars) are read, rounded up to blocks; the others must be masked. A
-    wholly masked block changes no bit of a row that already has a key, so neither the padding of a row nor the other
-    rows of the batch show in its result. A block has the most keys, at most `block`, that divide T. No gradient.
+    Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys (int32 scalars) are
+    read, rounded up to blocks; the others must be masked. A wholly masked block changes no bit of a row that already
+    has a key, so neither the padding of a row nor the other rows of the batch show in its result. A block has the most
+    keys, at most `block`, that divide T. No gradient.
     """
-    q = by_key_head(q, own.k.shape[-2])
-    rows, slots, _, heads, share, head_dim = q.shape
-    shape = (rows, slots, heads, share, 1)
-    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32),
-             jnp.zeros((*shape, head_dim), jnp.float32))
+    q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
+    start = (jnp.full(q.shape[:-1], LOWEST, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32),
+             jnp.zeros(q.shape, jnp.float32))
 
     def over(keys: Keys, form: str, num_keys: jax.Array, carry: tuple) -> tuple:
-        size = largest_block(keys.k.shape[-3], block)
-
-        def block_of(x: jax.Array, number: jax.Array, axis: int) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
+        count = keys.k.shape[-2]
+        size = largest_block(count, block)
 
         def add(number: jax.Array, carry: tuple) -> tuple:
+            def block_of(x: jax.Array, axis: int) -> jax.Array:
+                # A slice even of all keys would be copied before its product.
+                return x if size == count else jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
+
             top, total, out = carry
-            mask = block_of(keys.mask, number, -1).reshape(rows, -1, 1, 1, 1, size)
-            scores = _masked(einsum32(f"rsckga,{form}->rskgct", q, block_of(keys.k, number, -3)), mask)
+            mask = block_of(keys.mask, -1).reshape(len(q), -1, 1, 1, size)
+            scores = _masked(einsum32(f"rskga,{form}->rskgt", q, block_of(keys.k, -2)), mask)
             # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
             new_top = jnp.maximum(top, scores.max(-1))
             shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
-            v = block_of(keys.v, number, -3)
-            out = out * shrink[..., None] + einsum32(f"rskgct,{form}->rskgca", p.astype(v.dtype), v)
+            v = block_of(keys.v, -2)
+            out = out * shrink[..., None] + einsum32(f"rskgt,{form}->rskga", p.astype(v.dtype), v)
             return new_top, total * shrink + p.sum(-1), out
 
-        return jax.lax.fori_loop(0, -(-num_keys // size), add, carry)
+        return add(0, carry) if size == count else jax.lax.fori_loop(0, -(-num_keys // size), add, carry)
 
-    _, total, out = over(own, "rstka", num_own, over(prefix, "rtka", num_prefix, start))
-    out = jnp.moveaxis(out / total[..., None], 4, 2)
-    return out.reshape(rows, slots, 1, -1, head_dim).astype(q.dtype)
+    _, total, out = over(own, "rskta", num_own, over(prefix, "rkta", num_prefix, start))
+    out = out / total[..., None]
+    return out.reshape(*out.shape[:2], 1, -1, out.shape[-1]).astype(q.dtype)
 
 
 def largest_block(size: int, most: int) -> int:

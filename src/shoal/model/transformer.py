@@ -175,8 +175,8 @@ def layers_apart(parameters: Parameters, num_layers: int) -> Parameters:
 def reads_layers_apart(role: Role) -> bool:
     """True if a sampler on these devices is given `layers_apart`.
 
-    XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every token; for TPU and CPU
-    it reads them in place, and prefill, which scans stacked layers, compiles in one layer's time.
+    XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every token; for TPU it
+    reads them in place, and prefill, which scans stacked layers, compiles in one layer's time.
     """
     return role.platform == "gpu"
 
@@ -293,8 +293,7 @@ def forward(
 
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
     # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
-    stacked = isinstance(parameters.blocks, Block)
-    if caches is None and stacked:
+    if caches is None and isinstance(parameters.blocks, Block):
         specs = param_specs(a).blocks
 
         @REMAT[model.remat]
@@ -305,9 +304,8 @@ def forward(
         x, aux = jax.lax.scan(step, x, parameters.blocks)
         aux = unstacked(aux, a.num_layers)
     else:
-        blocks = unstacked(parameters.blocks, a.num_layers) if stacked else parameters.blocks
         aux = ()
-        for weights, cache in zip(blocks, caches or (None,) * a.num_layers, strict=True):
+        for weights, cache in zip(by_layer(model, parameters), caches or (None,) * a.num_layers, strict=True):
             x, new = layer(x, weights, cache)
             aux += (new,)
     return rms_norm(x, parameters.final_norm, a.norm_eps), aux
@@ -326,6 +324,12 @@ def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     # tokens alone the partitioner makes [R, T, D] whole on each device where `data` splits rows too.
     columns = constrain(look_up(constrain(tokens, "fsdp_rows", None)), "fsdp_rows", None, "embed")
     return constrain(columns, "rows", None, None)
+
+
+def by_layer(model: Model, parameters: Parameters) -> tuple[Block, ...]:
+    """The layers one by one, of stacked or separate ones."""
+    blocks = parameters.blocks
+    return unstacked(blocks, model.architecture.num_layers) if isinstance(blocks, Block) else blocks
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:

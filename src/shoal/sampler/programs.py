@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program, Role
 from shoal.model import kv_cache
 from shoal.model.kv_cache import LayerCache
 from shoal.model.prefix_attention import prefill_attention
-from shoal.model.transformer import Model, forward, logits
+from shoal.model.transformer import Model, by_layer, forward, logits
 from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
@@ -89,7 +88,8 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
                               out_shardings=(layout, sampled))
 
     return Programs(layout, model.role.jit(make, out_shardings=layout), jit(partial(_prefill, **static)),
-                    jit(partial(_join, **static)), jit(partial(_decode, **static, block=block)))
+                    jit(partial(_join, **static)),
+                    jit(partial(_decode, **static, block=block, is_apart=model.role.platform == "cpu")))
 
 
 def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:
@@ -114,15 +114,9 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
 def _layout(role: Role, shapes: DecodeState) -> DecodeState:
     """Shardings of the state: its rows over those of the mesh, key/value heads over `tensor`."""
 
-    def sharding(leaf: jax.ShapeDtypeStruct) -> Any:
-        last = ("heads", None) if leaf.ndim >= 4 else ()  # only caches have heads: [.., K, A]
-        place = role.sharding(("rows", *(None,) * (leaf.ndim - 1 - len(last)), *last), leaf.shape)
-        if not last or role.platform == "cpu":
-            return place
-        # Heads before positions in memory, as attention reads them: else the compiler transposes all caches at both
-        # ends of every dispatch.
-        order = (*range(leaf.ndim - 3), leaf.ndim - 2, leaf.ndim - 3, leaf.ndim - 1)
-        return Format(Layout(order), place)
+    def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        last = ("heads", None, None) if leaf.ndim >= 4 else ()  # only caches have heads: [.., K, T, A]
+        return role.sharding(("rows", *(None,) * (leaf.ndim - 1 - len(last)), *last), leaf.shape)
 
     return jax.tree.map(sharding, shapes)
 
@@ -133,17 +127,16 @@ def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
     return SampledTokens(steps, steps, rows, rows, rows, steps if max_support else None)
 
 
-def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: SamplingArrays, keys: jax.Array,
-                 position: jax.Array, truncated: bool,
-                 max_support: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Samples the token at position[N, W] of each completion from hidden[N, W, D]: (token, log-prob, support ids)."""
-    shape = position.shape
+def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: SamplingArrays, noise: jax.Array,
+                 truncated: bool, max_support: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Samples a token of each completion from hidden[N, W, D] with uniforms noise[N, W]: (token, log-prob, support
+    ids)."""
+    shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
     # They stay split through the choice of the token.
     scores = model.role.constrain(scores, None, model.vocab_axis)
-    noise = uniform(keys, position).reshape(-1)
-    token, logprob, support_ids = sample_tokens(scores, flat, noise, truncated, max_support,
+    token, logprob, support_ids = sample_tokens(scores, flat, noise.reshape(-1), truncated, max_support,
                                                 model.role if model.vocab_axis else None)
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
@@ -202,7 +195,8 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
     hidden = jnp.broadcast_to(last[:, None], (*limit.shape, last.shape[-1]))
     first = jnp.zeros(limit.shape, jnp.int32)
-    token, logprob, support_ids = _next_tokens(model, parameters, hidden, spread, keys, first, truncated, max_support)
+    token, logprob, support_ids = _next_tokens(model, parameters, hidden, spread, uniform(keys, first), truncated,
+                                               max_support)
     used = limit > 0
     eos = used & _is_eos(token, eos_ids)
     done = eos | (limit <= 1)
@@ -228,15 +222,21 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
 
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, model: Model,
             eos_ids: tuple[int, ...], truncated: bool, max_support: int,
-            block: int) -> tuple[DecodeState, SampledTokens]:
+            block: int, is_apart: bool) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where `enough`[1]
     rows have ended before."""
     shape = state.token.shape
+    if is_apart:
+        # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
+        parameters = replace(parameters, blocks=by_layer(model, parameters))
     start = replace(state, done=state.done | stopped)
     empty = SampledTokens(
         jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32), jnp.zeros(shape, jnp.int32),
         start.done, jnp.zeros(shape, bool), jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
+    # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of small operations.
+    lengths = state.length + jnp.arange(CHUNK)[:, None, None]
+    noise = uniform(jnp.broadcast_to(state.keys, (*lengths.shape, 2)), lengths)
 
     def num_ended(done: jax.Array) -> jax.Array:
         return done.all(-1).sum(dtype=jnp.int32)
@@ -255,7 +255,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own, block)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
-        token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, s.keys, s.length, truncated,
+        token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,
                                                    max_support)
         live = ~s.done
         # A finished slot is computed along and writes its last token again, at its own position, where nobody reads.

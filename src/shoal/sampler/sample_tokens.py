@@ -55,7 +55,8 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
-    masses = jnp.exp(scaled - scaled.max(-1, keepdims=True))
+    top = scaled.max(-1, keepdims=True)
+    masses = jnp.exp(scaled - top)
     support_ids = None
     if truncated:
         masses = jnp.where(greedy[:, None] | sampling_support(masses, params), masses, 0.0)
@@ -68,11 +69,11 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
         kept = (masses > least) | ((masses == least) & (jnp.arange(masses.shape[-1]) <= last))
         masses = jnp.where(kept | ~truncates[:, None], masses, 0.0)
     total = masses.sum(-1)
-    # Greedy by the logits: two that differ may have equal masses.
-    token = jnp.where(greedy, jnp.argmax(logits, -1), inverse(masses, uniforms, role)).astype(jnp.int32)
-    top = scaled.max(-1)
+    # Greedy by the logits: two that differ may have equal masses. Not argmax: XLA for CPU takes three times as long.
+    most_likely = jnp.min(jnp.where(scaled == top, jnp.arange(scaled.shape[-1]), scaled.shape[-1] - 1), -1)
+    token = jnp.where(greedy, most_likely, inverse(masses, uniforms, role)).astype(jnp.int32)
     score = jnp.take_along_axis(scaled, token[:, None], -1)[:, 0]
-    return token, score - top - jnp.log(total), support_ids
+    return token, score - top[:, 0] - jnp.log(total), support_ids
 
 
 def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, r
 from shoal.config.schema import OptimizerSection
 from shoal.model.attention import Keys, attend, largest_block
 from shoal.model.blocked_attention import KeyValues, attend_by_blocks
-from shoal.model.kv_cache import cache_size, keys_at_once
+from shoal.model.kv_cache import KEYS_AT_ONCE, cache_size
 from shoal.model.prefix_attention import attention_kind
 from shoal.model.transformer import Model, shardings
 from shoal.trainer.step import Learner
@@ -131,7 +131,6 @@ def test_memory_grows_with_tokens():
 @pytest.mark.parametrize("tokens", [1, 64, 200, 257, 320, 448, 500, 1600, 5000])
 def test_a_cache_is_read_in_as_few_blocks_as_its_tokens_need(tokens):
     """1,600 tokens were read in 25 blocks of 64 on accelerators, since 256 does not divide them."""
-    for platform in ("cpu", "tpu"):
-        size, most = cache_size(tokens, platform), keys_at_once(platform)
-        assert tokens <= size < tokens + max(64 * -(-tokens // most), 64)
-        assert size // largest_block(size, most) == -(-tokens // most)
+    size, blocks = cache_size(tokens), -(-tokens // KEYS_AT_ONCE)
+    assert tokens <= size < tokens + 64 * blocks
+    assert size // largest_block(size, KEYS_AT_ONCE) == blocks

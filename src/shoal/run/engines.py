@@ -35,8 +35,7 @@ def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size:
     place that is free early could be used. Else a row holds so few that their keys take most of it, not the prompt's.
     `free_tokens`: the bound of sampling.cache_tokens=0, if there is one.
     """
-    prompt, own = (cache_size(size, role.platform)
-                   for size in (sampling.max_prompt_tokens, sampling.max_completion_tokens))
+    prompt, own = cache_size(sampling.max_prompt_tokens), cache_size(sampling.max_completion_tokens)
     tokens, replicas = sampling.cache_tokens * role.mesh.size or free_tokens, role.row_shards
 
     def fitting(siblings: int) -> int:

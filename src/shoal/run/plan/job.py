@@ -25,7 +25,7 @@ from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.hub import locate
-from shoal.model.kv_cache import keys_at_once
+from shoal.model.kv_cache import KEYS_AT_ONCE
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support, with_prompts
@@ -150,10 +150,10 @@ class Job:
         joins = prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
-        # Over a completion's tokens its own keys grow from one block to all.
-        block = keys_at_once(role.platform)
-        own = -(-c.sampling.max_completion_tokens // block)
-        blocks = (-(-c.sampling.max_prompt_tokens // block) + (own + 1) / 2) / 2
+        # Over a completion's tokens its own keys grow from one block to all; keys of one block are read without a loop.
+        prompt, own = (-(-size // KEYS_AT_ONCE) for size in (c.sampling.max_prompt_tokens, tokens + 1))
+        loops = [(1 + own) / 2] * (own > 1) + [float(prompt)] * (prompt > 1)
+        blocks = sum(loops) / max(1, len(loops))
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
         runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}

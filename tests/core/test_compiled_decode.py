@@ -61,10 +61,9 @@ def weight_sizes(a: Architecture, tensor: int) -> set[int]:
 
 
 def check_structure(hlo: Module, a: Architecture, tensor: int, slots: int) -> None:
-    """Loops over tokens and key blocks alone; no copy of a weight or a cache; no logits whole on a device."""
+    """A loop over tokens alone; no copy of a weight or a cache; no logits whole on a device."""
     (tokens,) = loops(hlo, hlo.entry)
-    assert len(loops(hlo, tokens)) == 2 * a.num_layers
-    assert not any(loops(hlo, body) for body in loops(hlo, tokens))
+    assert not loops(hlo, tokens)
     cache = slots * 512 * a.num_kv_heads * a.head_dim // tensor
     copies = [one for some in sequences(hlo).values() for one in some
               if one.op not in NOT_MADE and "/scatter" not in one.attributes  # writes into a cache, in place
@@ -86,21 +85,25 @@ def test_structure_on_tpu(on_tpu, layers):
     check_structure(on_tpu[layers], replace(LLAMA_70B, num_layers=layers), 8, 64)
 
 
-def test_a_token_of_70b_on_8_tpus_takes_at_most_four_times_as_long_as_reading_the_weights(on_tpu):
-    """By the compiler's cycles, without collectives, at 256 tokens of the prompt and 256 of the completion."""
+def test_a_token_of_70b_on_8_tpus_takes_at_most_three_times_as_long_as_reading_the_weights(on_tpu):
+    """By the compiler's cycles, without collectives, at 256 tokens of the prompt and 512 of the completion."""
 
     def token(hlo: Module) -> float:
         (body,) = loops(hlo, hlo.entry)
-        found = {name: sum(map(cycles, some)) for name, some in sequences(hlo).items()}
-        inner = loops(hlo, body)
-        assert all(found.values()) and len(inner) % 2 == 0
-        # One block of the prompt's keys; of the completion's half of the time one, half of the time two.
-        return found[body] + sum(found[name] * (1, 1.5)[number % 2] for number, name in enumerate(inner))
+        assert not loops(hlo, body)
+        return sum(map(cycles, hlo.computations[body]))
 
     of_two, of_four = token(on_tpu[2]), token(on_tpu[4])
     seconds = (of_two + (of_four - of_two) / 2 * (LLAMA_70B.num_layers - 2)) / V5P_CLOCK
     num_weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(LLAMA_70B), is_leaf=is_param_spec))
-    assert seconds < 4 * num_weights * 2 / 8 / V5P_BANDWIDTH
+    assert 0 < seconds < 3 * num_weights * 2 / 8 / V5P_BANDWIDTH
+
+
+def test_caches_of_all_heads_on_a_tpu_are_not_turned_round():
+    """Written with all of its heads at once, each cache was copied at both ends of every dispatch."""
+    hlo = Module(compiled_elsewhere("v6e:1x1", "decode", 8))
+    cache = 64 * 512 * 8 * SAMPLED.head_dim
+    assert not [one for one in hlo.computations[hlo.entry] if one.op.startswith("copy") and cache in sizes(one, "bf16")]
 
 
 def test_structure_on_gpu():

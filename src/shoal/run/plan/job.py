@@ -150,10 +150,11 @@ class Job:
         joins = prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
-        # Over a completion's tokens its own keys grow from one block to all; keys of one block are read without a loop.
-        prompt, own = (-(-size // KEYS_AT_ONCE) for size in (c.sampling.max_prompt_tokens, tokens + 1))
-        loops = [(1 + own) / 2] * (own > 1) + [float(prompt)] * (prompt > 1)
-        blocks = sum(loops) / max(1, len(loops))
+        # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
+        prompt, own = (-(-size // KEYS_AT_ONCE)
+                       for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens))
+        turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
+        blocks = sum(turns) / max(1, len(turns))
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
         runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}

@@ -86,8 +86,8 @@ def test_structure_on_tpu(on_tpu, layers):
     check_structure(on_tpu[layers], replace(LLAMA_70B, num_layers=layers), 8, 64)
 
 
-def test_a_token_of_70b_on_8_tpus_takes_at_most_four_times_as_long_as_reading_the_weights(on_tpu):
-    """By the compiler's cycles, without collectives, at 256 tokens of the prompt and 256 of the completion."""
+def test_a_token_of_70b_on_8_tpus_takes_at_most_three_times_as_long_as_reading_the_weights(on_tpu):
+    """By the compiler's cycles, without collectives, at 256 tokens of the prompt and 512 of the completion."""
 
     def token(hlo: Module) -> float:
         (body,) = loops(hlo, hlo.entry)
@@ -100,7 +100,14 @@ def test_a_token_of_70b_on_8_tpus_takes_at_most_four_times_as_long_as_reading_th
     of_two, of_four = token(on_tpu[2]), token(on_tpu[4])
     seconds = (of_two + (of_four - of_two) / 2 * (LLAMA_70B.num_layers - 2)) / V5P_CLOCK
     num_weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(LLAMA_70B), is_leaf=is_param_spec))
-    assert seconds < 4 * num_weights * 2 / 8 / V5P_BANDWIDTH
+    assert 0 < seconds < 3 * num_weights * 2 / 8 / V5P_BANDWIDTH
+
+
+def test_caches_of_all_heads_on_a_tpu_are_not_turned_round():
+    """Written with all of its heads at once, each cache was copied at both ends of every dispatch."""
+    hlo = Module(compiled_elsewhere("v6e:1x1", "decode", 8))
+    cache = 64 * 512 * 8 * SAMPLED.head_dim
+    assert not [one for one in hlo.computations[hlo.entry] if one.op.startswith("copy") and cache in sizes(one, "bf16")]
 
 
 def test_structure_on_gpu():

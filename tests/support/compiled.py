@@ -135,6 +135,9 @@ def main(topology: str, program: str, *arguments: str) -> None:
         dtype, *reduce_dtypes = arguments
         for reduce_dtype in reduce_dtypes:
             print(compiled_update(devices, dtype, reduce_dtype).as_text(), end="\f")
+    elif program == "decode" and arguments:  # on one device, with as many key/value heads
+        a = replace(SAMPLED, num_layers=1, num_kv_heads=int(arguments[0]))
+        print(compiled_decode(devices[:1], a, 1, 1).as_text())
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
     else:

@@ -92,12 +92,13 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
     """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        row, slot = jnp.indices(position.shape, sparse=True)
+        row, slot, head = jnp.indices(k.shape[:3], sparse=True)
 
         def write(keys: jax.Array, new: jax.Array) -> jax.Array:
-            # XLA for TPU compiles a scatter to a loop over slots unless it is told that no two of them meet.
-            return keys.at[row, slot, :, position].set(new, unique_indices=True, indices_are_sorted=True,
-                                                      mode="promise_in_bounds")
+            # XLA for TPU compiles a scatter to a loop over slots unless it is told that no two of them meet; written
+            # with all heads at once, it turns the whole cache round at both ends of every dispatch.
+            return keys.at[row, slot, head, position[..., None]].set(
+                new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
         cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k), write(cache.own_v, v))
         prefix_mask = jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None]

@@ -284,8 +284,7 @@ def forward(
     """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
 
     aux is what `attention` returned next to its output, an entry a layer: nothing in training, keys and values in
-    prefill, new caches in decoding. The layers are scanned, but unrolled with `caches`, one a layer, and where the
-    parameters hold layers apart.
+    prefill, new caches in decoding. The layers are scanned; unrolled with `caches`, and where parameters are apart.
     """
     a = model.architecture
     x = _embed(model, parameters.embed_tokens, tokens)

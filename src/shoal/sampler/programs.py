@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program, Role
+from shoal.mesh.programs import SAMPLER_OPTIONS
 from shoal.model import kv_cache
 from shoal.model.kv_cache import LayerCache
 from shoal.model.segment_attention import prefill_attention
@@ -83,8 +84,12 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
 
+    # The role's come last: they hold those that the user gave.
+    options = SAMPLER_OPTIONS.get(model.role.mesh.devices.flat[0].device_kind, {}) | dict(model.role.compiler_options)
+    role = replace(model.role, compiler_options=tuple(options.items()))
+
     def jit(step: Callable) -> Program:
-        return model.role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",
+        return role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",
                               out_shardings=(layout, sampled))
 
     return Programs(layout, model.role.jit(make, out_shardings=layout), jit(partial(_prefill, **static)),

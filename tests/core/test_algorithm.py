@@ -301,12 +301,12 @@ def test_annotations_hold() -> None:
     for part in AGGREGATIONS.values():
         checked(token_weights)(part.load(), lengths, valid, valid, 10)
         checked(part.load())(lengths, valid, 10)
-    x, mask, segment = jnp.zeros((2, 3, 4)), jnp.ones((2, 3, 4), bool), jnp.ones((2, 3, 4), int)
+    x, mask, segment = jnp.zeros((2, 4)), jnp.ones((2, 4), bool), jnp.ones((2, 4), int)
     for part in POLICY_LOSSES.values():
         checked(policy_loss)(part.load(), x, x, x, mask, segment, **part.settings(a))
         checked(part.load())(x, x, x, mask, segment, **part.settings(a))
         with pytest.raises(TypeCheckError):
-            checked(part.load())(x, x, x[:, :, :1], mask, segment, **part.settings(a))
+            checked(part.load())(x, x, x[:, :1], mask, segment, **part.settings(a))
     checked(segment_mean)(x, segment, mask)
     checked(token_kl)(k3, x, x, mask)
     for part in KL_ESTIMATORS.values():

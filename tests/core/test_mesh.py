@@ -19,7 +19,8 @@ from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.layout import as_mesh
 from shoal.model import transformer
-from shoal.model.transformer import Model, Parameters, array_checksum, checksum, is_param_spec, param_specs, shardings
+from shoal.model.checksum import array_checksum, checksum
+from shoal.model.transformer import Model, Parameters, is_param_spec, param_specs, shardings
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
 from shoal.run.parts import open_reference

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
-from shoal.model.splash_attention import attend_rows
+from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.run.plan.flops import jaxpr_flops
 from shoal.run.plan.groups import device_groups, group_size
 from shoal.run.plan.hlo import Module
@@ -192,12 +190,14 @@ def test_what_follows_a_kernel_counts():
     assert Module(text).costs().cycles == Module(TPU).costs().cycles
 
 
-def test_a_kernel_computes_half_of_its_grid():
-    """Splash's two forward products for each pair of blocks and head: causality skips half of the pairs."""
-    q, segment = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), jnp.zeros((1, 0, 0), jnp.int32)
-    jaxpr = jax.make_jaxpr(partial(attend_rows, prefix_len=jnp.full(1, 512), segment=segment))(q, q, q).jaxpr
+def test_a_kernel_computes_the_blocks_that_are_read():
+    """Splash's two forward products for each pair of blocks and head, of keys that are given twice."""
+    q, ones = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), jnp.ones((1, 512), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda q: attend_rows(q, q, q, readings_of(ones, ones)))(q).jaxpr
+    pair = 2 * 2 * (2 * 128 * 128 * 64)
     for of_kernels in (False, True):
-        assert jaxpr_flops(jaxpr, (), of_kernels) == 2 * 2 * (2 * 512 * 512 * 64) / 2
+        assert jaxpr_flops(jaxpr, (), of_kernels) - jaxpr_flops(jaxpr, (0.0,), of_kernels) == 4 * 8 / 2 * pair
+        assert jaxpr_flops(jaxpr, (2.5,), of_kernels) - jaxpr_flops(jaxpr, (0.0,), of_kernels) == 4 * 2.5 * pair
 
 
 def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():

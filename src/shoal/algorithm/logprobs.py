@@ -6,6 +6,7 @@ For 64k tokens of a vocabulary of 152k they would take 37 GiB in float32, forwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -67,14 +68,13 @@ def token_logprobs(
     else:
         # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs no barrier against
         # common subexpressions, which would hold what `project` never reads.
-        again = jax.checkpoint(of_chunk, prevent_cse=False)
-
+        @partial(jax.checkpoint, prevent_cse=False)
         def where_needed(numbered: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
             number, inputs = numbered
             if num_needed is None:
-                return again(inputs)
+                return of_chunk(inputs)
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_chunk, inputs))
-            return jax.lax.cond(number * chunk < num_needed, again, lambda _: nothing, inputs)
+            return jax.lax.cond(number * chunk < num_needed, of_chunk, lambda _: nothing, inputs)
 
         logprob, entropy = jax.lax.map(where_needed, (jnp.arange(count), parts))
     return tuple(x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))  # type: ignore[return-value]

@@ -55,7 +55,7 @@ class _Reads:
 def readings_of(segment: jax.Array, prompt: jax.Array) -> Readings:
     """Of rows segment[R, T], prompt[R, T]."""
     size = segment.shape[1]
-    block = _block(size)
+    block = block_size(size)
     segment, prompt = (jnp.pad(x, ((0, 0), (0, -size % block))) for x in (segment, prompt))
     place = jnp.arange(segment.shape[1])
     is_prompt = (segment == prompt) & (segment > 0)
@@ -74,7 +74,7 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, in
     """Softmax attention of q[R, T, H, A] to k, v[R, T, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
     float32."""
     size, head_dim = q.shape[1], q.shape[-1]
-    padded, block = readings.segment.shape[1], _block(size)
+    padded, block = readings.segment.shape[1], block_size(size)
 
     def by_head(x: jax.Array, times: int) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, padded - size), (0, 0), (0, 0))).swapaxes(1, 2)
@@ -96,7 +96,8 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, in
     return jnp.where((readings.segment > 0)[:, :size, None, None], out.swapaxes(1, 2)[:, :size], 0)
 
 
-def _block(size: int) -> int:
+def block_size(size: int) -> int:
+    """Tokens of a block of rows of `size` tokens, which are rounded up to whole ones."""
     return next(block for block in (BLOCK, 2 * LANES, LANES) if size > 2 * block or block == LANES)
 
 

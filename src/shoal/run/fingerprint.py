@@ -31,7 +31,7 @@ def fingerprint(task: Task, seed: int, reference: Params | None = None,
                 teacher: Params | None = None) -> dict[str, Any]:
     """The inputs of a run besides its configuration, in JSON's types: machine, data, reward functions, and the weights
     of reference and teacher."""
-    from shoal.model.transformer import checksum
+    from shoal.model.checksum import checksum
 
     found = {"machine": machine(), "data": data_digest(task, seed),
              "rewards": {one.name: _source_digest(one) for one in task.rewards}}

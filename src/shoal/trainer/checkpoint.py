@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role, World
-from shoal.model.transformer import Architecture, checksum, param_shapes, param_specs
+from shoal.model.checksum import checksum
+from shoal.model.transformer import Architecture, param_shapes, param_specs
 from shoal.trainer.orbax import cause, check_room, load_orbax, writing
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError

@@ -23,8 +23,9 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
             times = float(equation.params["length"])
         elif equation.primitive.name == "while":
             times, trips = (assumed_trips[0], assumed_trips[1:]) if assumed_trips else (1.0, ())
-        elif equation.primitive.name == "pallas_call":  # once for each place of its grid, of which causality skips half
-            times, skip = math.prod(equation.params["grid_mapping"].grid) / 2, False
+        elif equation.primitive.name == "pallas_call":  # for each block of queries, the blocks of keys that it reads
+            grid = equation.params["grid_mapping"].grid
+            times, skip = math.prod(grid) / max(grid[-2:]) * (assumed_trips or [max(grid[-2:]) / 2])[0], False
         elif equation.primitive.name == "shard_map":  # its body is of one device
             mesh = equation.params["mesh"].shape
             times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))

@@ -190,11 +190,18 @@ class Job:
         return found
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
-        """Rounds of the loop over blocks of keys, at the longest prompt and completion; empty without such a loop."""
+        """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; empty
+        where it computes all scores."""
         size, s = self.shape.length, self.config.sampling
-        if attention_kind(model, self.shape.rows, size) != "blocked":
+        kind = attention_kind(model, self.shape.rows, size)
+        if kind == "reference":
             return ()
-        block = block_size(size, model.role.platform)
+        if kind == "splash":  # each as many as it needs
+            from shoal.model import splash_attention
+
+            block = splash_attention.block_size(size)
+            return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens / 2) / block + 1),)
+        block = block_size(size, model.role.platform)  # all as many as any needs
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:

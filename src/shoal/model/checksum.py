@@ -1,0 +1,40 @@
+"""A checksum of parameters that does not depend on how they are split over devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+POSITIONS = 2**32
+"""Elements of an array whose positions differ in 32 bits."""
+
+
+@jax.jit
+def checksum(parameters: Any) -> jax.Array:
+    """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices."""
+    return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(jax.tree.leaves(parameters))),
+               jnp.uint32(0))
+
+
+def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
+    """The part of the array of this number (uint32, from 0) in the checksum of a tree.
+
+    Each element's bits are mixed with its position first (one to one), so that any change of one element, and any
+    exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
+    """
+    bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if array.dtype.itemsize == 4 else jnp.uint16)
+    number, position = _mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
+    if array.size > POSITIONS:  # which begin again in a later layer
+        number = _mixed(number + jax.lax.broadcasted_iota(jnp.uint32, array.shape, 0))
+    for axis, size in enumerate(array.shape):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(position + number)))
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3: uint32 -> uint32, one to one, each bit of the input moves half of the output."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -20,9 +20,9 @@ from shoal.mesh import Program
 from shoal.mesh.layout import as_mesh
 from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
+from shoal.model.checksum import array_checksum
 from shoal.model.transformer import (
     Model,
-    array_checksum,
     is_param_spec,
     layers_apart,
     param_shapes,

@@ -18,7 +18,6 @@ from shoal.config.schema import AlgorithmSection, Config, MeshSection, Optimizer
 from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.layout import as_mesh
-from shoal.model import transformer
 from shoal.model.checksum import array_checksum, checksum
 from shoal.model.transformer import Model, Parameters, is_param_spec, param_specs, shardings
 from shoal.rollout import publication
@@ -328,7 +327,7 @@ def test_layers_beyond_what_a_position_can_count_differ(monkeypatch):
     number = jnp.uint32(0)
     before = int(array_checksum(a, number))
     assert before == int(checksum(a))
-    monkeypatch.setattr(transformer, "POSITIONS", 30)
+    monkeypatch.setattr("shoal.model.checksum.POSITIONS", 30)
     assert len({before, int(array_checksum(a, number)), int(array_checksum(a[[2, 1, 0, 3]], number))}) == 3
 
 

@@ -438,22 +438,3 @@ def test_the_bias_of_truncated_sampling_is_the_kept_mass():
     sampled = p[kept] / mass
     over_all, over_kept = (sampled @ (np.exp(np.asarray(lp)[:, 0]) / sampled) for lp in both)
     assert over_all == pytest.approx(mass, rel=1e-12) and over_kept == pytest.approx(1.0, rel=1e-12)
-
-
-def test_chunks_beyond_what_is_needed_are_not_computed():
-    rng = np.random.default_rng(0)
-    hidden, targets = jnp.asarray(rng.normal(size=(2, 12, 9))), jnp.asarray(rng.integers(0, 9, (2, 12)))
-    poisoned = hidden.at[:, 8:].set(jnp.nan)
-
-    def results(hidden: jax.Array, num_needed: int | None) -> Any:
-        def total(hidden: jax.Array) -> Any:
-            lp, entropy = token_logprobs(hidden, targets, jnp.float64(1.0), lambda x: x, 4, None, True,
-                                         None if num_needed is None else jnp.int32(num_needed))
-            return (lp[:, :5] + entropy[:, :5]).sum(), (lp, entropy)
-
-        (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
-        return (*found, gradient)
-
-    for first, whole in zip(results(poisoned, 5), results(hidden, None), strict=True):
-        np.testing.assert_allclose(first[:, :8], whole[:, :8], rtol=1e-12)
-        assert not np.asarray(first[:, 8:]).any()

@@ -6,7 +6,6 @@ For 64k tokens of a vocabulary of 152k they would take 37 GiB in float32, forwar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ def token_logprobs(
     chunk: int,
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
-    num_needed: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-prob of the target, entropy of the distribution) in nats at each position.
 
@@ -33,7 +31,7 @@ def token_logprobs(
     backward pass.
     `support_ids` are the tokens that a truncating sampler chose from (-1 fills up): the distribution is then over these
     alone, and over the whole vocabulary where a position has none. The entropy has a gradient only if
-    `entropy_gradient` is set. Chunks beyond the first `num_needed` positions of each row are not computed, and give 0.
+    `entropy_gradient` is set.
     """
     rows, size, _ = hidden.shape
     count = -(-size // chunk)
@@ -68,15 +66,7 @@ def token_logprobs(
     else:
         # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs no barrier against
         # common subexpressions, which would hold what `project` never reads.
-        @partial(jax.checkpoint, prevent_cse=False)
-        def where_needed(numbered: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
-            number, inputs = numbered
-            if num_needed is None:
-                return of_chunk(inputs)
-            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_chunk, inputs))
-            return jax.lax.cond(number * chunk < num_needed, of_chunk, lambda _: nothing, inputs)
-
-        logprob, entropy = jax.lax.map(where_needed, (jnp.arange(count), parts))
+        logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), parts)
     return tuple(x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))  # type: ignore[return-value]
 
 

@@ -74,19 +74,12 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     rows, size = batch.tokens.shape
     attention = segment_attention(model, batch.segment, batch.prompt)
     hidden, _ = forward(model, parameters, batch.tokens, batch.position, attention)
-    needed = batch.segment != batch.prompt
-    # Completions' tokens first: the head is not computed for chunks of prompts and padding.
-    order = jnp.argsort(~needed, axis=1, stable=True)
-    before, targets = (jnp.take_along_axis(x, order, axis=1) for x in (batch.before, batch.tokens))
-    support_ids = batch.support_ids
-    if support_ids is not None:
-        support_ids = jnp.take_along_axis(support_ids, order[..., None], axis=1)
+    before = jnp.take_along_axis(hidden, batch.before[..., None], axis=1)
     chunk = chunk_size(-(-rows // model.role.row_shards), size, model.architecture.vocab_size, chunk_elements)
-    values = token_logprobs(
-        jnp.take_along_axis(hidden, before[..., None], axis=1), targets, batch.temperature,
-        head_projection(model, parameters), chunk, support_ids, entropy_gradient, needed.sum(1).max())
-    place = jnp.argsort(order, axis=1)
-    return tuple(jnp.where(needed, jnp.take_along_axis(x, place, axis=1), 0.0) for x in values)
+    # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the head (docs/LOG.md).
+    values = token_logprobs(before, batch.tokens, batch.temperature, head_projection(model, parameters), chunk,
+                            batch.support_ids, entropy_gradient)
+    return tuple(jnp.where(batch.segment != batch.prompt, x, 0.0) for x in values)
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:

@@ -14,7 +14,7 @@ from shoal.config.schema import OptimizerSection
 from shoal.mesh import Role
 from shoal.model.attention import largest_block
 from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks
-from shoal.model.kv_cache import KEYS_AT_ONCE, cache_size
+from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.segment_attention import attend_at_once, attention_kind
 from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.model.transformer import Model, shardings
@@ -211,6 +211,7 @@ def test_memory_grows_with_tokens():
 @pytest.mark.parametrize("tokens", [1, 64, 200, 257, 320, 448, 500, 1600, 5000])
 def test_a_cache_is_read_in_as_few_blocks_as_its_tokens_need(tokens):
     """1,600 tokens were read in 25 blocks of 64 on accelerators, since 256 does not divide them."""
-    size, most = cache_size(tokens), KEYS_AT_ONCE
-    assert tokens <= size < tokens + max(64 * -(-tokens // most), 64)
-    assert size // largest_block(size, most) == -(-tokens // most)
+    for platform in ("cpu", "tpu"):
+        size, most = cache_size(tokens, platform), keys_at_once(platform)
+        assert tokens <= size < tokens + max(64 * -(-tokens // most), 64)
+        assert size // largest_block(size, most) == -(-tokens // most)

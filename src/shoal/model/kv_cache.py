@@ -16,19 +16,22 @@ KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
 
 
-KEYS_AT_ONCE = 4 * KEY_BLOCK
-"""Most keys in one block of decoding's online softmax. The TPU compiler counts 25 thousand cycles for 64 keys of 64
-slots and 32 for 256 (v5p, 70B on 8 chips). CPU copies a block out of a cache of several, which costs more than to read
-all of a short cache; all of a long one would be read though few of its keys are used."""
+def keys_at_once(platform: str) -> int:
+    """Keys in one block of decoding's online softmax.
 
-
-def cache_size(tokens: int) -> int:
-    """Keys of a cache for so many tokens: few blocks of equal size, each at most `KEYS_AT_ONCE`.
-
-    >>> cache_size(200), cache_size(320), cache_size(1600)
-    (256, 384, 1792)
+    The TPU compiler counts 25 thousand cycles for 64 keys of 64 slots and 32 for 256 (v5p, 70B on 8 chips). More on
+    CPU, which copies a block out of a cache of several, at a cost of reading it twice more.
     """
-    blocks = -(-tokens // KEYS_AT_ONCE)
+    return 8 * KEY_BLOCK if platform == "cpu" else 4 * KEY_BLOCK
+
+
+def cache_size(tokens: int, platform: str) -> int:
+    """Keys of a cache for so many tokens: few blocks of equal size, each at most `keys_at_once`.
+
+    >>> cache_size(200, "cpu"), cache_size(200, "tpu"), cache_size(320, "tpu"), cache_size(1600, "tpu")
+    (256, 256, 384, 1792)
+    """
+    blocks = -(-tokens // keys_at_once(platform))
     return blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))
 
 
@@ -83,8 +86,8 @@ def copy_prefixes(caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.
     return tuple(replace(cache, prefix_k=copy(cache.prefix_k), prefix_v=copy(cache.prefix_v)) for cache in caches)
 
 
-def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
-                     num_own: jax.Array) -> AttentionFn:
+def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array, num_own: jax.Array,
+                     block: int) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
@@ -105,7 +108,7 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
         # Up to and with the token itself; what an earlier completion left behind lies beyond and stays masked.
         own_mask = jnp.arange(cache.own_k.shape[3]) <= position[..., None]
         out = online_softmax(q[:, :, None], Keys(cache.prefix_k, cache.prefix_v, prefix_mask),
-                             Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, KEYS_AT_ONCE)
+                             Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, block)
         return out[:, :, 0], cache
 
     return attention

@@ -54,7 +54,8 @@ def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size:
     place that is free early could be used. Else a row holds so few that their keys take most of it, not the prompt's.
     `free_tokens`: the bound of sampling.cache_tokens=0, if there is one.
     """
-    prompt, own = map(cache_size, (sampling.max_prompt_tokens, sampling.max_completion_tokens))
+    prompt, own = (cache_size(size, role.platform)
+                   for size in (sampling.max_prompt_tokens, sampling.max_completion_tokens))
     room = CacheRoom(prompt, own, sampling.cache_tokens * role.mesh.size or free_tokens, role.row_shards)
     siblings = min(sampling.siblings_per_row, group_size)
     if not siblings:

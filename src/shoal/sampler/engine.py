@@ -89,7 +89,9 @@ class Engine:
         self.finished: dict[int, list[Completion]] = {}
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
         self._ended = np.ones((self.num_rows, self.siblings), bool)
-        sizes = self.num_rows, self.siblings, cache_size(max_prompt_tokens), cache_size(max_completion_tokens)
+        platform = model.role.platform
+        sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
+                 cache_size(max_completion_tokens, platform))
         self._state: DecodeState | None = None
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
         self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout

@@ -80,6 +80,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
+    block = kv_cache.keys_at_once(model.role.platform)
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
@@ -94,7 +95,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
 
     return Programs(layout, model.role.jit(make, out_shardings=layout), jit(partial(_prefill, **static)),
                     jit(partial(_join, **static)),
-                    jit(partial(_decode, **static, is_apart=model.role.platform == "cpu")))
+                    jit(partial(_decode, **static, block=block, is_apart=model.role.platform == "cpu")))
 
 
 def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:
@@ -240,7 +241,7 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
 
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, model: Model,
             eos_ids: tuple[int, ...], truncated: bool, max_support: int,
-            is_apart: bool) -> tuple[DecodeState, SampledTokens]:
+            block: int, is_apart: bool) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where `enough`[1]
     rows have ended before."""
     shape = state.token.shape
@@ -270,7 +271,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own)
+        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own, block)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,

@@ -26,7 +26,7 @@ from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.hub import locate
-from shoal.model.kv_cache import KEYS_AT_ONCE
+from shoal.model.kv_cache import keys_at_once
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
@@ -152,8 +152,8 @@ class Job:
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
         # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
-        s = c.sampling
-        prompt, own = (-(-size // KEYS_AT_ONCE) for size in (s.max_prompt_tokens, s.max_completion_tokens))
+        block = keys_at_once(role.platform)
+        prompt, own = (-(-size // block) for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens))
         turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
         blocks = sum(turns) / max(1, len(turns))
         dispatches = max(1, -(-tokens // CHUNK))

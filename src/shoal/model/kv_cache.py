@@ -17,19 +17,19 @@ KEY_BLOCK = 64
 
 
 def keys_at_once(platform: str) -> int:
-    """Keys in one block of decoding's online softmax.
+    """Keys in one block of decoding's online softmax. A cache of one block is read without a loop.
 
-    The TPU compiler counts 25 thousand cycles for 64 keys of 64 slots and 32 for 256 (v5p, 70B on 8 chips). More on
-    CPU, which copies a block out of a cache of several, at a cost of reading it twice more.
+    By the TPU compiler's cycles a token of 70B (8 v5p chips, 512 keys) takes 14.9 ms without a loop and 16.5 with two
+    blocks of 256. Fewer on CPU, where all keys of a long block would be read though siblings end early.
     """
-    return 8 * KEY_BLOCK if platform == "cpu" else 4 * KEY_BLOCK
+    return 4 * KEY_BLOCK if platform == "cpu" else 8 * KEY_BLOCK
 
 
 def cache_size(tokens: int, platform: str) -> int:
     """Keys of a cache for so many tokens: few blocks of equal size, each at most `keys_at_once`.
 
     >>> cache_size(200, "cpu"), cache_size(200, "tpu"), cache_size(320, "tpu"), cache_size(1600, "tpu")
-    (256, 256, 384, 1792)
+    (256, 256, 320, 1792)
     """
     blocks = -(-tokens // keys_at_once(platform))
     return blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))

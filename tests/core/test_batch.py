@@ -118,7 +118,7 @@ def test_only_the_groups_that_are_included_are_packed():
 
 
 def test_shapes_follow_from_settings():
-    assert row_shapes(320, 10**6, 2048, 1, 4) == (Shape(1, 2048), Shape(1, 1024), Shape(1, 512), Shape(1, 256))
+    assert row_shapes(320, 10**6, 2048, 1, 4) == (Shape(1, 2048), Shape(1, 512), Shape(1, 128), Shape(1, 32))
     assert row_shapes(320, 10**6, 2048, 8, 1) == (Shape(8, 2048),)  # tokens are counted a device
     assert row_shapes(5000, 10**6, 2048, 1, 2)[0].length >= 5000  # never less than a prompt with its completion
     assert row_shapes(70, 700, 10**9, 1, 1)[0].length in range(640, 701)  # never more than an update can have
@@ -153,7 +153,7 @@ def test_what_is_left_over_takes_a_shorter_shape_where_that_saves_much():
         groups = [group(row) for row in range(count)]
         return [batch.arrays.tokens.shape[1] for batch in packed(groups, row_shapes(60, 10**6, 560, 1, 4))[2]]
 
-    assert lengths(1) == [256]  # for 140 tokens
+    assert lengths(1) == [128, 128]  # for 140 tokens
     assert lengths(4) == [512, 128]  # a fourth group is divided: 60 tokens beside three others, 100 left over
     assert set(lengths(41)) == {512}  # a program of its own would save little
     with pytest.raises(ValueError, match="a prompt of 20 tokens with a completion of 40 does not fit rows of 48"):

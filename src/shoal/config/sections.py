@@ -362,8 +362,8 @@ class BatchSection:
     at least the longest prompt with the longest completion. This replaces micro-batch size and gradient accumulation:
     it affects memory, never the result."""
     max_shapes: int = 4
-    """Shapes of micro-batches, each a program to compile: rows of micro_tokens, and of a half, a quarter, ... of it for
-    what is left over at the end of an update. Lengths never compile another."""
+    """Shapes of micro-batches, each a program to compile: rows of micro_tokens, and of a quarter, a sixteenth, ... of
+    it for updates of few tokens and what is left over at the end. Lengths never compile another."""
 
     def __post_init__(self) -> None:
         at_least(self, "batch.", 0, "prompts_per_device", note="off")

@@ -1,8 +1,8 @@
 """Packs groups into rows of tokens, and unpacks values by token.
 
 A row is one stream of tokens: a prompt, completions of it, the next prompt, its completions, and padding at the end.
-Rows have one length for a whole run, or a half, a quarter, ... of it for what is left over at the end of an update: the
-lengths of prompts and completions compile nothing anew.
+Rows have one length for a whole run, or a quarter, a sixteenth, ... of it where an update has few tokens, and for what
+is left over at its end: the lengths of prompts and completions compile nothing anew.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ MOST_ROW_TOKENS = 2**15
 
 
 def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int, count: int) -> tuple[Shape, ...]:
-    """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, and of a half, a quarter, ... of
-    them. They depend on settings alone.
+    """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a quarter, a sixteenth, ...
+    of them. They depend on settings alone.
 
     A row of the first holds `longest` tokens, a prompt with its completion, however few `micro_tokens` are. An update
     has at most `most` tokens.
@@ -135,7 +135,7 @@ def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int, coun
     # Round lengths: attention works in blocks that divide them.
     unit = min(512, 2 ** max(4, (each // 8).bit_length() - 1))
     whole = max(each // unit, -(-longest // unit)) * unit
-    lengths = {-(-whole // (16 * 2**number)) * 16: None for number in range(count)}
+    lengths = {-(-whole // (16 * 4**number)) * 16: None for number in range(count)}
     return tuple(Shape(rows * row_shards, length) for length in lengths)
 
 
@@ -166,7 +166,7 @@ def pack(
         if members := {i: length for i, length in members.items() if length}:
             sizes[number] = len(group.prompt_ids), members
     batches = []
-    for shape, rows in _in_batches(fill_rows(sizes, shapes[0].length), shapes):
+    for shape, rows in _in_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
         for row, content in enumerate(rows):
             for number, members in content.parts:
@@ -242,12 +242,32 @@ def _that_fit(members: Mapping[int, int], room: int) -> dict[int, int]:
     return taken
 
 
-LEAST_SAVED = 0.25
-"""Share of an update's tokens that a shorter shape must save: it is a program of its own to compile."""
+LEAST_SAVED = 0.2
+"""Share of an update's tokens that shorter rows must save: they are a program of their own to compile."""
+
+BATCH_TOKENS = 96
+"""Tokens that could be computed in the time that a micro-batch more costs, on CPU."""
+
+Batches = list[tuple[Shape, list[Row]]]
 
 
-def _in_batches(rows: list[Row], shapes: Sequence[Shape]) -> list[tuple[Shape, list[Row]]]:
-    """The rows by micro-batch; the last one, of the emptiest rows, in the shortest shape that holds it."""
+def _in_batches(sizes: Mapping[int, tuple[int, Mapping[int, int]]], shapes: Sequence[Shape]) -> Batches:
+    """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
+    longest = max((prompt + max(members.values()) for prompt, members in sizes.values()), default=0)
+
+    def cost(batches: Batches) -> int:
+        return sum(shape.tokens + BATCH_TOKENS for shape, _ in batches)
+
+    chosen = _of_shape(fill_rows(sizes, shapes[0].length), shapes)
+    for number, shape in enumerate(shapes[1:], 1):
+        if shape.length >= longest:
+            other = _of_shape(fill_rows(sizes, shape.length), shapes[number:])
+            chosen = other if cost(other) <= (1 - LEAST_SAVED) * cost(chosen) else chosen
+    return chosen
+
+
+def _of_shape(rows: list[Row], shapes: Sequence[Shape]) -> Batches:
+    """Rows in micro-batches of the first shape; the last one, of the emptiest rows, in the shortest that holds it."""
     rows = sorted(rows, key=lambda row: row.free)  # stable: equal rows stay in order
     whole = shapes[0]
     parts = [rows[start : start + whole.rows] for start in range(0, max(1, len(rows)), whole.rows)]

@@ -150,7 +150,8 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: P
                      "mesh.sampler_tensor=2"]) == 0
     assert tokens(run, 2) == tokens(whole, 2)
     for name in ("loss", "grad_norm", "kl"):
-        assert metrics(run)[1][name] == pytest.approx(metrics(whole)[1][name], abs=1e-5)
+        # Sums in another order: float32 keeps 1e-7 of a norm of 7, of which CPUs with other vectors used up to 1.4e-6.
+        assert metrics(run)[1][name] == pytest.approx(metrics(whole)[1][name], rel=5e-6, abs=1e-5)
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_by_the_other(

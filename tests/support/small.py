@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
-from shoal.model.attention import Keys, attend
+from shoal.model.attention import attend
 from shoal.model.transformer import (
     Architecture,
     Model,
@@ -108,10 +108,10 @@ def relative(a, b) -> float:
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-    """Each row attends to itself: no shared prefix, one slot."""
+    """Each row attends to itself."""
     length = q.shape[1]
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], 1, length, length))
-    return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask))[:, 0], cache
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], length, length))
+    return attend(q, k, v, mask), cache
 
 
 def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) -> np.ndarray:

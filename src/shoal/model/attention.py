@@ -1,8 +1,8 @@
-"""Attention over two sets of keys: the prompt that a group shares, and a completion's own tokens.
+"""Attention by one softmax, and over caches.
 
-`attend` is the reference of the others: one softmax over the scores of both sets, ordinary autodiff.
-`online_softmax` serves decoding: the same sum, gathered over fixed blocks of keys in order, so that a row's result
-does not depend, to the bit, on how far the caches are padded or on who else is in the batch.
+`attend` is the reference of the others: all scores of a row, ordinary autodiff. `online_softmax` serves decoding: the
+same sum over two sets of keys, the prompt's and the completion's own, gathered over fixed blocks of keys in order, so
+that a row's result does not depend, to the bit, on how far the caches are padded or on who else is in the batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ LOWEST = -1e30
 
 
 class Keys(NamedTuple):
-    """Keys and values, and which queries may attend to them.
+    """A cache's keys and values, and which of them are read.
 
-    `k, v` are [R, T, K, A], shared by all slots of a row, or [R, S, T, K, A]; `mask` is bool, [R, T] for shared keys
-    and [R, S, C, T] for a slot's own.
+    `k, v` are [R, K, T, A], shared by all slots of a row, or [R, S, K, T, A]; `mask` is bool, [R, T] or [R, S, T].
     """
 
     k: jax.Array
@@ -28,32 +27,23 @@ class Keys(NamedTuple):
     mask: jax.Array
 
 
-def attend(q: jax.Array, prefix: Keys | None, own: Keys) -> jax.Array:
-    """Softmax attention of q[R, S, C, H, A] over a shared set of keys and the slot's own -> [R, S, C, H, A].
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention of q[R, C, H, A] to k, v[R, T, K, A] where mask[R, C, T] is True -> [R, C, H, A].
 
     H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores and sums are float32.
     A query without any key gives 0, and no gradient.
     """
-    # One softmax over both sets, not two merged by their log-sum-exp: the residual that
-    # jax.nn.dot_product_attention returns for merging carries no gradient and has the keys' type, 1.5-3% off in
-    # bfloat16 (docs/decisions).
-    q = by_key_head(q, own.k.shape[-2])  # [R, S, C, K, g, A]
-    scores = [_masked(einsum32("rsckga,rstka->rskgct", q, own.k), own.mask[:, :, None, None])]  # [R, S, K, g, C, T]
-    if prefix is not None:
-        prefix_scores = einsum32("rsckga,rtka->rskgct", q, prefix.k)
-        scores.append(_masked(prefix_scores, prefix.mask[:, None, None, None, None]))
+    q = by_key_head(q, k.shape[-2])  # [R, C, K, g, A]
+    scores = _masked(einsum32("rckga,rtka->rkgct", q, k), mask[:, None, None])
     # The maximum cancels in the quotient, so it needs no gradient.
-    top = jax.lax.stop_gradient(jnp.maximum(*(s.max(-1) for s in scores)) if prefix else scores[0].max(-1))
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh padding by 1.
-    parts = [jnp.where(s > LOWEST, jnp.exp(s - top[..., None]), 0.0) for s in scores]
-    total = jnp.add(*(p.sum(-1) for p in parts)) if prefix else parts[0].sum(-1)
+    p = jnp.where(scores > LOWEST, jnp.exp(scores - top), 0.0)
+    total = p.sum(-1)
     total = jnp.where(total == 0.0, 1.0, total)
-    out = einsum32("rskgct,rstka->rsckga", parts[0].astype(own.v.dtype), own.v)
-    if prefix is not None:
-        out += einsum32("rskgct,rtka->rsckga", parts[1].astype(prefix.v.dtype), prefix.v)
-    # Divided once after both sets are summed, in float32: two normalised halves would be rounded twice in bfloat16.
-    out = out / jnp.moveaxis(total, 4, 2)[..., None]
-    return out.reshape(*out.shape[:3], -1, out.shape[-1]).astype(q.dtype)
+    # Divided after the product, in float32: normalised weights would be rounded in bfloat16.
+    out = einsum32("rkgct,rtka->rckga", p.astype(v.dtype), v) / jnp.moveaxis(total, 3, 1)[..., None]
+    return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(q.dtype)
 
 
 def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:

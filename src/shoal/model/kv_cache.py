@@ -98,8 +98,8 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
         row, slot, head = jnp.indices(k.shape[:3], sparse=True)
 
         def write(keys: jax.Array, new: jax.Array) -> jax.Array:
-            # XLA for TPU compiles a scatter to a loop over slots unless it is told that no two of them meet; written
-            # with all heads at once, it turns the whole cache round at both ends of every dispatch.
+            # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide. Written with all
+            # heads at once, it transposes the whole cache at both ends of every dispatch.
             return keys.at[row, slot, head, position[..., None]].set(
                 new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 

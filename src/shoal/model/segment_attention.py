@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
-from shoal.model.attention import Keys, attend
+from shoal.model.attention import attend
 from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
 from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
@@ -30,7 +30,7 @@ SPLASH_TOKENS = 512
 """Tokens of a row from which `auto` takes splash on TPU: below, a row is one or two of its blocks."""
 
 MOST_SPLASH_TOKENS = 2**16
-"""Splash knows places in a row by 16 bits."""
+"""In splash, the places of a query and of its segment's first token share 32 bits."""
 
 
 def attention_kind(model: Model, rows: int, size: int) -> str:
@@ -97,7 +97,7 @@ def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array,
     """The reference: all scores of each row."""
     own, key = segment[:, :, None], segment[:, None]
     mask = ((key == own) | (key == prompt[:, :, None])) & (own > 0) & jnp.tri(segment.shape[1], dtype=bool)
-    return attend(q[:, None], None, Keys(k[:, None], v[:, None], mask[:, None]))[:, 0]
+    return attend(q, k, v, mask)
 
 
 def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:

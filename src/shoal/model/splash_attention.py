@@ -19,9 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 
 from shoal.model.attention import segment_index
 from shoal.model.blocked_attention import needed_blocks
-
-MOST_TOKENS = 2**16
-"""Tokens of a row: the place of a query and of its segment's first token share 32 bits."""
+from shoal.model.segment_attention import MOST_SPLASH_TOKENS
 
 LANES = 128
 
@@ -47,7 +45,7 @@ class _Reads:
     size: int
 
     def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        place, first = query & (MOST_TOKENS - 1), jax.lax.shift_right_logical(query, 16)
+        place, first = query & (MOST_SPLASH_TOKENS - 1), jax.lax.shift_right_logical(query, 16)
         own = key - self.size
         return (own <= place) & ((key < self.size) & (key <= place) | (own >= first))
 

@@ -28,7 +28,7 @@ from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
 
 REMAT_BYTES = 2 << 30
-"""Activations of a micro-batch above which more of each block is recomputed by default."""
+"""Activations of a micro-batch above which blocks are recomputed by default."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,7 @@ def compute_dtype(name: str, platform: str) -> Any:
 
 def make_model(section: ModelSection, spec: ModelSpec, role: Role, micro_tokens: int) -> Model:
     """The `Model` on a role's devices; `micro_tokens` (0 without training) decides `model.remat=auto`."""
-    dtype = compute_dtype(section.dtype, role.platform)
-    remat: Any = section.remat
+    dtype, remat = compute_dtype(section.dtype, role.platform), section.remat
     if remat == "auto":
         # Not `attention`: what it keeps beside the masters of 8B on 8 v6e is more than these have.
         remat = "full" if activation_bytes(spec.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"

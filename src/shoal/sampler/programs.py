@@ -28,7 +28,7 @@ from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
 CHUNK = 32
-"""Tokens that a slot samples in one dispatch of the decoder at most: the host looks at stop strings after each."""
+"""Tokens that a slot samples in one dispatch of the decoder at most: the host searches for stop strings after each."""
 
 PROGRAMS_KEPT = 4
 """Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""
@@ -91,7 +91,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
 
     def jit(step: Callable) -> Program:
         return role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",
-                              out_shardings=(layout, sampled))
+                        out_shardings=(layout, sampled))
 
     return Programs(layout, model.role.jit(make, out_shardings=layout), jit(partial(_prefill, **static)),
                     jit(partial(_join, **static)),

@@ -175,8 +175,8 @@ def pack(
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
-        for (number, index), place in batch.positions.items():
-            key, completion = (number, index), groups[number].completions[index]
+        for key, place in batch.positions.items():
+            completion = groups[key[0]].completions[key[1]]
             arrays.loss_mask[place], arrays.sampler_logprobs[place] = completion.loss_mask, completion.logprobs
             arrays.weight[place] = weights[key] * completion.loss_mask
             arrays.advantage[place] = advantages[key]
@@ -255,14 +255,17 @@ def _in_batches(sizes: Mapping[int, tuple[int, Mapping[int, int]]], shapes: Sequ
     """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
     longest = max((prompt + max(members.values()) for prompt, members in sizes.values()), default=0)
 
+    least = sum(prompt + sum(members.values()) for prompt, members in sizes.values())
+
     def cost(batches: Batches) -> int:
         return sum(shape.tokens + BATCH_TOKENS for shape, _ in batches)
 
     chosen = _of_shape(fill_rows(sizes, shapes[0].length), shapes)
     for number, shape in enumerate(shapes[1:], 1):
-        if shape.length >= longest:
+        allowed = (1 - LEAST_SAVED) * cost(chosen)
+        if shape.length >= longest and least <= allowed:
             other = _of_shape(fill_rows(sizes, shape.length), shapes[number:])
-            chosen = other if cost(other) <= (1 - LEAST_SAVED) * cost(chosen) else chosen
+            chosen = other if cost(other) <= allowed else chosen
     return chosen
 
 

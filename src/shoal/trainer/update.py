@@ -122,7 +122,7 @@ class Updater:
         return state, result
 
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
-        """The shapes of micro-batches: the same in every step, unless groups are longer than was said."""
+        """The shapes of micro-batches: the same in every step, unless groups are longer than `longest`."""
         found = max((len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0)
         return update_shapes(max(self.longest, found), self.batch, self.algorithm.num_minibatches,
                              self.learner.model.role.row_shards)

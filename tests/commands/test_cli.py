@@ -259,12 +259,12 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
 
     def explain(found, config):
         assert found is error
-        return ShoalError(f"lower batch.micro_tokens={config.batch.micro_tokens}") if config.steps else None
+        return ShoalError(f"lower batch.group_size={config.batch.group_size}") if config.steps else None
 
     monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
     monkeypatch.setattr(sys.modules["shoal.run.plan.out_of_memory"], "explain_out_of_memory", explain)
     assert cli.main(["train"]) == 2
-    assert capsys.readouterr().err == "error: lower batch.micro_tokens=2048\n"
+    assert capsys.readouterr().err == "error: lower batch.group_size=8\n"
     with pytest.raises(type(error)):
         cli.main(["train", "steps=0"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Findings
 from shoal.run import sampler_size
 from shoal.run.assembly import open_devices, open_task
+from shoal.run.derived import for_devices
 from shoal.run.loading import make_model, open_run_model
 from shoal.run.parts import open_data
 from shoal.run.preflight import memory
@@ -50,6 +52,13 @@ def head_of(workshop: Workshop, *changes: str) -> list[str]:
         data = open_data(config, task, loaded.tokenizer, lambda text: None)
         print_head(config, roles, task, pool, loaded, model, data, Console(out), findings)
     return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("platform", "given", "expected"), [("cpu", 0, 2048), ("tpu", 0, 16384), ("gpu", 0, 16384),
+                                                              ("cpu", 4096, 4096), ("tpu", 512, 512)])
+def test_micro_tokens_follow_from_the_platform_unless_given(platform, given, expected):
+    config, _ = compose("train", ["task=gsm8k", f"batch.micro_tokens={given}"])
+    assert for_devices(config, 4, platform).batch == replace(config.batch, micro_tokens=expected)
 
 
 def test_a_run_says_what_it_will_do_with_what(workshop):

@@ -23,7 +23,7 @@ from shoal.model.hf import dotted
 from shoal.report.console import Console
 from shoal.report.findings import Finding, Findings, key_in
 from shoal.rewards.pool import RewardPool
-from shoal.run.derived import with_prompts
+from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines
 from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
 from shoal.run.parts import make_learner, open_data
@@ -124,7 +124,7 @@ def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
     devices = available_devices(config.mesh)
     try:
         roles = make_roles(config.mesh)
-        config = with_prompts(config, roles.trainer.mesh.size)
+        config = for_devices(config, roles.trainer.mesh.size, roles.trainer.platform)
     except ShoalError as error:
         largest = max(("fsdp", "data", "tensor"), key=lambda name: getattr(config.mesh, name))
         key = key_in(str(error), "mesh.fsdp") if "does not divide" in str(error) else f"mesh.{largest}"

@@ -62,7 +62,7 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,
-                  block: int) -> jax.Array:
+                   block: int) -> jax.Array:
     """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
 
     Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys (int32 scalars) are
@@ -71,33 +71,39 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
     keys, at most `block`, that divide T. No gradient.
     """
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
-    start = (jnp.full(q.shape[:-1], LOWEST, jnp.float32), jnp.zeros(q.shape[:-1], jnp.float32),
-             jnp.zeros(q.shape, jnp.float32))
-
-    def over(keys: Keys, form: str, num_keys: jax.Array, carry: tuple) -> tuple:
-        count = keys.k.shape[-2]
-        size = largest_block(count, block)
-
-        def add(number: jax.Array | int, carry: tuple) -> tuple:
-            def block_of(x: jax.Array, axis: int) -> jax.Array:
-                # A slice even of all keys would be copied before its product.
-                return x if size == count else jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
-
-            top, total, out = carry
-            mask = block_of(keys.mask, -1).reshape(len(q), -1, 1, 1, size)
-            scores = _masked(einsum32(f"rskga,{form}->rskgt", q, block_of(keys.k, -2)), mask)
-            # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
-            new_top = jnp.maximum(top, scores.max(-1))
-            shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
-            v = block_of(keys.v, -2)
-            out = out * shrink[..., None] + einsum32(f"rskgt,{form}->rskga", p.astype(v.dtype), v)
-            return new_top, total * shrink + p.sum(-1), out
-
-        return add(0, carry) if size == count else jax.lax.fori_loop(0, -(-num_keys // size), add, carry)
-
-    _, total, out = over(own, "rskta", num_own, over(prefix, "rkta", num_prefix, start))
+    # The slots of a row are queries of one product each with its prompt's keys and values.
+    shared = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
+    start = (jnp.full(shared.shape[:-1], LOWEST, jnp.float32), jnp.zeros(shared.shape[:-1], jnp.float32),
+             jnp.zeros(shared.shape, jnp.float32))
+    carry = _over_blocks(shared, prefix, num_prefix, block, start)
+    split = (len(q), q.shape[2], q.shape[1], q.shape[3])  # R, K, S, g
+    carry = jax.tree.map(lambda x: x.reshape(*split, *x.shape[3:]).swapaxes(1, 2), carry)
+    _, total, out = _over_blocks(q, own, num_own, block, carry)
     out = out / total[..., None]
     return out.reshape(*out.shape[:2], 1, -1, out.shape[-1]).astype(q.dtype)
+
+
+def _over_blocks(q: jax.Array, keys: Keys, num_keys: jax.Array, block: int, carry: tuple) -> tuple:
+    """Adds the first `num_keys` of keys[..., K, T, A] to the maxima, sums and outputs of queries [..., K, M, A]."""
+    count = keys.k.shape[-2]
+    size = largest_block(count, block)
+
+    def add(number: jax.Array | int, carry: tuple) -> tuple:
+        def block_of(x: jax.Array, axis: int) -> jax.Array:
+            # A slice even of all keys would be copied before its product.
+            return x if size == count else jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
+
+        top, total, out = carry
+        mask = block_of(keys.mask, -1)[..., None, None, :]
+        scores = _masked(einsum32("...ma,...ta->...mt", q, block_of(keys.k, -2)), mask)
+        # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
+        v = block_of(keys.v, -2)
+        out = out * shrink[..., None] + einsum32("...mt,...ta->...ma", p.astype(v.dtype), v)
+        return new_top, total * shrink + p.sum(-1), out
+
+    return add(0, carry) if size == count else jax.lax.fori_loop(0, -(-num_keys // size), add, carry)
 
 
 def largest_block(size: int, most: int) -> int:

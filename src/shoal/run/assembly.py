@@ -38,7 +38,7 @@ from shoal.rollout.dealt import DealtPlayer
 from shoal.rollout.player import Player
 from shoal.rollout.source import LocalSource
 from shoal.run.compilation import CompilationCounter
-from shoal.run.derived import with_prompts
+from shoal.run.derived import for_devices
 from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
@@ -148,7 +148,7 @@ def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[C
     roles, given = run_roles(plan.config, a, available_devices(plan.config.mesh)), plan.config.mesh
     if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
         console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit fewer devices")
-    config = with_prompts(plan.config, roles.trainer.mesh.size)
+    config = for_devices(plan.config, roles.trainer.mesh.size, roles.trainer.platform)
     before, prompts = plan.config.batch.prompts_per_step, config.batch.prompts_per_step
     if plan.run and before != prompts:
         console.warning(f"batch.prompts_per_step changes from {before} to {prompts}: the number of the trainer's "

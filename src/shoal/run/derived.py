@@ -8,11 +8,19 @@ from shoal.config.schema import Config
 from shoal.text import count
 from shoal.types import ShoalError
 
+MICRO_TOKENS = 2**14
 
-def with_prompts(config: Config, devices: int) -> Config:
-    """The configuration with `batch.prompts_per_step` made from `batch.prompts_per_device`, where that is set."""
+CPU_MICRO_TOKENS = 2**11
+"""Fewer on CPU: longer rows leave its caches, and little of an update is padding."""
+
+
+def for_devices(config: Config, devices: int, platform: str) -> Config:
+    """The configuration with what follows from the trainer's devices: `batch.prompts_per_step`, where
+    `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not."""
+    # Not with the configuration: devices are known only when JAX has started.
+    micro_tokens = config.batch.micro_tokens or (CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS)
+    config = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens))
     each, parts = config.batch.prompts_per_device, config.algorithm.num_minibatches
-    # Counted here and not with the configuration: the number of devices is known only when JAX has started.
     if not each:
         return config
     if parts > each * devices:

@@ -121,7 +121,8 @@ def parts_text(figures: Figures) -> str:
 
 def resolved(config: Config, job: Mapping[str, Any]) -> Config:
     """The configuration with what `auto` became on the topology's devices."""
-    return replace(config, model=replace(config.model, remat=job["model"]["remat"], dtype=job["model"]["dtype"]))
+    return replace(config, model=replace(config.model, remat=job["model"]["remat"], dtype=job["model"]["dtype"]),
+                   batch=replace(config.batch, micro_tokens=job["micro_tokens"]))
 
 
 def verdict(figures: Figures) -> str:

@@ -30,7 +30,7 @@ from shoal.model.kv_cache import keys_at_once
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
-from shoal.run.derived import max_support, with_prompts
+from shoal.run.derived import for_devices, max_support
 from shoal.run.engines import run_engines
 from shoal.run.loading import ModelSpec, known_architecture, make_model, model_path
 from shoal.run.parts import make_learner, whole_shape
@@ -78,9 +78,9 @@ class Job:
         devices = topology_devices(self.topology) if self.topology else available_devices(config.mesh)
         self.architecture = planned_architecture(config.model)
         self.roles = run_roles(config, self.architecture, devices)
-        self.config = with_prompts(config, self.roles.trainer.mesh.size)
+        self.config = for_devices(config, self.roles.trainer.mesh.size, self.roles.trainer.platform)
         spec = ModelSpec(Path(), self.architecture, _no_weights)
-        model = make_model(config.model, spec, self.roles.trainer, config.batch.micro_tokens)
+        model = make_model(config.model, spec, self.roles.trainer, self.config.batch.micro_tokens)
         # After `make_model`: with fewer layers model.remat=auto would choose another program.
         a = replace(self.architecture, num_layers=layers) if layers else self.architecture
         self.model: Model = replace(model, architecture=a)
@@ -257,6 +257,7 @@ class Job:
             "shape": vars(self.shape) | {"tokens": self.shape.tokens},
             "slots": self.engines["training"].num_rows * self.engines["training"].siblings,
             "prompts": c.batch.prompts_per_step,
+            "micro_tokens": c.batch.micro_tokens,
             "programs": {name: {"runs": one.runs, "role": one.role.name} for name, one in self.programs().items()},
             "tokens": {"sampled": c.batch.prompts_per_step * sum(group[1]),
                        "prompts": c.batch.prompts_per_step * group[0]},

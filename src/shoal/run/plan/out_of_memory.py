@@ -42,7 +42,9 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
 
 def _plan_lines(config: Config, phases: Sequence[str], asked: int) -> tuple[str, str]:
     """What a device holds in the fullest of some phases, and the changes that take less in any."""
-    job, lines, held = Job(config, "").describe(), {}, {}
+    lines, held = {}, {}
+    found = Job(config, "")
+    config, job = found.config, found.describe()
     for phase in phases:
         def describe(other: Config, phase: str = phase) -> Mapping[str, Any]:
             return _of_phase(Job(other, "").describe(), phase)

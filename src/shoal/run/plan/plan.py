@@ -115,7 +115,7 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
 def _fitted(config: PlanConfig, figures: Figures, found: Compilers, say: Callable[[str], None]) -> Figures:
     """The plan with the largest batch.micro_tokens whose compiled programs fit; the first one where none does, or
     where what does not fit are not the activations."""
-    tried = {config.batch.micro_tokens: figures}
+    tried = {figures.config.batch.micro_tokens: figures}
     while len(tried) < MOST_TRIES and (micro := _next_micro(config, tried)) and micro not in tried:
         say(f"trying batch.micro_tokens={micro}")
         tried[micro] = _figures(replace(config, batch=replace(config.batch, micro_tokens=micro)), found, say)

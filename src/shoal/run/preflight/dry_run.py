@@ -12,7 +12,7 @@ from shoal.config.schema import Config, MeshSection, ModelSection, TaskSection
 from shoal.config.values import get_value
 from shoal.files import INPUTS, check_input, check_new_file, check_new_folder
 from shoal.report.findings import Finding, Findings
-from shoal.run.derived import with_prompts
+from shoal.run.derived import for_devices
 from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
 from shoal.run.task import given_rewards
 from shoal.tasks.data import evaluating
@@ -73,7 +73,7 @@ def check_dry_run(config: Any) -> list[Finding]:
         devices = placeholder_devices(parse_topology(topology)) if topology else available_devices(config.mesh)
         known_model = known_architecture(config.model) if topology else None
         roles = run_roles(config, known_model, devices) if known_model else make_roles(config.mesh, devices)
-        config = with_prompts(config, roles.trainer.mesh.size) if is_training else config
+        config = for_devices(config, roles.trainer.mesh.size, roles.trainer.platform) if is_training else config
         if is_training:
             from shoal.run.preflight.inputs import check_idle
 

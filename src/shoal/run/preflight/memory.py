@@ -28,6 +28,7 @@ from shoal.model.transformer import (
     tensor_sizes,
 )
 from shoal.report.findings import Finding, gib
+from shoal.run.derived import MICRO_TOKENS, longest_sequence
 from shoal.run.parts import make_learner, schedule_of
 from shoal.sampler.engine import Engine
 from shoal.types import ShoalError
@@ -240,9 +241,10 @@ class Saving:
     higher one; the one now)"""
 
 
-def _halved(key: str, least: Callable[[Any], int]) -> Callable[..., tuple[int, int] | None]:
+def _halved(key: str, least: Callable[[Any], int],
+            auto: Callable[[Any], int] = lambda c: 0) -> Callable[..., tuple[int, int] | None]:
     def change(config: Any, *_: Any) -> tuple[int, int] | None:
-        now = get_value(config, key) or config.batch.prompts_per_step * config.batch.group_size  # 0 slots: a step's
+        now = get_value(config, key) or auto(config)
         half = max(least(config), now // 2)
         return (half, now) if half < now else None
 
@@ -283,13 +285,14 @@ _WEIGHTS = ("parameters", "Adam's moments", "gradient")
 SAVINGS = (
     Saving("batch", (), _halved("batch", lambda c: getattr(c, "pass_k", 0) or getattr(c, "num_generations", 1))),
     Saving("batch.micro_tokens", ("activations",),
-           _halved("batch.micro_tokens", lambda c: c.sampling.max_prompt_tokens + c.sampling.max_completion_tokens)),
+           _halved("batch.micro_tokens", longest_sequence, lambda _: MICRO_TOKENS)),
     Saving("model.remat", ("activations",), lambda c, *_: ("full", c.model.remat) if c.model.remat != "full" else None),
     Saving("algorithm.kl_coef", ("reference",),
            lambda c, *_: (0, c.algorithm.kl_coef) if c.algorithm.kl_coef else None),
     Saving("mesh.fsdp", (*_WEIGHTS, "reference", "teacher"), _more_devices("fsdp")),
     Saving("sampling.slots_per_device", _CACHES,
-           _halved("sampling.slots_per_device", lambda c: max(c.batch.group_size, c.pass_k))),
+           _halved("sampling.slots_per_device", lambda c: max(c.batch.group_size, c.pass_k),
+                   lambda c: c.batch.prompts_per_step * c.batch.group_size)),
     Saving("batch.group_size", _CACHES, _lower("batch.group_size")),
     Saving("sampling.max_completion_tokens", ("activations", *_CACHES), _lower("sampling.max_completion_tokens")),
     Saving("sampling.max_prompt_tokens", _CACHES, _lower("sampling.max_prompt_tokens")),

@@ -351,12 +351,13 @@ def test_a_compiler_without_memory_ends_and_one_with_a_fault_says_it(monkeypatch
             assert worker.reply("{}") == expected
 
 
-@pytest.mark.parametrize(("topology", "needed"), [("v5p-8", "libtpu"), ("h200:4", "jax_cuda13_plugin")])
-def test_a_plan_for_devices_that_are_not_here(model, topology, needed):
+@pytest.mark.parametrize(("topology", "needed", "attention"), [("v5p-8", "libtpu", "auto"),
+                                                               ("h200:4", "jax_cuda13_plugin", "pallas")])
+def test_a_plan_for_devices_that_are_not_here(model, topology, needed, attention):
     if find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    found = make_plan(PlanConfig(topology=topology, model=model, sampling=SAMPLING, batch=BATCH,
-                                 mesh=MeshSection(fsdp=4)), lambda text: None)
+    found = make_plan(PlanConfig(topology=topology, model=replace(model, attention=attention), sampling=SAMPLING,
+                                 batch=BATCH, mesh=MeshSection(fsdp=4)), lambda text: None)
     assert found.fits and found.is_timed and found.job["model"]["dtype"] == "bfloat16"
     assert {"publish", "decode", "accumulate"} <= set(found.programs)
     assert any(row["kind"] == "all-gather" and row["axis"] == "fsdp"

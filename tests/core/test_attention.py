@@ -1,8 +1,9 @@
-"""Attention by blocks and by splash against the reference: values and gradients, ragged, several groups in a row."""
+"""Attention by blocks and by kernels against the reference: values and gradients, ragged, several groups in a row."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, r
 
 from shoal.config.schema import OptimizerSection
 from shoal.mesh import Role
+from shoal.model import pallas_attention, segment_attention
 from shoal.model.attention import largest_block
 from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
@@ -80,6 +82,14 @@ def by_splash(q, k, v, segment, prompt):
     return attend_rows(q, k, v, readings_of(segment, prompt), interpret=True)
 
 
+def by_pallas(block: int):
+    def attention(q, k, v, segment, prompt):
+        readings = pallas_attention.readings_of(segment, prompt, block)
+        return pallas_attention.attend_rows(q, k, v, readings, interpret=True)
+
+    return attention
+
+
 def test_the_reference_reads_what_the_rule_says():
     (q, k, v, _), (segment, prompt) = inputs(32, 4, 2, 8), rows_of(32)
     found = attend_at_once(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), segment, prompt)
@@ -88,8 +98,8 @@ def test_the_reference_reads_what_the_rule_says():
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
     (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
-    (by_splash, 160, 4, 2, 64),
-], ids=["blocked", "blocked in parts", "one key head", "splash"])
+    (by_splash, 160, 4, 2, 64), (by_pallas(16), 90, 4, 2, 24),
+], ids=["blocked", "blocked in parts", "one key head", "splash", "pallas"])
 def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
     segment, prompt = map(jnp.asarray, rows_of(size))
     *arrays, weight = inputs(size, heads, key_heads, head_dim)
@@ -124,13 +134,15 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     assert found[0].sum() < np.tri(96 // block).sum() or block > 8
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
-def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh):
+@pytest.mark.parametrize(("mesh", "kind"), [((1, 1, 1), "blocked"), ((2, 2, 2), "blocked"), ((2, 2, 2), "pallas")])
+def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kind, monkeypatch):
+    monkeypatch.setitem(segment_attention._REFUSALS, "pallas", lambda model, size: "")
+    monkeypatch.setattr(pallas_attention, "attend_rows", partial(pallas_attention.attend_rows, interpret=True))
     groups = random_groups(QWEN3, 12, 3, 16, 16)
     where = roles(*mesh)
     (batch,) = batches(groups, shards=where.trainer.row_shards)
     found = []
-    for attention in ("reference", "blocked"):
+    for attention in ("reference", kind):
         one = Learner(Model(QWEN3, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10)
         state = one.init(jax.device_put(random_parameters(QWEN3), shardings(QWEN3, where.trainer)))
         total, lp = one.accumulate(None, state, batch)
@@ -176,17 +188,19 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
     assert kinds(4, 128) == ["reference"] * 3 and kinds(1, 256) == ["blocked"] * 3
     monkeypatch.setattr(Role, "platform", "gpu")
     assert kinds(1, 1024) == ["reference"] * 3 and kinds(1, 16384) == ["blocked"] * 3
-    assert kinds(1, 4096) == ["blocked", "reference", "blocked"] and kinds(2, 1500) == ["reference"] * 2 + ["blocked"]
+    monkeypatch.setattr(Role, "device_kind", "NVIDIA H200")
+    assert kinds(1, 1024) == ["reference"] * 3 and kinds(1, 16384) == ["pallas"] * 3
+    assert kinds(1, 4096) == ["pallas", "reference", "pallas"] and kinds(2, 1500) == ["reference"] * 2 + ["pallas"]
     monkeypatch.setattr(Role, "platform", "tpu")
     assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["splash"] * 3
     assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
 
 
-def test_splash_is_refused_where_it_cannot_run(monkeypatch):
-    def refused(head_dim: int, size: int) -> str:
+def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
+    def refused(head_dim: int, size: int, kernel: str = "splash") -> str:
         a = replace(QWEN3, head_dim=head_dim)
         with pytest.raises(ShoalError) as raised:
-            attention_kind(Model(a, roles(1, 1, 1).trainer, attention="splash"), 1, size)
+            attention_kind(Model(a, roles(1, 1, 1).trainer, attention=kernel), 1, size)
         return str(raised.value)
 
     assert refused(64, 64) == ("model.attention=splash: splash attention is for TPUs, and this is a CPU; "
@@ -194,6 +208,11 @@ def test_splash_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(Role, "platform", "tpu")
     assert "head_dim is 80; model.attention=auto uses reference here" in refused(80, 64)
     assert "65,600 tokens, and at most 65,535" in refused(64, 65600) and "auto uses blocked" in refused(64, 65600)
+    assert refused(64, 64, "pallas") == ("model.attention=pallas: pallas attention is for GPUs, and this is a TPU; "
+                                         "model.attention=auto uses reference here")
+    monkeypatch.setattr(Role, "platform", "gpu")
+    monkeypatch.setattr(Role, "device_kind", "NVIDIA H200")
+    assert "head_dim is 320; model.attention=auto uses blocked here" in refused(320, 16384, "pallas")
 
 
 def test_memory_grows_with_tokens():

@@ -18,11 +18,12 @@ from shoal.commands import plan as plan_command
 from shoal.config.keys import keys_of
 from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection, PlanConfig, SamplingSection
 from shoal.config.values import build, get_value
+from shoal.mesh.accelerators import ACCELERATORS
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
+from shoal.run.plan import analysis, worker
 from shoal.run.plan import compilers as compilers_module
 from shoal.run.plan import plan as plan_module
-from shoal.run.plan import worker
 from shoal.run.plan.advice import advise, changes
 from shoal.run.plan.compilers import compilers
 from shoal.run.plan.figures import Figures, verdict
@@ -351,10 +352,21 @@ def test_a_compiler_without_memory_ends_and_one_with_a_fault_says_it(monkeypatch
             assert worker.reply("{}") == expected
 
 
-@pytest.mark.parametrize(("topology", "needed"), [("v5p-8", "libtpu"), ("h200:4", "jax_cuda13_plugin")])
-def test_a_plan_for_devices_that_are_not_here(model, topology, needed):
+def test_only_decoding_reads_weights_more_than_once(monkeypatch):
+    """An update with a loop over blocks of keys counted them for each block."""
+    monkeypatch.setattr(analysis, "bytes_per_device", lambda args: 4.8e12)  # what an H200 reads in a second
+    job: Any = SimpleNamespace(accelerator=ACCELERATORS["h200"], model=SimpleNamespace(dtype=np.dtype("float32")))
+    loop: Any = SimpleNamespace(args=(), assumed_trips=(12.0,))
+    assert [analysis._floor_seconds(job, loop, 0.0, int(4.8e12), decode) for decode in (False, True)] == [1.0, 12.0]
+
+
+@pytest.mark.parametrize(("topology", "needed", "attention"), [("v5p-8", "libtpu", "auto"),
+                                                               ("h200:4", "jax_cuda13_plugin", "pallas")])
+def test_a_plan_for_devices_that_are_not_here(model, tmp_path, topology, needed, attention):
+    """On the GPU with our own kernels, for heads that fill its shared memory."""
     if find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
+    model = replace(write_model(tmp_path, replace(SMALL, head_dim=128)), attention=attention)
     found = make_plan(PlanConfig(topology=topology, model=model, sampling=SAMPLING, batch=BATCH,
                                  mesh=MeshSection(fsdp=4)), lambda text: None)
     assert found.fits and found.is_timed and found.job["model"]["dtype"] == "bfloat16"

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
+from shoal.model import pallas_attention
 from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.run.plan.flops import jaxpr_flops
 from shoal.run.plan.groups import device_groups, group_size
@@ -198,6 +199,20 @@ def test_a_kernel_computes_the_blocks_that_are_read():
     for of_kernels in (False, True):
         assert jaxpr_flops(jaxpr, (), of_kernels) - jaxpr_flops(jaxpr, (0.0,), of_kernels) == 4 * 8 / 2 * pair
         assert jaxpr_flops(jaxpr, (2.5,), of_kernels) - jaxpr_flops(jaxpr, (0.0,), of_kernels) == 4 * 2.5 * pair
+
+
+def test_a_kernel_that_says_its_cost_is_counted_by_the_share_that_is_read():
+    """The products of the three kernels of a gradient: two, three and four."""
+    q, k = (jax.ShapeDtypeStruct((1, 512, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    ones = jnp.ones((1, 512), jnp.int32)
+
+    def loss(q, k):
+        readings = pallas_attention.readings_of(ones, ones, pallas_attention.block_size(64, q.dtype))
+        return pallas_attention.attend_rows(q, k, k, readings).astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(q, k).jaxpr
+    found = [jaxpr_flops(jaxpr, trips, of_kernels=True) for trips in ((), (0.25,))]
+    assert found == [share * (2 + 3 + 4) * 2 * 512 * 512 * 4 * 64 for share in (0.5, 0.25)]
 
 
 def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():

@@ -59,10 +59,11 @@ class ModelSection:
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), the
     feed-forward part (attention), or whole blocks (full). auto is dots, or full where a micro-batch's activations would
     exceed 2 GiB."""
-    attention: Literal["auto", "reference", "blocked", "splash"] = "auto"
+    attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
-    them that a prompt and its completions need (blocked), or the same by JAX's splash kernels on a TPU (splash). auto
-    is splash on TPUs; blocked on a CPU, and where a layer's scores would exceed 2 GiB elsewhere."""
+    them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU
+    (splash), our own on an NVIDIA GPU (pallas). auto is splash on TPUs, blocked on a CPU; on a GPU reference, and where
+    a layer's scores would exceed 2 GiB pallas. No GPU has timed pallas yet: compare it with blocked."""
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,17 @@ class Role:
     @property
     def platform(self) -> str:
         """cpu, gpu or tpu"""
+        return self._device.platform
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls the devices, such as `NVIDIA H200`."""
+        return self._device.device_kind
+
+    @property
+    def _device(self) -> Any:
         mesh: Any = self.mesh  # an abstract one inside of a program of each replica
-        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
-        return device.platform
+        return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Mesh axes for logical ones. ValueError for a size that its axes do not divide: a copy on every device would

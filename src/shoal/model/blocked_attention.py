@@ -25,7 +25,7 @@ SCORES_AT_ONCE = 2**18
 
 
 class Blocks(NamedTuple):
-    """Rows [R, T] as N blocks of b tokens, and the blocks of keys that each reads."""
+    """Rows [R, T] as N blocks of b tokens, and the blocks of keys that each reads, or of queries that read each."""
 
     segment: jax.Array  # int32[N, b]
     prompt: jax.Array  # int32[N, b]
@@ -34,11 +34,12 @@ class Blocks(NamedTuple):
     counts: jax.Array  # int32[N]
 
 
-def blocks_of(segment: jax.Array, prompt: jax.Array, block: int) -> Blocks:
-    """The blocks of rows segment[R, T], prompt[R, T]; `block` divides T."""
+def blocks_of(segment: jax.Array, prompt: jax.Array, block: int, of_keys: bool = False) -> Blocks:
+    """The blocks of rows segment[R, T], prompt[R, T], of queries or of keys; `block` divides T."""
     rows, size = segment.shape
     each = size // block
     is_needed = needed_blocks(segment, prompt, block)
+    is_needed = is_needed.mT if of_keys else is_needed
     # Those that are needed first, in order.
     order = jnp.argsort(~is_needed, axis=-1, stable=True).astype(jnp.int32) + each * jnp.arange(rows)[:, None, None]
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
+from shoal.mesh.accelerators import accelerator_of
 from shoal.model.attention import attend
 from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
 from shoal.model.transformer import AttentionFn, Model
@@ -32,13 +33,16 @@ SPLASH_TOKENS = 512
 MOST_SPLASH_TOKENS = 2**16
 """In splash, the places of a query and of its segment's first token share 32 bits."""
 
+MOST_PALLAS_HEAD = 256
+"""Dimensions of a head in the kernels for GPUs: of wider ones, not even a small block fits the registers."""
+
 
 def attention_kind(model: Model, rows: int, size: int) -> str:
     """How attention is computed for rows of so many tokens: `model.attention`; for `auto` by device and shape."""
     kind, platform = model.attention, model.role.platform
-    if kind == "splash" and (reason := _splash_refusal(model, size)):
+    if kind in _REFUSALS and (reason := _REFUSALS[kind](model, size)):
         instead = attention_kind(replace(model, attention="auto"), rows, size)
-        raise ShoalError(f"model.attention=splash: {reason}; model.attention=auto uses {instead} here")
+        raise ShoalError(f"model.attention={kind}: {reason}; model.attention=auto uses {instead} here")
     if kind != "auto":
         return kind
     if platform == "cpu":
@@ -47,7 +51,10 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
         return "splash"
     layers = model.architecture.num_layers if model.remat == "none" else 1
     scores = rows * size**2 * model.architecture.num_heads * layers // (model.role.row_shards * model.role.tensor)
-    return "blocked" if 4 * scores > SCORE_BYTES else "reference"
+    if 4 * scores <= SCORE_BYTES:
+        return "reference"
+    # Only where it is known to compile: of other GPUs, some have too little shared memory, or are too old for Triton.
+    return "pallas" if accelerator_of(model.role.device_kind) and not _pallas_refusal(model, size) else "blocked"
 
 
 def _splash_refusal(model: Model, size: int) -> str:
@@ -60,6 +67,19 @@ def _splash_refusal(model: Model, size: int) -> str:
     if size >= MOST_SPLASH_TOKENS:
         return f"a row has {size:,} tokens, and at most {MOST_SPLASH_TOKENS - 1:,} are supported"
     return ""
+
+
+def _pallas_refusal(model: Model, size: int) -> str:
+    """Why the kernels for GPUs cannot compute a model's rows; empty if they can."""
+    if model.role.platform != "gpu":
+        return f"pallas attention is for GPUs, and this is a {model.role.platform.upper()}"
+    if model.architecture.head_dim > MOST_PALLAS_HEAD:
+        return f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim is " \
+               f"{model.architecture.head_dim}"
+    return ""
+
+
+_REFUSALS = {"splash": _splash_refusal, "pallas": _pallas_refusal}
 
 
 def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
@@ -86,6 +106,12 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
         from shoal.model.splash_attention import attend_rows, readings_of  # Pallas takes a second to import
 
         return _on_each_device(role, attend_rows, _on_each_device(role, readings_of)(segment, prompt))
+    if kind == "pallas":
+        from shoal.model import pallas_attention as pallas
+
+        block = pallas.block_size(model.architecture.head_dim, model.dtype)
+        readings = _on_each_device(role, partial(pallas.readings_of, block=block))(segment, prompt)
+        return _on_each_device(role, pallas.attend_rows, readings)
     block = block_size(size, role.platform)
     scores = block**2 * model.architecture.num_heads // role.tensor
     at_once = max(1, SCORES_AT_ONCE // scores) if role.platform == "cpu" else 0

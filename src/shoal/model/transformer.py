@@ -238,7 +238,7 @@ class Model:
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
     remat: Literal["none", "dots", "attention", "full"] = "dots"  # what the backward pass computes again, see REMAT
-    attention: Literal["auto", "reference", "blocked", "splash"] = "auto"  # of training, scoring and prefill
+    attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"  # of training, scoring and prefill
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
 
     def __post_init__(self) -> None:

@@ -44,7 +44,8 @@ def analyse(job: Job, name: str) -> dict[str, Any]:
     arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
     found: dict[str, Any] = {
         "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
-        "error": compiled["error"], "flops": flops, "floor_seconds": _floor_seconds(job, planned, flops, arguments)}
+        "error": compiled["error"], "flops": flops,
+        "floor_seconds": _floor_seconds(job, planned, flops, arguments, name == "decode")}
     if compiled["error"]:
         return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
                         "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
@@ -63,15 +64,13 @@ def analyse(job: Job, name: str) -> dict[str, Any]:
         "assumed": costs.assumed}
 
 
-def _floor_seconds(job: Job, planned: Planned, flops: float, arguments: int) -> float:
+def _floor_seconds(job: Job, planned: Planned, flops: float, arguments: int, is_decode: bool) -> float:
     """The least that any program for this could take: its products at the peak rate, or its arguments read once;
     in decoding the weights once a token."""
     kind = job.accelerator
     if kind is None:
         return 0.0
-    read = arguments
-    if planned.assumed_trips:
-        read = planned.assumed_trips[0] * bytes_per_device(planned.args)
+    read = planned.assumed_trips[0] * bytes_per_device(planned.args) if is_decode else arguments
     return max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
 
 
@@ -81,16 +80,16 @@ def _rate(kind: Accelerator | None) -> float:
 
 
 def _compute_seconds(job: Job, costs: Costs, in_kernels: float) -> float:
-    """Without transfers between devices. TPU: the compiler's estimate of cycles, of kernels, for which it has none, the
-    operations at the peak rate; GPU: for each operation the longer of
-    its memory traffic and its products; 0 where the device is not known."""
+    """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU: for each operation the longer of
+    its memory traffic and its products; both: of kernels, into which no compiler's account looks, the operations at the
+    peak rate. 0 where the device is not known."""
     kind = job.accelerator
     if kind is None:
         return 0.0
     peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    if kind.is_tpu:
-        return sum(costs.cycles.values()) / kind.clock + in_kernels / peak
-    return sum(times * max(size / kind.hbm, flops / peak) for times, size, flops in costs.operations)
+    compiled = sum(costs.cycles.values()) / kind.clock if kind.is_tpu else sum(
+        times * max(size / kind.hbm, flops / peak) for times, size, flops in costs.operations)
+    return compiled + in_kernels / peak
 
 
 # ---- what the compiler said

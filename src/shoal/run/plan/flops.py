@@ -24,7 +24,10 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
         elif equation.primitive.name == "while":
             times, trips = (assumed_trips[0], assumed_trips[1:]) if assumed_trips else (1.0, ())
         elif equation.primitive.name == "pallas_call":  # for each block of queries, the blocks of keys that it reads
-            grid = equation.params["grid_mapping"].grid
+            grid, cost = equation.params["grid_mapping"].grid, equation.params["cost_estimate"]
+            if cost is not None:  # for all blocks of keys, of which a share is read
+                total += cost.flops * (assumed_trips or [0.5])[0]
+                continue
             times, skip = math.prod(grid) / max(grid[-2:]) * (assumed_trips or [max(grid[-2:]) / 2])[0], False
         elif equation.primitive.name == "shard_map":  # its body is of one device
             mesh = equation.params["mesh"].shape

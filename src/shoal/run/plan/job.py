@@ -190,17 +190,19 @@ class Job:
         return found
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
-        """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; empty
-        where it computes all scores."""
+        """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; of
+        kernels that say what all would cost, the share of them; empty where it computes all scores."""
         size, s = self.shape.length, self.config.sampling
         kind = attention_kind(model, self.shape.rows, size)
         if kind == "reference":
             return ()
-        if kind == "splash":  # each as many as it needs
-            from shoal.model import splash_attention
+        if kind in ("splash", "pallas"):  # each as many as it needs
+            from shoal.model import pallas_attention, splash_attention
 
-            block = splash_attention.block_size(size)
-            return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens / 2) / block + 1),)
+            block = splash_attention.block_size(size) if kind == "splash" else \
+                pallas_attention.block_size(model.architecture.head_dim, model.dtype)
+            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens / 2) / block + 1)
+            return (read if kind == "splash" else read * block / size,)
         block = block_size(size, model.role.platform)  # all as many as any needs
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 

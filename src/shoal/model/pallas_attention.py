@@ -1,0 +1,178 @@
+"""Attention of rows of several sequences on GPU by kernels in Pallas for Triton: forward; dq; dk and dv.
+
+A program of a kernel holds one block of a head, of queries or of keys, and goes through the list of the blocks that it
+reads or that read it: what lies between is neither loaded nor computed, and only results are written (FlashAttention-2,
+Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Gradients of keys and values are summed over a key head's query heads.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from shoal.model.attention import LOWEST
+from shoal.model.blocked_attention import Blocks, blocks_of
+
+LOG2E = math.log2(math.e)
+"""GPUs compute powers of two: scores in exponents, and their log-sum-exp, are in base 2."""
+
+
+class Readings(NamedTuple):
+    """What the tokens of rows read, the rows rounded up to whole blocks."""
+
+    queries: Blocks  # with lists of the blocks of keys that each reads
+    keys: Blocks  # with lists of the blocks of queries that read each
+
+
+def readings_of(segment: jax.Array, prompt: jax.Array, block: int) -> Readings:
+    """Of rows segment[R, T], prompt[R, T]."""
+    segment, prompt = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))) for x in (segment, prompt))
+    return Readings(blocks_of(segment, prompt, block), blocks_of(segment, prompt, block, of_keys=True))
+
+
+def block_size(head_dim: int, dtype: Any) -> int:
+    """Tokens of a block: what the registers and the shared memory of GPUs from A100 on hold (docs/LOG.md)."""
+    return (64 if head_dim <= 128 else 32) // (2 if dtype == jnp.float32 else 1)
+
+
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, interpret: bool = False) -> jax.Array:
+    """Softmax attention of q[R, T, H, A] to k, v[R, T, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
+    float32."""
+    rows, size, _, head_dim = q.shape
+    count, block = readings.queries.segment.shape
+    # Triton's arrays have sizes of powers of two, and its products at least 16.
+    width = max(16, pl.next_power_of_2(head_dim))
+
+    def by_block(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, count * block // rows - size), (0, 0), (0, width - head_dim)))
+        return x.reshape(count, block, *x.shape[2:])
+
+    q = q * jnp.asarray(head_dim**-0.5, q.dtype)
+    out: Any = _attend(interpret, by_block(q), by_block(k), by_block(v), readings)
+    return out.reshape(rows, -1, *out.shape[2:])[:, :size, :, :head_dim]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings) -> jax.Array:
+    return _forward(interpret, q, k, v, readings)[0]
+
+
+def _forward(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings) -> tuple[jax.Array, Any]:
+    lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)  # [N, H, b]
+    out, lse = _call(_forward_kernel, interpret, (q, lse), 2, q, k, v, readings.queries)
+    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # as splash names its own, see REMAT
+    return out, (q, k, v, readings, out, lse)
+
+
+def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
+    q, k, v, readings, out, lse = residuals
+    delta = jnp.einsum("nbha,nbha->nhb", out, d_out, preferred_element_type=jnp.float32)
+    inputs = q, k, v, d_out, lse, delta
+    d_q, = _call(_query_kernel, interpret, (q,), 3, *inputs, readings.queries)
+    return d_q, *_call(_key_kernel, interpret, (k, v), 4, *inputs, readings.keys), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _call(kernel: Any, interpret: bool, results: tuple, products: int, q: jax.Array, *inputs: Any) -> Any:
+    """A kernel of so many products a pair of blocks: a program for each block and head of the first result."""
+    (count, block, heads, width), (_, each) = q.shape, inputs[-1].lists.shape
+    pairs = count * each * heads * block**2
+    return pl.pallas_call(
+        kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], grid=(count, results[0].shape[2]),
+        interpret=interpret, name=kernel.__name__.removeprefix("_"),
+        compiler_params=triton.CompilerParams(num_warps=8 if q.dtype == jnp.float32 else 4, num_stages=2),
+        # If every block read every one of its row.
+        cost_estimate=pl.CostEstimate(flops=2 * products * pairs * width, transcendentals=pairs, bytes_accessed=0),
+    )(q, *inputs)
+
+
+def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any) -> None:
+    number, head = pl.program_id(0), pl.program_id(1)
+    key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
+    q, query = q_ref[number, :, head], _tokens(blocks, number)
+
+    def add(turn: jax.Array, carry: tuple) -> tuple:
+        top, total, out = carry
+        other = blocks.lists[number, turn]
+        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks, other))
+        scores = jnp.where(mask, _product(q, k.T) * LOG2E, LOWEST)
+        new_top = jnp.maximum(top, scores.max(1))
+        shrink, p = jnp.exp2(top - new_top), jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
+        return new_top, total * shrink + p.sum(1), out * shrink[:, None] + _product(p.astype(v.dtype), v)
+
+    zeros = jnp.zeros(q.shape[:1], jnp.float32)
+    start = zeros + LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
+    top, total, out = jax.lax.fori_loop(0, blocks.counts[number], add, start)
+    # A query without keys: 0, and a log-sum-exp that makes no NaN.
+    known = jnp.where(total == 0.0, 1.0, total)
+    out_ref[number, :, head] = (out / known[:, None]).astype(q.dtype)
+    lse_ref[number, head] = top + jnp.log2(known)
+
+
+def _query_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
+                  d_q_ref: Any) -> None:
+    number, head = pl.program_id(0), pl.program_id(1)
+    key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
+    q, d_out, query = q_ref[number, :, head], d_out_ref[number, :, head], _tokens(blocks, number)
+    lse, delta = lse_ref[number, head], delta_ref[number, head]
+
+    def add(turn: jax.Array, d_q: jax.Array) -> jax.Array:
+        other = blocks.lists[number, turn]
+        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks, other))
+        return d_q + _product(_gradient(q, k, v, d_out, lse, delta, mask)[1], k)
+
+    d_q = jax.lax.fori_loop(0, blocks.counts[number], add, jnp.zeros(q.shape, jnp.float32))
+    d_q_ref[number, :, head] = d_q.astype(q.dtype)
+
+
+def _key_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
+                d_k_ref: Any, d_v_ref: Any) -> None:
+    number, key_head = pl.program_id(0), pl.program_id(1)
+    share = q_ref.shape[2] // k_ref.shape[2]
+    k, v, key = k_ref[number, :, key_head], v_ref[number, :, key_head], _tokens(blocks, number)
+
+    def add(turn: jax.Array, carry: tuple) -> tuple:
+        # One loop over blocks and heads: Triton loads ahead in innermost loops alone.
+        other, head = blocks.lists[number, jax.lax.div(turn, share)], key_head * share + jax.lax.rem(turn, share)
+        q, d_out, mask = q_ref[other, :, head], d_out_ref[other, :, head], _reads(_tokens(blocks, other), key)
+        p, d_scores = _gradient(q, k, v, d_out, lse_ref[other, head], delta_ref[other, head], mask)
+        return carry[0] + _product(d_scores.T, q), carry[1] + _product(p.T, d_out)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    d_k, d_v = jax.lax.fori_loop(0, blocks.counts[number] * share, add, (zeros, zeros))
+    d_k_ref[number, :, key_head], d_v_ref[number, :, key_head] = d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+def _gradient(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array,
+              mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weights and the gradient of scores, [queries, keys]: softmax's is p * (dp - delta), with delta the sum of
+    out * d_out over a head's dimensions."""
+    p = jnp.where(mask, jnp.exp2(_product(q, k.T) * LOG2E - lse[:, None]), 0.0)
+    d_scores = p * (_product(d_out, v.T) - delta[:, None])
+    return p.astype(q.dtype), d_scores.astype(q.dtype)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _tokens(blocks: Any, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Segment, prompt, and place counted over all rows: that of `blocks` would have to be loaded and held."""
+    size = blocks.segment.shape[1]
+    return blocks.segment[number], blocks.prompt[number], number * size + jnp.arange(size)
+
+
+def _reads(query: tuple, key: tuple) -> jax.Array:
+    """bool[queries, keys] of the tokens of two blocks: the rule."""
+    own, prompt, place = (x[:, None] for x in query)
+    segment, _, at = (x[None] for x in key)
+    return ((segment == own) | (segment == prompt)) & (own > 0) & (at <= place)

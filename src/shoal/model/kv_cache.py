@@ -1,4 +1,7 @@
-"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache a layer."""
+"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache a layer.
+
+Attention over them: of a token a slot in decoding, and of a piece of a long prompt in prefill.
+"""
 
 from __future__ import annotations
 
@@ -112,3 +115,37 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
         return out[:, :, 0], cache
 
     return attention
+
+
+def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
+    """The `AttentionFn` of a piece of R prompts: C tokens of each, from `start` on, of at most `longest`.
+
+    The cache holds the keys of the pieces before, [R, K, T, A]. A token reads its prompt's up to its own, as a slot
+    does in decoding. Returned are the piece's own, [R, K, C, A].
+    """
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2), None, None)
+        keys = add_piece(cache, new, start)
+
+        def read(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
+            q, first = queries  # [R, b, H, A], and the place of the first
+            own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, first, block, 2)[:, None]
+                            for x in (keys.prefix_k, keys.prefix_v))
+            before = Keys(keys.prefix_k, keys.prefix_v, jnp.ones((len(q), keys.prefix_k.shape[2]), bool))
+            among = jnp.broadcast_to(jnp.tri(block, dtype=bool), (len(q), block, block))
+            num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
+            return online_softmax(q[:, :, None], before, Keys(own_k, own_v, among), num_before, jnp.int32(block),
+                                  block)[:, :, 0]
+
+        # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few scores at once.
+        queries = jnp.moveaxis(q.reshape(len(q), -1, block, *q.shape[2:]), 1, 0)
+        out = jax.lax.map(read, (queries, start + block * jnp.arange(len(queries))))
+        return jnp.moveaxis(out, 0, 1).reshape(q.shape), new
+
+    return attention
+
+
+def add_piece(keys: Any, new: Any, start: jax.Array) -> Any:
+    """Keys and values [..., T, A] with those of a piece from `start` on."""
+    return jax.tree.map(lambda old, own: jax.lax.dynamic_update_slice_in_dim(old, own, start, old.ndim - 2), keys, new)

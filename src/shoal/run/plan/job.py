@@ -159,8 +159,13 @@ class Job:
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
         runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}
+        trips = {"decode": (chunk, blocks)}
+        piece = engine.scheduler.whole
+        if (pieces := -(-c.sampling.max_prompt_tokens // piece)) > 1:
+            # Of the blocks of keys, each block of queries reads those before it.
+            trips["prefill"] = pieces, (pieces * piece // block_size(piece, role.platform) + 1) / 2
         return {name: Planned(engine.programs[name], role, (parameters,), engine.call_shapes(name), count,
-                              (chunk, blocks) if name == "decode" else ()) for name, count in runs.items() if count}
+                              trips.get(name, ())) for name, count in runs.items() if count}
 
     def _learning(self) -> dict[str, Planned]:
         c, role, state = self.config, self.roles.trainer, self.learner.shapes()

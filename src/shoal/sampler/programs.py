@@ -86,6 +86,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     platform = model.role.platform
+    block = kv_cache.keys_at_once(platform, max(sizes[2:]))
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
@@ -100,7 +101,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
 
     return Programs(layout, model.role.jit(make, out_shardings=layout),
                     jit(partial(_prefill, **static, piece=piece)), jit(partial(_join, **static)),
-                    jit(partial(_decode, **static, block=kv_cache.keys_at_once(platform), is_apart=platform == "cpu")))
+                    jit(partial(_decode, **static, block=block, is_apart=platform == "cpu")))
 
 
 def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:

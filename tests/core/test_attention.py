@@ -231,6 +231,6 @@ def test_memory_grows_with_tokens():
 def test_a_cache_is_read_in_as_few_blocks_as_its_tokens_need(tokens):
     """1,600 tokens were read in 25 blocks of 64 on accelerators, since 256 does not divide them."""
     for platform in ("cpu", "tpu"):
-        size, most = cache_size(tokens, platform), keys_at_once(platform)
+        size, most = cache_size(tokens, platform), keys_at_once(platform, tokens)
         assert tokens <= size < tokens + max(64 * -(-tokens // most), 64)
         assert size // largest_block(size, most) == -(-tokens // most)

@@ -112,15 +112,17 @@ def test_structure_on_gpu():
 
 @pytest.mark.compile_quickly
 @pytest.mark.parametrize(("program", "truncated", "mesh"), [
-    ("prefill", False, (2, 2, 2)), ("prefill", False, (1, 2, 4)), ("decode", False, (2, 2, 2)),
-    ("join", False, (2, 2, 2)), ("decode", False, (8, 1, 1)), ("decode", True, (1, 2, 4)), ("decode", True, (8, 1, 1))])
+    ("prefill", False, (2, 2, 2)), ("prefill", False, (1, 2, 4)), ("prefill in pieces", False, (2, 2, 2)),
+    ("prefill in pieces", False, (1, 2, 4)), ("decode", False, (2, 2, 2)), ("join", False, (2, 2, 2)),
+    ("decode", False, (8, 1, 1)), ("decode", True, (1, 2, 4)), ("decode", True, (8, 1, 1))])
 def test_replicas_exchange_nothing(mesh, program, truncated):
     """Also with fewer key/value heads (2) than `tensor` (4). A loop that ends by replica must hold no permutation: all
     devices take part in one."""
     where = roles(*mesh).sampler
     a = replace(QWEN3, num_layers=1)
-    engine = Engine(Model(a, where), slots=16, group_size=2, max_prompt_tokens=16, max_completion_tokens=16,
-                    eos_ids=(5,), truncated=truncated, max_support=4)
+    engine = Engine(Model(a, where), slots=16, group_size=2, max_completion_tokens=16, eos_ids=(5,),
+                    max_prompt_tokens=2000 if "pieces" in program else 16, truncated=truncated, max_support=4)
+    program = program.split()[0]
     hlo = Module(engine.programs[program].compile(published_shapes(engine.model),
                                                   **engine.call_shapes(program)).as_text())
     tensor, found = where.mesh.shape["tensor"], collectives(hlo)

@@ -22,7 +22,7 @@ from shoal.model.transformer import Architecture, Model, Parameters, forward, is
 from shoal.rollout.publication import publish_to, published_shapes
 from shoal.run.compilation import CompilationCounter
 from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
-from shoal.sampler.programs import CHUNK
+from shoal.sampler.programs import CHUNK, PIECE, piece_size
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import (
@@ -116,7 +116,7 @@ def _all_logits(m: Model, parameters, tokens: jax.Array, length: jax.Array) -> j
 def full_logits(engine: Engine, row_prompt: np.ndarray, completion: Completion) -> np.ndarray:
     """Of each of the completion's tokens, float32[T, V], from one forward over prompt and completion."""
     whole = np.concatenate([row_prompt, completion.token_ids])
-    tokens = np.zeros((1, 192), np.int32)
+    tokens = np.zeros((1, 192 if len(whole) <= 192 else 2176), np.int32)
     tokens[0, : len(whole)] = whole
     values = _all_logits(engine.model, engine.parameters, tokens, np.array([len(whole)], np.int32))
     return np.asarray(values)[len(row_prompt) - 1 : len(whole) - 1]
@@ -183,6 +183,56 @@ def test_log_probs_are_the_trainers(a):
             assert len(completion) == of[g].params.max_tokens
             worst = max(worst, float(np.abs(lp - completion.logprobs).max()))
     assert worst < TOLERANCE
+
+
+# Long prompts enter in pieces
+
+PIECES = (2100, 40, 1025, 1024, 1100)
+
+
+def long(row: int, **changes) -> SampleRequest:
+    return request(row, PIECES[row], count=1, max_tokens=20, **changes)
+
+
+@pytest.fixture(scope="module")
+def in_pieces() -> tuple[Engine, dict[tuple[int, int], Completion]]:
+    """An engine for prompts of up to 2,100 tokens, and what it samples for long and short ones together."""
+    engine = make(group_size=1, slots=8, max_prompt_tokens=2100, max_completion_tokens=64)
+    return engine, play(engine, [long(row) for row in range(len(PIECES))])
+
+
+def test_log_probs_after_a_prompt_in_pieces_are_those_after_the_whole(in_pieces):
+    engine, played = in_pieces
+    assert engine.programs["prefill"].num_compiled == 3  # of 64 tokens, of 1,024, and in pieces
+    for (row, _), completion in played.items():
+        expected = jax.nn.log_softmax(full_logits(engine, long(row).prompt_ids, completion))
+        expected = np.asarray(expected)[np.arange(len(completion)), completion.token_ids]
+        assert np.abs(completion.logprobs - expected).max() < TOLERANCE
+
+
+def test_a_prompt_in_pieces_depends_on_no_companion(in_pieces):
+    """Neither on how many pieces the others have, nor on who was before in its row."""
+    engine, first = in_pieces
+    for rows in ((2,), (4, 2, 0)):
+        same(play(engine, [long(row, id=10 + row) for row in rows]), first)
+
+
+def test_prompts_in_pieces_where_layers_are_apart(in_pieces, monkeypatch):
+    _, first = in_pieces
+    monkeypatch.setattr(Role, "platform", "gpu")
+    engine = Engine(replace(model(SMALL), attention="blocked"), slots=4, group_size=1, max_prompt_tokens=1100,
+                    max_completion_tokens=100, eos_ids=EOS)
+    engine.load(0, publish_to(engine.model, weights(SMALL)))
+    for key, completion in play(engine, [long(2), long(4)]).items():
+        assert completion.token_ids.tolist() == first[key].token_ids.tolist()
+        assert np.abs(completion.logprobs - first[key].logprobs).max() < TOLERANCE
+
+
+def test_a_kernel_takes_whole_prompts(monkeypatch):
+    assert piece_size(model(SMALL), 4096) == PIECE
+    monkeypatch.setattr(Role, "platform", "tpu")
+    assert piece_size(model(SMALL), 4096) == PIECE  # of 8 numbers a head: for splash too few
+    assert piece_size(model(replace(SMALL, head_dim=64)), 4096) == 4096
 
 
 # Tokens are a function of address and weights

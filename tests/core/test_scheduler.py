@@ -22,7 +22,8 @@ def check_prefill(admission: Admission, waiting: list[tuple[int, int, int]], sch
     ids, rows, positions = ([getattr(entry, name) for entry in admission.entries] for name in ("id", "row", "position"))
     batch = scheduler.batch_rows(admission.bucket)
     assert admission.bucket == waiting[0][1] and 1 <= len(ids) <= batch <= scheduler.prefill_rows
-    assert batch * admission.bucket <= max(scheduler.prefill_tokens, scheduler.replicas * admission.bucket)
+    size = scheduler.padded(admission.bucket)
+    assert admission.bucket <= size and batch * size <= max(scheduler.prefill_tokens, scheduler.replicas * size)
     assert len(set(positions)) == len(set(rows)) == len(rows) and max(positions) < batch
     each, own = batch // scheduler.replicas, scheduler.num_rows // scheduler.replicas
     assert [position // each for position in positions] == [row // own for row in rows]
@@ -33,11 +34,12 @@ class Machine(RuleBasedStateMachine):
     """A plain model beside the scheduler: a list that waits, who holds which row, and whose keys each row has."""
 
     @initialize(rows=st.integers(1, 6), prefilled=st.integers(1, 4), joined=st.integers(1, 3),
-                replicas=st.integers(1, 3), tokens=st.sampled_from([64, 256, 1 << 30]))
-    def start(self, rows, prefilled, joined, replicas, tokens):
+                replicas=st.integers(1, 3), tokens=st.sampled_from([64, 256, 1 << 30]),
+                whole=st.sampled_from([64, 256]))
+    def start(self, rows, prefilled, joined, replicas, tokens, whole):
         self.rows = rows * replicas
         self.scheduler = Scheduler(self.rows, min(rows, prefilled) * replicas, min(rows, joined) * replicas, replicas,
-                                   tokens)
+                                   tokens, whole, max(BUCKETS))
         self.waiting: list[tuple[int, int, int]] = []
         self.parts: dict[int, int] = {}  # of each request that is in
         self.entered: dict[int, int] = {}

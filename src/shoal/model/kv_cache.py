@@ -1,4 +1,7 @@
-"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache a layer."""
+"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache a layer.
+
+Attention over them: of a token a slot in decoding, and of a piece of a long prompt in prefill.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,15 @@ KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
 
 
-def keys_at_once(platform: str) -> int:
-    """Keys in one block of decoding's online softmax. A cache of one block is read without a loop.
+def keys_at_once(platform: str, longest: int) -> int:
+    """Keys in one block of decoding's online softmax, of caches of at most `longest`. One block is read without a loop.
 
     By the TPU compiler's cycles a token of 70B (8 v5p chips, 512 keys) takes 14.9 ms without a loop and 16.5 with two
-    blocks of 256. Fewer on CPU, where all keys of a long block would be read though siblings end early.
+    blocks of 256. On CPU a loop copies each block, and reads no keys that nobody has: there blocks are short.
     """
-    return 4 * KEY_BLOCK if platform == "cpu" else 8 * KEY_BLOCK
+    if platform == "cpu":
+        return 4 * KEY_BLOCK if longest <= 4 * KEY_BLOCK else 2 * KEY_BLOCK
+    return 8 * KEY_BLOCK
 
 
 def cache_size(tokens: int, platform: str) -> int:
@@ -31,7 +36,7 @@ def cache_size(tokens: int, platform: str) -> int:
     >>> cache_size(200, "cpu"), cache_size(200, "tpu"), cache_size(320, "tpu"), cache_size(1600, "tpu")
     (256, 256, 320, 1792)
     """
-    blocks = -(-tokens // keys_at_once(platform))
+    blocks = -(-tokens // keys_at_once(platform, tokens))
     return blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))
 
 
@@ -112,3 +117,37 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
         return out[:, :, 0], cache
 
     return attention
+
+
+def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
+    """The `AttentionFn` of a piece of R prompts: C tokens of each, from `start` on, of at most `longest`.
+
+    The cache holds the keys of the pieces before, [R, K, T, A]. A token reads its prompt's up to its own, as a slot
+    does in decoding. Returned are the piece's own, [R, K, C, A].
+    """
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2), None, None)
+        keys = add_piece(cache, new, start)
+
+        def read(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
+            q, first = queries  # [R, b, H, A], and the place of the first
+            own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, first, block, 2)[:, None]
+                            for x in (keys.prefix_k, keys.prefix_v))
+            before = Keys(keys.prefix_k, keys.prefix_v, jnp.ones((len(q), keys.prefix_k.shape[2]), bool))
+            among = jnp.broadcast_to(jnp.tri(block, dtype=bool), (len(q), block, block))
+            num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
+            return online_softmax(q[:, :, None], before, Keys(own_k, own_v, among), num_before, jnp.int32(block),
+                                  block)[:, :, 0]
+
+        # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few scores at once.
+        queries = jnp.moveaxis(q.reshape(len(q), -1, block, *q.shape[2:]), 1, 0)
+        out = jax.lax.map(read, (queries, start + block * jnp.arange(len(queries))))
+        return jnp.moveaxis(out, 0, 1).reshape(q.shape), new
+
+    return attention
+
+
+def add_piece(keys: Any, new: Any, start: jax.Array) -> Any:
+    """Keys and values [..., T, A] with those of a piece from `start` on."""
+    return jax.tree.map(lambda old, own: jax.lax.dynamic_update_slice_in_dim(old, own, start, old.ndim - 2), keys, new)

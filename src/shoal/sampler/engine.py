@@ -21,7 +21,7 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
-from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, empty_batch, make_programs
+from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, empty_batch, make_programs, piece_size
 from shoal.sampler.progress import Decode, PartialCompletion, Progress
 from shoal.sampler.scheduler import Admission, Scheduler
 from shoal.types import Completion, Params, Sampler, SampleRequest, ShoalError, StopReason, StopSignal
@@ -79,21 +79,22 @@ class Engine:
         self.num_groups = max(1, self.num_rows // -(-group_size // self.siblings))  # that are sampled at once
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
+        platform, piece = model.role.platform, piece_size(model, prompt_bucket(max_prompt_tokens))
         # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
         prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
                          for count in (self.num_groups // 4, self.num_rows // 8))
-        self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS)
+        self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS, piece,
+                                   _round_up(max_prompt_tokens, piece))
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Step] = deque()
         self.finished: dict[int, list[Completion]] = {}
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
         self._ended = np.ones((self.num_rows, self.siblings), bool)
-        platform = model.role.platform
         sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
                  cache_size(max_completion_tokens, platform))
         self._state: DecodeState | None = None
-        programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support)
+        programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support, piece)
         self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout
         self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
                                          "join": programs.join, "decode": programs.decode}
@@ -160,8 +161,7 @@ class Engine:
         if program == "decode":
             arrays = self._decode_arrays()
         else:
-            bucket = prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0
-            arrays = empty_batch(self.scheduler.batch_rows(bucket), self.siblings, bucket)
+            arrays = self._empty_batch(prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0)
         return {"state": self.state_shapes(),
                 **jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)}
 
@@ -201,7 +201,7 @@ class Engine:
             for one in map(self.progress.__getitem__, running) for index, partial in enumerate(one.partials))
 
     def _start_admission(self, admission: Admission) -> None:
-        arrays = empty_batch(self.scheduler.batch_rows(admission.bucket), self.siblings, admission.bucket)
+        arrays = self._empty_batch(admission.bucket)
         own, owners = self.num_rows // self.scheduler.replicas, []  # rows are counted within their replica
         for position, id, part, row, source in admission.entries:
             progress = self.progress[id]
@@ -224,6 +224,9 @@ class Engine:
         if self._state is None:
             self._state = self.programs["make_state"]()
         self._start("prefill" if admission.bucket else "join", arrays, owners)
+
+    def _empty_batch(self, bucket: int) -> dict[str, Any]:
+        return empty_batch(self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket))
 
     def _start_decode(self) -> None:
         owners = [Owner(row, row, part, self.progress[id]) for row, (id, part) in self.scheduler.running.items()]

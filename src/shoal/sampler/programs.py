@@ -21,14 +21,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shoal.mesh import Program, Role
 from shoal.mesh.programs import SAMPLER_OPTIONS
 from shoal.model import kv_cache
+from shoal.model.blocked_attention import block_size
 from shoal.model.kv_cache import LayerCache
-from shoal.model.segment_attention import prefill_attention
-from shoal.model.transformer import Model, by_layer, forward, logits
+from shoal.model.segment_attention import attention_kind, prefill_attention
+from shoal.model.transformer import Block, Model, by_layer, forward, logits, unstacked
 from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
 CHUNK = 32
 """Tokens that a slot samples in one dispatch of the decoder at most: the host searches for stop strings after each."""
+
+PIECE = 1024
+"""Tokens of a prompt that are computed at once where attention has no kernel of its own (see `piece_size`)."""
 
 PROGRAMS_KEPT = 4
 """Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""
@@ -75,12 +79,14 @@ class Programs(NamedTuple):
 
 @lru_cache(PROGRAMS_KEPT)
 def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
-                  max_support: int) -> Programs:
-    """The programs for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens."""
+                  max_support: int, piece: int) -> Programs:
+    """The programs for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens. Longer prompts than
+    `piece` tokens enter in pieces."""
     make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
-    block = kv_cache.keys_at_once(model.role.platform)
+    platform = model.role.platform
+    block = kv_cache.keys_at_once(platform, max(sizes[2:]))
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
@@ -93,9 +99,9 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
         return role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",
                         out_shardings=(layout, sampled))
 
-    return Programs(layout, model.role.jit(make, out_shardings=layout), jit(partial(_prefill, **static)),
-                    jit(partial(_join, **static)),
-                    jit(partial(_decode, **static, block=block, is_apart=model.role.platform == "cpu")))
+    return Programs(layout, model.role.jit(make, out_shardings=layout),
+                    jit(partial(_prefill, **static, piece=piece)), jit(partial(_join, **static)),
+                    jit(partial(_decode, **static, block=block, is_apart=platform == "cpu")))
 
 
 def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:
@@ -185,16 +191,54 @@ def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
 
 
 def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, rows: jax.Array,
-             limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model,
+             limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model, piece: int,
              **static: Any) -> tuple[DecodeState, SampledTokens]:
     """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first siblings."""
     count, size = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(size), (count, size))
-    hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(model, length, size))
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
-    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
+    if size <= piece:
+        positions = jnp.broadcast_to(jnp.arange(size), (count, size))
+        hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(model, length, size))
+        last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
+    else:
+        last, prompt_keys = _in_pieces(parameters, tokens, length, piece, model)
     state = replace(state, caches=kv_cache.write_prefixes(state.caches, prompt_keys, rows))
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
+
+
+def piece_size(model: Model, longest: int) -> int:
+    """Tokens of a prompt that are computed at once. Longer ones enter in pieces, all by one program.
+
+    A kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long for one of 16k tokens.
+    """
+    return PIECE if attention_kind(model, 1, longest) in ("reference", "blocked") else longest
+
+
+def _in_pieces(parameters: Params, tokens: jax.Array, length: jax.Array, piece: int,
+               model: Model) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """Prompts tokens[R, T], T in whole pieces: the last hidden states [R, D], and each layer's keys [R, T, K, A]."""
+    (count, size), a, longest = tokens.shape, model.architecture, length.max()
+    layers, block = a.num_layers, block_size(piece, model.role.platform)
+    # Keys are stacked where the layers are: a scan compiles in one layer's time.
+    is_stacked = isinstance(parameters.blocks, Block)
+    zeros = jnp.zeros((*(layers,) * is_stacked, count, model.key_heads, size, a.head_dim), model.dtype)
+    layer = LayerCache(zeros, zeros, None, None)
+
+    def one(carry: tuple) -> tuple:
+        number, last, keys = carry
+        start = number * piece
+        positions = jnp.broadcast_to(start + jnp.arange(piece), (count, piece))
+        hidden, new = forward(model, parameters, jax.lax.dynamic_slice_in_dim(tokens, start, piece, 1), positions,
+                              kv_cache.piece_attention(start, longest, block), keys)
+        turn, place = jnp.divmod(length - 1, piece)  # of the prompt's last token
+        found = jnp.take_along_axis(hidden, place[:, None, None], axis=1)[:, 0]
+        return number + 1, jnp.where((turn == number)[:, None], found, last), kv_cache.add_piece(keys, new, start)
+
+    # As many pieces as the longest has: what the others compute beyond their ends is masked, as padding is.
+    start = jnp.int32(0), jnp.zeros((count, a.hidden_size), model.dtype), layer if is_stacked else (layer,) * layers
+    _, last, keys = jax.lax.while_loop(lambda carry: carry[0] * piece < longest, one, start)
+    apart: Any = unstacked(keys, layers) if is_stacked else keys
+    return last, [(layer.prefix_k.swapaxes(1, 2), layer.prefix_v.swapaxes(1, 2)) for layer in apart]
 
 
 def _join(parameters: Params, *, state: DecodeState, sources: jax.Array, rows: jax.Array, limit: jax.Array,

@@ -42,9 +42,10 @@ class Entering:
 class Scheduler:
     """First come, first served, a bucket of prompt lengths at a time.
 
-    Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed `prefill_tokens`. A
-    prefill costs the same however many of its rows are used, so the scheduler waits until it can fill one, unless
-    nothing else is left to run. A request that needs several rows takes further ones as soon as they are free, before
+    Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed `prefill_tokens`;
+    as many of all buckets beyond `whole`, which share a program, as of the `longest` prompts. A prefill costs the same
+    however many of its rows are used, so the scheduler waits until it can fill one, unless nothing else is left to run.
+    A request that needs several rows takes further ones as soon as they are free, before
     another prompt enters. Each replica has an equal part of the rows and of every batch, in order; a request is of one
     replica.
     """
@@ -54,6 +55,8 @@ class Scheduler:
     join_rows: int = 1
     replicas: int = 1
     prefill_tokens: int = 1 << 62
+    whole: int = 1 << 62
+    longest: int = 0
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
     entering: dict[int, Entering] = field(default_factory=dict)  # by id, in the order of their prefills
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
@@ -73,8 +76,12 @@ class Scheduler:
         """Positions of the batch of an admission."""
         if not bucket:
             return self.join_rows
-        most = min(self.prefill_rows, self.prefill_tokens // bucket)
+        most = min(self.prefill_rows, self.prefill_tokens // self.padded(bucket))
         return max(1, most // self.replicas) * self.replicas
+
+    def padded(self, bucket: int) -> int:
+        """Tokens that a prompt of a bucket is padded to."""
+        return bucket if bucket <= self.whole else self.longest
 
     def admit(self) -> Admission | None:
         """The next step that fills rows, or None if decoding should continue."""

@@ -152,15 +152,20 @@ class Job:
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
         # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
-        block = keys_at_once(role.platform)
-        prompt, own = (-(-size // block) for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens))
+        lengths = c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens
+        prompt, own = (-(-size // keys_at_once(role.platform, max(lengths))) for size in lengths)
         turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
         blocks = sum(turns) / max(1, len(turns))
         dispatches = max(1, -(-tokens // CHUNK))
         chunk = min(CHUNK, max(1, tokens / dispatches))
         runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}
+        trips = {"decode": (chunk, blocks)}
+        piece = engine.scheduler.whole
+        if (pieces := -(-c.sampling.max_prompt_tokens // piece)) > 1:
+            # Of the blocks of keys, each block of queries reads those before it.
+            trips["prefill"] = pieces, (pieces * piece // block_size(piece, role.platform) + 1) / 2
         return {name: Planned(engine.programs[name], role, (parameters,), engine.call_shapes(name), count,
-                              (chunk, blocks) if name == "decode" else ()) for name, count in runs.items() if count}
+                              trips.get(name, ())) for name, count in runs.items() if count}
 
     def _learning(self) -> dict[str, Planned]:
         c, role, state = self.config, self.roles.trainer, self.learner.shapes()

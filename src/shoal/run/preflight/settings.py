@@ -233,6 +233,10 @@ def check_settings(config: Config, findings: Findings) -> None:
     if 0 < s.temperature < 0.3 or s.temperature > 1.5:
         check.warning(f"sampling.temperature={s.temperature:g}: groups of "
                       f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual")
+    size, row = config.batch.group_size, s.siblings_per_row
+    if 0 < row < size and size % row:
+        check.warning(f"sampling.siblings_per_row={row} leaves {-size % row} of {size + -size % row} places of a group "
+                      f"empty: use a divisor of batch.group_size={size}, or 0 (auto)")
     if config.reward.weights and not any(config.reward.weights):
         check.wrong("reward.weights are all 0, so is every reward: set one above 0")
     if config.algorithm.kl_coef >= 1:

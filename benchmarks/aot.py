@@ -52,9 +52,9 @@ JOBS: Mapping[str, tuple[str, str]] = {
     "1.5b-h200-decode": (DECODE, "topology=h200:1 model.name=qwen2.5-1.5b batch.prompts_per_step=32"),
     "8b-v6e": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1"),
     "8b-h200": (UPDATE, "topology=h200:8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=16384"),
-    # Two rows of four completions of 4,096 tokens on each two of the devices: 32 in a micro-batch.
-    "8b-v6e-long": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=16640 "
-                            "batch.prompts_per_step=8 sampling.max_completion_tokens=4096"),
+    # A row is a prompt with one completion, 4,352 tokens, whatever less batch.micro_tokens is.
+    "8b-v6e-long": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.prompts_per_step=8 "
+                            "sampling.max_completion_tokens=4096"),
 }
 """Name -> (the programs of its rows, the words after `shoal plan`), over LENGTHS."""
 

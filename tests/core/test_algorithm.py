@@ -23,6 +23,7 @@ from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.correction import correction_weights
 from shoal.algorithm.kl import k3, token_kl
+from shoal.algorithm.logprobs import chunk_size
 from shoal.algorithm.policy_loss import policy_loss
 from shoal.algorithm.segments import segment_mean
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
@@ -313,3 +314,9 @@ def test_annotations_hold() -> None:
         checked(part.load())(x)
     for name in CORRECTIONS.keys() - {"none"}:
         checked(correction_weights)(CORRECTIONS[name].load(), "sequence", x, x, mask, segment, 2.0, 0.5)
+
+
+def test_chunks_of_tokens_are_equal():
+    """4,352 tokens of which 2,093 fit: three chunks of those would be a third padding."""
+    assert chunk_size(1, 4352, 128256, 2**28) == 1451
+    assert chunk_size(2, 100, 10, 10**6) == 100 and chunk_size(2, 100, 10**6, 1) == 8

@@ -62,6 +62,13 @@ def test_an_unknown_compiler_option_is_dropped_with_a_warning(monkeypatch):
     assert role.jit(lambda x: x * 3)(jnp.ones(3)).tolist() == [3, 3, 3]  # now known: no second warning
 
 
+def test_options_of_some_programs_yield_to_the_users():
+    role = replace(roles().trainer, compiler_options=(("kept", 1), ("both", 1)))
+    kind = role.mesh.devices.flat[0].device_kind
+    assert dict(role.with_options({kind: {"both": 2, "new": 2}}).compiler_options) == {"kept": 1, "both": 1, "new": 2}
+    assert role.with_options({"another": {"new": 2}}) == role
+
+
 def test_a_program_compiles_for_shapes_without_running():
     program = roles().trainer.jit(lambda x: x.sum())
     compiled = program.compile(jax.ShapeDtypeStruct((8,), jnp.float32))

@@ -182,6 +182,18 @@ def test_a_gather_inside_asynchronous_fusions_counts_once():
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
 
 
+def test_a_loop_in_steps_of_two_runs_half_as_often():
+    """XLA unrolls a product whose parts devices exchange: its cycles would count twice."""
+    last = "  ROOT %tuple.2 = (s32[], bf16[8,16]{1,0}) tuple("
+    assert last in TPU
+    unrolled = TPU.replace(last, f"""  %i = s32[] get-tuple-element(%s), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+{last}%next, """)
+    costs = Module(unrolled).costs()
+    assert sum(costs.cycles.values()) == 16 * 150 + 7 and costs.assumed == []
+
+
 def test_what_follows_a_kernel_counts():
     """A kernel's configuration is written in lines of its own, which begin as the end of a computation does."""
     text = TPU.replace("  %dot.1 =", '''  %kernel.1 = f32[8]{0} custom-call(%b), frontend_attributes={

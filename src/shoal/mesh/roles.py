@@ -55,6 +55,12 @@ class Role:
         """A function compiled for the role's devices, with its compiler options; `options` are those of `jax.jit`."""
         return Program(function, dict(self.compiler_options), self.mesh.devices.flat, options)
 
+    def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> Role:
+        """The role with options of some of its programs besides, by kind of device."""
+        # The role's come last: they hold those that the user gave.
+        own = {**options.get(self.mesh.devices.flat[0].device_kind, {}), **dict(self.compiler_options)}
+        return replace(self, compiler_options=tuple(own.items()))
+
     @property
     def platform(self) -> str:
         """cpu, gpu or tpu"""

@@ -91,9 +91,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
 
-    # The role's come last: they hold those that the user gave.
-    options = SAMPLER_OPTIONS.get(model.role.mesh.devices.flat[0].device_kind, {}) | dict(model.role.compiler_options)
-    role = replace(model.role, compiler_options=tuple(options.items()))
+    role = model.role.with_options(SAMPLER_OPTIONS)
 
     def jit(step: Callable) -> Program:
         return role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",

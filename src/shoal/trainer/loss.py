@@ -43,7 +43,7 @@ class Objective:
     correction: Callable[..., Any] | None = None
     correction_level: str = "token"
     correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
-    chunk_elements: int = CHUNK_ELEMENTS
+    chunk_elements: int = 0  # logits at once; 0: by device, see CHUNK_ELEMENTS
 
     @classmethod
     def of(cls, a: AlgorithmSection) -> Objective:
@@ -64,7 +64,7 @@ class Objective:
         )
 
 
-def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int,
+def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int = 0,
                    entropy_gradient: bool = False) -> Any:
     """Log-probs and entropies of completions' tokens, float32[R, T] each, 0 elsewhere; a prompt is computed once for
     all completions that follow it in its row.
@@ -75,7 +75,8 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     attention = segment_attention(model, batch.segment, batch.prompt)
     hidden, _ = forward(model, parameters, batch.tokens, batch.position, attention)
     before = jnp.take_along_axis(hidden, batch.before[..., None], axis=1)
-    chunk = chunk_size(-(-rows // model.role.row_shards), size, model.architecture.vocab_size, chunk_elements)
+    chunk = chunk_size(-(-rows // model.role.row_shards), size, model.architecture.vocab_size,
+                       chunk_elements or CHUNK_ELEMENTS[model.role.platform])
     # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the head (docs/LOG.md).
     values = token_logprobs(before, batch.tokens, batch.temperature, head_projection(model, parameters), chunk,
                             batch.support_ids, entropy_gradient)

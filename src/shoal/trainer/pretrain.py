@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.mesh import Role
 from shoal.model.transformer import Architecture, Model, initialise, is_param_spec, param_specs
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape
@@ -113,7 +112,7 @@ def run_pretraining(
 def _update(model: Model, optimizer: optax.GradientTransformation, parameters: Params, moments: Any,
             batch: LearnerBatch) -> tuple[Params, Any, jax.Array]:
     def loss(parameters: Params) -> jax.Array:
-        lp, _ = batch_logprobs(model, parameters, batch, CHUNK_ELEMENTS)
+        lp, _ = batch_logprobs(model, parameters, batch)
         return -jnp.sum(batch.weight * lp)
 
     value, gradient = jax.value_and_grad(loss)(parameters)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import OptimizerSection
 from shoal.mesh import Program, Role, put
+from shoal.mesh.programs import UPDATE_OPTIONS
 from shoal.model.transformer import Architecture, Model, ParamSpec, is_param_spec, param_specs, shardings
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss, metric_shapes
@@ -137,7 +137,7 @@ class ModelScorer:
 
     def score(self, batch: LearnerBatch) -> jax.Array:
         rows = len(batch.tokens)
-        lp = score_program(self.model, CHUNK_ELEMENTS)(self.parameters, self._put(batch))
+        lp = score_program(self.model, Objective.chunk_elements)(self.parameters, self._put(batch))
         return lp[:rows] if len(lp) > rows else lp
 
     def _put(self, batch: LearnerBatch) -> LearnerBatch:
@@ -175,8 +175,8 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     role, everywhere = model.role, model.role.replicated
     sums = GradientSum(shardings(model.architecture, role), everywhere, everywhere, everywhere)
     zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
-    accumulate = role.jit(partial(_accumulate, model, objective), donate_argnums=0,
-                          out_shardings=(sums, role.host_layout))
+    accumulate = role.with_options(UPDATE_OPTIONS).jit(
+        partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, role.host_layout))
     # Scoring sums no gradients: one program, whatever their type is.
     return zero, accumulate, score_program(replace(model, reduce_dtype=Model.reduce_dtype), objective.chunk_elements)
 

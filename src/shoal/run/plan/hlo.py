@@ -197,12 +197,23 @@ class Module:
         condition = self.computations.get(loop.named("condition"), [])
         by_name = {one.name: one for one in condition}
         root = next((one for one in condition if one.root), None)
-        # `i < constant`, from 0 in steps of 1, as JAX and XLA make counted loops.
+        # `i < constant` from 0, as JAX and XLA make counted loops.
         if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
             return None
-        bound = by_name.get(root.operands[1])
-        found = re.match(r"constant\((\d+)\)", f"{bound.op}({','.join(bound.operands)})") if bound else None
-        return int(found[1]) if found else None
+        counter, bound = (by_name.get(operand) for operand in root.operands)
+        number = _constant(bound)
+        return None if number is None else -(-number // self._step(loop, counter))
+
+    def _step(self, loop: Instruction, counter: Instruction | None) -> int:
+        """What a loop adds to its counter: 2 where XLA has unrolled a product with the exchange of its parts."""
+        body = {one.name: one for one in self.computations.get(loop.named("body"), [])}
+        root = next((one for one in body.values() if one.root), None)
+        index = re.search(r"index=(\d+)", counter.attributes) if counter else None
+        if root is None or root.op != "tuple" or index is None:
+            return 1
+        last = body.get(root.operands[int(index[1])])
+        steps = [_constant(body.get(name)) for name in last.operands] if last and last.op == "add" else []
+        return next(filter(None, steps), 1)
 
     def _called(self, one: Instruction) -> Iterator[str]:
         for attribute in ("to_apply", "calls", "called_computations"):
@@ -303,6 +314,11 @@ def _through(name: str, users: Mapping[str, list[Instruction]]) -> list[Instruct
     for use in users.get(name, []):
         found += _through(use.name, users) if use.op in ("bitcast", "copy", "convert") and use.name in users else [use]
     return found
+
+
+def _constant(one: Instruction | None) -> int | None:
+    """The value of a constant whole number."""
+    return int(one.operands[0]) if one and one.op == "constant" and one.operands[0].isdigit() else None
 
 
 def _product_flops(one: Instruction, shapes: Mapping[str, str]) -> float:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of
@@ -47,6 +46,7 @@ from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
 from shoal.trainer.batch import LearnerBatch, Shape, fill_rows
+from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 from shoal.types import ShoalError
@@ -185,7 +185,8 @@ class Job:
         for name, model in self._scorers().items():
             own = self._batch(model.role)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
-            found[name] = Planned(score_program(model, CHUNK_ELEMENTS), model.role, (weights, own), runs=scored,
+            program = score_program(model, Objective.chunk_elements)
+            found[name] = Planned(program, model.role, (weights, own), runs=scored,
                                   assumed_trips=self._blocks_read(model), batch_bytes=bytes_per_device(own))
         found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
                                       runs=batches * updates, assumed_trips=self._blocks_read(self.model),

@@ -54,7 +54,8 @@ def make_updater(config: Config, learner: Learner, reference: ModelScorer | None
 
 def whole_shape(config: Config, row_shards: int) -> Shape:
     """The shape of nearly all micro-batches."""
-    return update_shapes(longest_sequence(config), config.batch, config.algorithm.num_minibatches, row_shards)[0]
+    return update_shapes(longest_sequence(config), config.sampling.max_completion_tokens, config.batch,
+                         config.algorithm.num_minibatches, row_shards)[0]
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,8 @@ class Scheduler:
     Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed `prefill_tokens`;
     as many of all buckets beyond `whole`, which share a program, as of the `longest` prompts. A prefill costs the same
     however many of its rows are used, so the scheduler waits until it can fill one, unless nothing else is left to run.
-    A request that needs several rows takes further ones as soon as they are free, before
-    another prompt enters. Each replica has an equal part of the rows and of every batch, in order; a request is of one
-    replica.
+    A request that needs several rows takes further ones as soon as they are free, before another prompt enters. Each
+    replica has an equal part of the rows and of every batch, in order; a request is of one replica.
     """
 
     num_rows: int

@@ -127,14 +127,14 @@ def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int, coun
     of them. They depend on settings alone.
 
     A row of the first holds `longest` tokens, a prompt with its completion, however few `micro_tokens` are. An update
-    has at most `most` tokens.
+    has at most `most` tokens, if it computes each prompt once; one micro-batch holds them where it may.
     """
     wanted = max(1, min(micro_tokens, -(-most // row_shards)))
     rows = max(1, wanted // max(longest, MOST_ROW_TOKENS))
     each = wanted // rows
     # Round lengths: attention works in blocks that divide them.
     unit = min(512, 2 ** max(4, (each // 8).bit_length() - 1))
-    whole = max(each // unit, -(-longest // unit)) * unit
+    whole = max(min(-(-each // unit), micro_tokens // rows // unit), -(-longest // unit)) * unit
     lengths = {-(-whole // (16 * 4**number)) * 16: None for number in range(count)}
     return tuple(Shape(rows * row_shards, length) for length in lengths)
 

@@ -46,9 +46,12 @@ def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
     return needs_old_logprobs(a, has_teacher) + (a.kl_coef > 0) + has_teacher
 
 
-def update_shapes(longest: int, batch: BatchSection, num_minibatches: int, row_shards: int) -> tuple[Shape, ...]:
-    """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the longest completion."""
-    most = -(-batch.prompts_per_step // num_minibatches) * batch.group_size * longest
+def update_shapes(longest: int, max_tokens: int, batch: BatchSection, num_minibatches: int,
+                  row_shards: int) -> tuple[Shape, ...]:
+    """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the longest completion,
+    which has `max_tokens`."""
+    group = longest + (batch.group_size - 1) * max_tokens
+    most = -(-batch.prompts_per_step // num_minibatches) * group
     return row_shapes(longest, most, batch.micro_tokens, row_shards, batch.max_shapes)
 
 
@@ -124,7 +127,7 @@ class Updater:
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
         """The shapes of micro-batches: the same in every step, unless groups are longer than `longest`."""
         found = max((len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0)
-        return update_shapes(max(self.longest, found), self.batch, self.algorithm.num_minibatches,
+        return update_shapes(max(self.longest, found), self.max_tokens, self.batch, self.algorithm.num_minibatches,
                              self.learner.model.role.row_shards)
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:

@@ -62,23 +62,23 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,
-                   block: int) -> jax.Array:
+                   blocks: tuple[int, int]) -> jax.Array:
     """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
 
     Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys (int32 scalars) are
     read, rounded up to blocks; the others must be masked. A wholly masked block changes no bit of a row that already
     has a key, so neither the padding of a row nor the other rows of the batch show in its result. A block has the most
-    keys, at most `block`, that divide T. No gradient.
+    keys, at most the prompt's and the own of `blocks`, that divide T. No gradient.
     """
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     # The slots of a row are queries of one product each with its prompt's keys and values.
     shared = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
     start = (jnp.full(shared.shape[:-1], LOWEST, jnp.float32), jnp.zeros(shared.shape[:-1], jnp.float32),
              jnp.zeros(shared.shape, jnp.float32))
-    carry = _over_blocks(shared, prefix, num_prefix, block, start)
+    carry = _over_blocks(shared, prefix, num_prefix, blocks[0], start)
     split = (len(q), q.shape[2], q.shape[1], q.shape[3])  # R, K, S, g
     carry = jax.tree.map(lambda x: x.reshape(*split, *x.shape[3:]).swapaxes(1, 2), carry)
-    _, total, out = _over_blocks(q, own, num_own, block, carry)
+    _, total, out = _over_blocks(q, own, num_own, blocks[1], carry)
     out = out / total[..., None]
     return out.reshape(*out.shape[:2], 1, -1, out.shape[-1]).astype(q.dtype)
 

@@ -19,14 +19,14 @@ KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
 
 
-def keys_at_once(platform: str, longest: int) -> int:
-    """Keys in one block of decoding's online softmax, of caches of at most `longest`. One block is read without a loop.
+def keys_at_once(platform: str, keys: int) -> int:
+    """Keys in one block of decoding's online softmax over a cache of so many. One block is read without a loop.
 
     By the TPU compiler's cycles a token of 70B (8 v5p chips, 512 keys) takes 14.9 ms without a loop and 16.5 with two
-    blocks of 256. On CPU a loop copies each block, and reads no keys that nobody has: there blocks are short.
+    blocks of 256. On CPU a loop copies each block, but reads no keys that nobody has: there blocks are short.
     """
     if platform == "cpu":
-        return 4 * KEY_BLOCK if longest <= 4 * KEY_BLOCK else 2 * KEY_BLOCK
+        return KEY_BLOCK if keys <= 4 * KEY_BLOCK else 2 * KEY_BLOCK
     return 8 * KEY_BLOCK
 
 
@@ -92,7 +92,7 @@ def copy_prefixes(caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.
 
 
 def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array, num_own: jax.Array,
-                     block: int) -> AttentionFn:
+                     platform: str) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
@@ -110,10 +110,11 @@ def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax
 
         cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k), write(cache.own_v, v))
         prefix_mask = jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None]
+        blocks = keys_at_once(platform, cache.prefix_k.shape[2]), keys_at_once(platform, cache.own_k.shape[3])
         # Up to and with the token itself; what an earlier completion left behind lies beyond and stays masked.
         own_mask = jnp.arange(cache.own_k.shape[3]) <= position[..., None]
         out = online_softmax(q[:, :, None], Keys(cache.prefix_k, cache.prefix_v, prefix_mask),
-                             Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, block)
+                             Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, blocks)
         return out[:, :, 0], cache
 
     return attention
@@ -138,7 +139,7 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
             among = jnp.broadcast_to(jnp.tri(block, dtype=bool), (len(q), block, block))
             num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
             return online_softmax(q[:, :, None], before, Keys(own_k, own_v, among), num_before, jnp.int32(block),
-                                  block)[:, :, 0]
+                                  (block, block))[:, :, 0]
 
         # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few scores at once.
         queries = jnp.moveaxis(q.reshape(len(q), -1, block, *q.shape[2:]), 1, 0)

@@ -85,8 +85,6 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
-    platform = model.role.platform
-    block = kv_cache.keys_at_once(platform, max(sizes[2:]))
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
@@ -99,7 +97,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
 
     return Programs(layout, model.role.jit(make, out_shardings=layout),
                     jit(partial(_prefill, **static, piece=piece)), jit(partial(_join, **static)),
-                    jit(partial(_decode, **static, block=block, is_apart=platform == "cpu")))
+                    jit(partial(_decode, **static)))
 
 
 def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:
@@ -282,12 +280,11 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
 
 
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, model: Model,
-            eos_ids: tuple[int, ...], truncated: bool, max_support: int,
-            block: int, is_apart: bool) -> tuple[DecodeState, SampledTokens]:
+            eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where `enough`[1]
     rows have ended before."""
     shape = state.token.shape
-    if is_apart:
+    if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
         parameters = replace(parameters, blocks=by_layer(model, parameters))
     start = replace(state, done=state.done | stopped)
@@ -313,7 +310,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own, block)
+        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own, model.role.platform)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,

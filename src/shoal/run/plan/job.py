@@ -153,7 +153,7 @@ class Job:
         tokens = c.sampling.max_completion_tokens - 1
         # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
         lengths = c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens
-        prompt, own = (-(-size // keys_at_once(role.platform, max(lengths))) for size in lengths)
+        prompt, own = (-(-size // keys_at_once(role.platform, size)) for size in lengths)
         turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
         blocks = sum(turns) / max(1, len(turns))
         dispatches = max(1, -(-tokens // CHUNK))

@@ -54,7 +54,7 @@ def head_of(workshop: Workshop, *changes: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize(("platform", "given", "expected"), [("cpu", 0, 2048), ("tpu", 0, 16384), ("gpu", 0, 16384),
+@pytest.mark.parametrize(("platform", "given", "expected"), [("cpu", 0, 2048), ("tpu", 0, 4096), ("gpu", 0, 4096),
                                                               ("cpu", 4096, 4096), ("tpu", 512, 512)])
 def test_micro_tokens_follow_from_the_platform_unless_given(platform, given, expected):
     config, _ = compose("train", ["task=gsm8k", f"batch.micro_tokens={given}"])

@@ -360,7 +360,7 @@ class BatchSection:
     """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
     micro_tokens: int = 0
     """Tokens of a micro-batch on one device, padding included, in one row that prompts and completions fill; it holds
-    at least the longest prompt with the longest completion. 0 for 16,384 on accelerators and 2,048 on CPU. This
+    at least the longest prompt with the longest completion. 0 for 4,096 on accelerators and 2,048 on CPU. This
     replaces micro-batch size and gradient accumulation: it affects memory and speed, never the result."""
     max_shapes: int = 4
     """Shapes of micro-batches, each a program to compile: rows of micro_tokens, and of a quarter, a sixteenth, ... of

@@ -206,8 +206,9 @@ def changes(config: Config, job: Mapping[str, Any], change_results: bool = False
 
 def _batch(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     b, s = config.batch, config.sampling
-    if b.micro_tokens // 2 >= s.max_prompt_tokens + s.max_completion_tokens:
-        yield Change({"batch.micro_tokens": b.micro_tokens // 2}, "weights are gathered more often")
+    half = min(b.micro_tokens, job["shape"]["length"]) // 2  # an update may have fewer tokens than would be taken
+    if half >= s.max_prompt_tokens + s.max_completion_tokens:
+        yield Change({"batch.micro_tokens": half}, "weights are gathered more often")
     group = s.max_prompt_tokens + b.group_size * s.max_completion_tokens
     for more in (2 * b.micro_tokens, group):
         if more > b.micro_tokens:

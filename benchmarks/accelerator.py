@@ -174,7 +174,6 @@ def update_of(plan: Plan, tokens: int, weights: Any, measured: Mapping[str, floa
         total, logprobs = trial.learner.accumulate(total, weights, batch)
         return logprobs
 
-    call()  # the first may be a program of its own
     seconds = seconds_of(call, 3)
     operations = 3 * trial.shape.prompts * forward_flops(trial.architecture, length, [length] * 7)
     computed = computed_tokens(batch)

@@ -46,6 +46,13 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(q.dtype)
 
 
+def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array:
+    """Which queries of a row read which keys, from (segment, prompt, place) of both, ready to meet: the tokens at or
+    before them of their own segment and of their prompt's. Padding, segment 0, reads nothing."""
+    (own, prompt, place), (segment, _, at) = query, key
+    return ((segment == own) | (segment == prompt)) & (own > 0) & (at <= place)
+
+
 def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
     """Scales by 1/sqrt(A) and splits the heads: [..., H, A] -> [..., K, H // K, A]."""
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)

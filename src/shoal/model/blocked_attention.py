@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shoal.model.attention import LOWEST, by_key_head, einsum32, largest_block
+from shoal.model.attention import LOWEST, by_key_head, einsum32, largest_block, reads
 
 BLOCK = {"cpu": 64, "gpu": 256, "tpu": 512}
 """Queries, and keys, of a block. On CPU 32 and 128 take longer (docs/LOG.md)."""
@@ -154,9 +154,9 @@ _attend.defvjp(_forward, _backward)
 def _turn(blocks: Blocks, mine: Blocks, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys [n, 1, 1, c, t]."""
     number = mine.lists[:, turn]
-    segment, place = blocks.segment[number][:, None], blocks.place[number][:, None]
-    own, prompt = mine.segment[:, :, None], mine.prompt[:, :, None]
-    mask = ((segment == own) | (segment == prompt)) & (own > 0) & (place <= mine.place[:, :, None])
+    tokens = blocks.segment, blocks.prompt, blocks.place
+    mask = reads(tuple(x[:, :, None] for x in (mine.segment, mine.prompt, mine.place)),
+                 tuple(x[number][:, None] for x in tokens))
     return number, (mask & (turn < mine.counts)[:, None, None])[:, None, None]
 
 

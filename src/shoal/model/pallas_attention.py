@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shoal.model.attention import LOWEST
+from shoal.model.attention import LOWEST, reads
 from shoal.model.blocked_attention import Blocks, blocks_of
 
 LOG2E = math.log2(math.e)
@@ -172,7 +172,5 @@ def _tokens(blocks: Any, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _reads(query: tuple, key: tuple) -> jax.Array:
-    """bool[queries, keys] of the tokens of two blocks: the rule."""
-    own, prompt, place = (x[:, None] for x in query)
-    segment, _, at = (x[None] for x in key)
-    return ((segment == own) | (segment == prompt)) & (own > 0) & (at <= place)
+    """bool[queries, keys] of the tokens of two blocks."""
+    return reads(tuple(x[:, None] for x in query), tuple(x[None] for x in key))

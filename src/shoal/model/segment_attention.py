@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
 from shoal.mesh.accelerators import accelerator_of
-from shoal.model.attention import attend
+from shoal.model.attention import attend, reads
 from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
 from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
@@ -121,9 +121,8 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
 
 def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, prompt: jax.Array) -> jax.Array:
     """The reference: all scores of each row."""
-    own, key = segment[:, :, None], segment[:, None]
-    mask = ((key == own) | (key == prompt[:, :, None])) & (own > 0) & jnp.tri(segment.shape[1], dtype=bool)
-    return attend(q, k, v, mask)
+    tokens = segment, prompt, jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
+    return attend(q, k, v, reads(tuple(x[:, :, None] for x in tokens), tuple(x[:, None] for x in tokens)))
 
 
 def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:

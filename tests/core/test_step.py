@@ -29,6 +29,7 @@ from tiny_runs import forget_programs
 
 from shoal.algorithm.policy_loss import clipped
 from shoal.config.schema import AlgorithmSection, OptimizerSection
+from shoal.model.linear import spread
 from shoal.model.transformer import Architecture, Model
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
 from shoal.trainer.loss import Objective, batch_loss
@@ -234,3 +235,17 @@ def test_recomputing_blocks_changes_no_gradient():
     for recomputed in others:
         for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
             assert relative(x, y) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
+    """XLA's sums over rows on CPU take eight times as long; in bfloat16 products would round."""
+    x = np.random.default_rng(0).normal(size=(64, 8, 16))
+
+    def loss(weight: jax.Array) -> jax.Array:
+        return (spread(weight, jnp.asarray(x, dtype)) * jnp.asarray(x, dtype)).astype(jnp.float32).sum()
+
+    gradient = jax.grad(loss)(jnp.ones(16, jnp.float32))
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_allclose(gradient, np.asarray(jnp.asarray(x, dtype), np.float64).sum((0, 1)), rtol=1e-5, atol=1e-5)
+    assert ("dot_general" in str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(16)))) == (dtype == jnp.float32)

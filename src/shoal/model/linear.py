@@ -76,7 +76,7 @@ cast_product.defvjp(_cast_product_forward, _cast_product_backward)
 
 def spread(vector: jax.Array, like: jax.Array) -> jax.Array:
     """A norm's weight or a bias in another array's type, ready to meet it; the gradient is summed in the vector's."""
-    if vector.dtype != jnp.float32 or like.dtype == jnp.float32:
+    if vector.dtype != jnp.float32:
         return vector.astype(like.dtype)
     return _spread(vector, like.shape, like.dtype)
 
@@ -86,6 +86,12 @@ def _spread(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.broadcast_to(vector.astype(dtype), shape)
 
 
-_spread.defvjp(lambda vector, shape, dtype: (_spread(vector, shape, dtype), None),
-               lambda shape, dtype, _, gradient: (
-                   gradient.astype(jnp.float32).sum(tuple(range(gradient.ndim - 1))),))
+def _spread_backward(shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    rows = gradient.reshape(-1, shape[-1])
+    if dtype == jnp.float32:
+        # A product: XLA's sum over rows on CPU has an eighth of its speed, an eighth of a small model's update.
+        return (jnp.matmul(jnp.ones(len(rows), dtype), rows, precision="highest"),)
+    return (rows.astype(jnp.float32).sum(0),)
+
+
+_spread.defvjp(lambda vector, shape, dtype: (_spread(vector, shape, dtype), None), _spread_backward)

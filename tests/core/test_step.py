@@ -247,5 +247,6 @@ def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
 
     gradient = jax.grad(loss)(jnp.ones(16, jnp.float32))
     assert gradient.dtype == jnp.float32
-    np.testing.assert_allclose(gradient, np.asarray(jnp.asarray(x, dtype), np.float64).sum((0, 1)), rtol=1e-5, atol=1e-5)
+    exact = np.asarray(jnp.asarray(x, dtype), np.float64).sum((0, 1))
+    np.testing.assert_allclose(gradient, exact, rtol=1e-5, atol=1e-5)
     assert ("dot_general" in str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(16)))) == (dtype == jnp.float32)

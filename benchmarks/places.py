@@ -54,7 +54,7 @@ def measure(engine: Forced, lengths: np.ndarray, prompt: int, step: int) -> tupl
     engine.submit(requests)
     found = []
     while engine.scheduler.waiting:
-        found += [one for completions in engine.collect().values() for one in completions]
+        found += [one for completions in engine.step().values() for one in completions]
     seconds, used = time.perf_counter() - started, time.process_time() - used
     assert all(len(one) == lengths[one.request_id, one.index] for one in found)
     drawing, places = engine.read_places()

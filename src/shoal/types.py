@@ -192,7 +192,9 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request to a `Sampler` for G completions of one prompt.
+    """A request to a `Host` for G completions of one prompt.
+
+    `version`: of the weights that it is sampled from, or with `exact=False` the oldest that it may start on.
 
     >>> SampleRequest(id=4, prompt_ids=np.array([5, 8, 13]), num_completions=8,
     ...               address=Address(0, "train", 3, 17), params=SamplingParams(max_tokens=64))
@@ -203,6 +205,9 @@ class SampleRequest:
     num_completions: int
     address: Address
     params: SamplingParams
+    purpose: Purpose = Purpose.GENERATE
+    version: int = 0
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -241,7 +246,7 @@ class Group:
 
     purpose: Purpose
     step: int  # the step that requested it
-    version: int  # the weights that it was requested from
+    version: int  # the weights that it was requested from; with newest weights the oldest that a token is of
     example: Example
     prompt_ids: np.ndarray  # int32[Tp]
     completions: tuple[Completion, ...]  # G, in order of their index
@@ -261,7 +266,8 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request to a `RolloutSource` for G completions of one example, sampled from the weights of one version."""
+    """A request to a `RolloutSource` for G completions of one example, sampled from the weights of one version; with
+    `exact=False` from that version or newer ones, which may change while they are sampled."""
 
     purpose: Purpose
     step: int
@@ -271,6 +277,7 @@ class GroupRequest:
     num_completions: int
     params: SamplingParams
     subset: str = "train"
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -294,6 +301,7 @@ class RolloutStats:
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
     tokens: int = 0
+    busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
     drawing: int = 0  # places of the sampler that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
@@ -301,46 +309,63 @@ class RolloutStats:
     unchanged: int = 0  # publications of the weights of the publication before
 
 
-class Sampler(Protocol):
-    """Samples completions of one version's weights; it knows nothing of rewards.
+class Manifest(Protocol):
+    """Where a published version of the weights can be fetched from. It is light: it holds no weights."""
 
-    `Player` calls `load` and `submit`, `run_until_idle` calls `collect` until `idle`, then come `release_memory` and
-    `read_places`. A run may have one sampler for all purposes and group sizes, or several.
+    @property
+    def exists(self) -> bool:
+        """False once nobody may ask for this version any more."""
+        ...
 
-    A process elsewhere implements it as well as `Engine` does: docs/architecture.md, "A sampler on another machine".
+    def fetch(self) -> Params:
+        """The weights, of the sampler's type and layout. LookupError unless it exists."""
+        ...
+
+
+@dataclass
+class HostProgress:
+    """What a host has done since it started, and how much it can have at once."""
+
+    version: int = -1  # of the weights that it samples from; -1: none yet
+    capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
+    tokens: int = 0  # sampled
+    dispatches: int = 0  # compiled steps whose tokens have arrived
+    drawing: int = 0  # places that drew a token, of
+    places: int = 0  # all, summed over the tokens of decoding
+    busy_seconds: float = 0.0  # in which it had completions to sample
+
+
+class Host(Protocol):
+    """Samples completions by itself, wherever it is, from the versions of the weights that it was told of; it knows
+    nothing of rewards.
+
+    `Fleet` calls all of these from one thread at a time, and none of them waits for another host. A process elsewhere
+    implements it as well as `EngineHost` does: docs/architecture.md, "A sampler on another machine".
     """
 
-    def load(self, version: int, params: Params) -> None:
-        """Sets the weights to sample from, and the number that their tokens carry. RuntimeError unless idle.
-
-        It comes before every batch of requests, for a version that is loaded already too; that one has the same
-        weights, so nothing need be sent again."""
+    def load(self, version: int, manifest: Manifest) -> None:
+        """Tells where a version can be fetched; it is fetched when a request needs it, or, for those that may start on
+        newer weights, between two compiled steps."""
         ...
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too long."""
         ...
 
-    def collect(self) -> dict[int, list[Completion]]:
-        """The requests that have finished, by id: all completions of each, in order of their index.
+    def poll(self) -> dict[int, list[Completion]]:
+        """The requests that have finished since the last call, by id: all completions of each, in order of their index.
 
-        Waits for a while if none has; may be empty. What is still queued goes on while the caller handles these.
-        """
+        A host in the caller's thread samples in here, one compiled step at a time. Raises what went wrong."""
         ...
 
-    @property
-    def idle(self) -> bool:
-        """True if nothing is queued, in progress or left to collect."""
+    def cancel(self, id: int) -> None:
+        """Gives a request up: it is not answered any more. Nothing happens where it is not known."""
         ...
 
-    def release_memory(self) -> None:
-        """Frees the memory that an update needs, at least caches on its devices, until the next `load`. RuntimeError
-        unless idle."""
-        ...
+    def progress(self) -> HostProgress: ...
 
-    def read_places(self) -> tuple[int, int]:
-        """Places that drew a token, and all places, summed over the tokens of decoding since they were last read; zeros
-        where a sampler has no places."""
+    def close(self) -> None:
+        """Ends what runs by itself, and releases the weights."""
         ...
 
 

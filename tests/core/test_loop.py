@@ -346,7 +346,7 @@ def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
     with Console() as console, ExitStack() as stack:
         run = assemble_run(resolve_run(config, console), (), console, stack)
         held = []
-        run.after_step = lambda step, _: held.append(sorted(run.source.versions))  # type: ignore[attr-defined]
+        run.after_step = lambda step, _: held.append(sorted(run.source.channel.versions))  # type: ignore[attr-defined]
         replace(run, schedule=schedule).train()
     return workshop.runs / name, held
 

@@ -20,11 +20,13 @@ from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
-from shoal.rollout import player
-from shoal.rollout.player import Player
-from shoal.rollout.source import LocalSource
+from shoal.rollout import fleet, host
+from shoal.rollout.dealt import DealtSource
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.judge import Judge
+from shoal.rollout.publish import MemoryChannel, MemoryManifest
 from shoal.run import assembly
-from shoal.sampler.engine import Engine, run_until_idle
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
 from shoal.trainer.step import ModelScorer, ParameterScorer
@@ -32,46 +34,46 @@ from shoal.types import Completion, Example, GroupRequest, Purpose, RewardFuncti
 
 
 class Elsewhere:
-    """A `Sampler` written from the protocol alone: each token of a completion is its index."""
+    """A `Host` written from the protocol alone: each token of a completion is its index."""
 
     def __init__(self) -> None:
-        self.version, self.queued, self.released, self.sent = -1, [], 0, 0
+        self.weights, self.queued, self.cancelled = {}, [], set()
 
-    def load(self, version: int, params: types.Params) -> None:
-        if version != self.version:  # a version that is loaded already has the same weights
-            self.version, self.sent = version, self.sent + 1
+    def load(self, version: int, manifest: types.Manifest) -> None:
+        self.weights[version] = manifest
 
     def submit(self, requests: Sequence[types.SampleRequest]) -> None:
         self.queued.extend(requests)
 
-    def collect(self) -> dict[int, list[Completion]]:
-        request = self.queued.pop()  # the last first: the source puts groups in order
+    def poll(self) -> dict[int, list[Completion]]:
+        request = self.queued.pop()  # the last first: the fleet puts groups in order
+        assert self.weights[request.version].exists and self.weights[request.version].fetch()
         size = request.params.max_tokens
         return {request.id: [
             Completion(request.id, index, np.full(size, index, np.int32), np.zeros(size, np.float32),
-                       np.ones(size, bool), np.full(size, self.version, np.int32), StopReason.LENGTH)
+                       np.ones(size, bool), np.full(size, request.version, np.int32), StopReason.LENGTH)
             for index in range(request.num_completions)]}
 
-    @property
-    def idle(self) -> bool:
-        return not self.queued
+    def cancel(self, id: int) -> None:
+        self.cancelled.add(id)
 
-    def release_memory(self) -> None:
-        assert self.idle
-        self.released += 1
+    def progress(self) -> types.HostProgress:
+        return types.HostProgress()
 
-    def read_places(self) -> tuple[int, int]:
-        return 0, 0
+    def close(self) -> None:
+        self.weights.clear()
 
 
 if TYPE_CHECKING:
     from typing import cast
 
-    SAMPLERS: tuple[types.Sampler, types.Sampler] = cast(tuple[Engine, Elsewhere], None)
-    SOURCE: types.RolloutSource = cast(LocalSource, None)
+    HOSTS: tuple[types.Host, types.Host, types.Host] = cast(tuple[EngineHost, ThreadHost, Elsewhere], None)
+    MANIFEST: types.Manifest = cast(MemoryManifest, None)
+    SOURCES: tuple[types.RolloutSource, types.RolloutSource] = cast(tuple[Fleet, DealtSource], None)
     SCORERS: tuple[types.Scorer, types.Scorer] = cast(tuple[ParameterScorer, ModelScorer], None)
 
-PAIRS = [(types.Sampler, Engine), (types.RolloutSource, LocalSource), (types.Scorer, ParameterScorer),
+PAIRS = [(types.Host, EngineHost), (types.Host, ThreadHost), (types.Manifest, MemoryManifest),
+         (types.RolloutSource, Fleet), (types.RolloutSource, DealtSource), (types.Scorer, ParameterScorer),
          (types.Scorer, ModelScorer)]
 
 
@@ -84,7 +86,7 @@ def parameters(function: Callable) -> list[tuple[str, object]]:
     return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize(("protocol", "implementation"), [*PAIRS, (types.Sampler, Elsewhere)])
+@pytest.mark.parametrize(("protocol", "implementation"), [*PAIRS, (types.Host, Elsewhere)])
 def test_an_implementation_has_the_members_of_its_protocol(protocol, implementation):
     assert members_of(protocol)
     for name in members_of(protocol):
@@ -95,7 +97,8 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
 
 
 @pytest.mark.parametrize(("protocol", "name", "users"), [
-    (types.Sampler, "sampler", (player, run_until_idle)),
+    (types.Host, r"(?:hosts\[[\w.]+\]|host)", (fleet,)),
+    (types.Manifest, r"(?:_manifests\[\w+\]|one)", (host,)),
     (types.RolloutSource, "source", (loop, evaluation, assembly)),
     (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
 ])
@@ -107,19 +110,14 @@ def test_every_member_of_a_protocol_is_used(protocol, name, users):
     assert members_of(protocol) <= used
 
 
-def test_a_sampler_needs_no_more_than_the_protocol():
-    """Groups, their order, versions, rewards and figures come from a sampler that knows the protocol alone."""
-    made: dict[tuple[Purpose, int], Elsewhere] = {}
-
-    def make(purpose: Purpose, size: int) -> Elsewhere:
-        return made.setdefault((purpose, size), Elsewhere())
-
+def test_a_host_needs_no_more_than_the_protocol():
+    """Groups, their order, versions, rewards and figures come from a host that knows the protocol alone."""
     task = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
-    pool = RewardPool(task.rewards, RewardSection(workers=0))
+    judge = Judge(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
     shown: list[tuple[str, int, int]] = []
-    source = LocalSource(Model(PLAINEST, roles().sampler),
-                         Player(make, task, pool, lambda ids: str(sum(ids)), seed=0,
-                                on_progress=lambda *now: shown.append(now)))
+    model, elsewhere = Model(PLAINEST, roles().sampler), Elsewhere()
+    source = Fleet(MemoryChannel(model, {"far": model}), {"far": elsewhere}, judge, seed=0,
+                   on_progress=lambda *now: shown.append(now))
     with closing(source):
         source.publish(7, random_parameters(PLAINEST))
         requests = {purpose: [GroupRequest(purpose, 7, 7, Example(row, "q"), np.array([1, 2]), count,
@@ -137,8 +135,8 @@ def test_a_sampler_needs_no_more_than_the_protocol():
         assert source.read_stats().tokens == 2 * 4 * 3 + 2 * 3 and source.read_stats().tokens == 0
         source.request(requests[Purpose.TRAIN])  # a further round of dynamic sampling, of the same weights
         source.take(Purpose.TRAIN, 7)
-    assert set(made) == {(Purpose.TRAIN, 4), (Purpose.EVALUATE, 1)}
-    assert [(one.released, one.sent) for one in made.values()] == [(2, 1), (1, 1)]
+        assert not elsewhere.cancelled
+    assert not elsewhere.weights
 
 
 def test_every_protocol_has_an_implementation():

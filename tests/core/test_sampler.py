@@ -354,9 +354,9 @@ def test_a_prompt_is_computed_once_for_all_its_siblings(in_rows, monkeypatch):
 def test_a_request_is_cancelled_of_which_some_siblings_have_no_place_yet(in_rows):
     engine, first = in_rows
     engine.submit([request(row) for row in (3, 0, 1, 2, 4, 5)])
-    found = dict(engine.collect())
+    found = dict(engine.step())
     while not engine.scheduler.entering:
-        found |= engine.collect()
+        found |= engine.step()
     row = next(iter(engine.scheduler.entering))
     engine.cancel(row)
     found = {(c.request_id, c.index): c for c in chain(*found.values())} | drain(engine)
@@ -482,24 +482,35 @@ def test_an_id_twice_without_weights_without_decode(engine):
 # Running
 
 
-def test_versions_are_those_loaded_and_loading_waits_for_idleness(engine, base):
+def test_each_token_has_the_version_that_sampled_it_and_weights_change_on_the_way(engine, base):
     before = engine.parameters
-    engine.load(7, before)
-    engine.submit([request(0)])
-    for _ in range(2):  # while it waits, and while it runs
-        with pytest.raises(RuntimeError, match="version 8 cannot be loaded while version 7 is sampled from"):
-            engine.load(8, before)
+
+    def swapped(params) -> dict:
+        """Request 0, whose weights become version 8 after the first compiled step."""
+        engine.load(7, before)
+        engine.submit([request(0)])
         engine.dispatch_next()
-    with pytest.raises(RuntimeError, match="cannot release its memory"):
-        engine.release_memory()
-    played = {(0, index): c for (_, index), c in drain(engine).items()}
-    assert all((c.versions == 7).all() for c in played.values())
-    same(played, base)
+        with pytest.raises(RuntimeError, match="cannot release its memory"):
+            engine.release_memory()
+        engine.load(8, params)
+        return {(0, index): c for (_, index), c in drain(engine).items()}
+
     try:
-        engine.load(8, weights(SMALL, seed=1))
-        other = play(engine, [request(0)])
-        assert all((c.versions == 8).all() for c in other.values())
-        assert other[0, 0].token_ids[:8].tolist() != base[0, 0].token_ids[:8].tolist()
+        same_weights = swapped(before)
+        same(same_weights, base)
+        for one in same_weights.values():
+            assert one.versions[0] == 7 and set(one.versions[1:].tolist()) <= {8} and len(one.versions) == len(one)
+        assert any(len(one) > 1 for one in same_weights.values())
+        new, counter = weights(SMALL, seed=1), CompilationCounter()
+        others = swapped(new)
+        assert counter.read() == 0
+        assert all(others[at].token_ids[0] == base[at].token_ids[0] for at in others)  # the first is of the prefill
+        assert any(others[at].token_ids[:8].tolist() != base[at].token_ids[:8].tolist() for at in others)
+        engine.load(9, new)
+        whole = play(engine, [request(0)])
+        assert all((c.versions == 9).all() for c in whole.values())
+        # Keys and values of the weights before are kept, so a swap is not the same as starting anew.
+        assert any(others[at].logprobs.tolist() != whole[at].logprobs.tolist() for at in whole)
     finally:
         engine.load(0, before)
 
@@ -520,7 +531,7 @@ def test_a_step_never_waits_and_two_at_most_are_in_flight(engine, base, monkeypa
                 assert len(engine.scheduler.running) <= engine.num_rows
             deepest = max(deepest, len(engine.in_flight))
             assert not engine.dispatch_next()
-        found += chain(*engine.collect().values())
+        found += chain(*engine.step().values())
     assert deepest == MAX_IN_FLIGHT == 2
     same({(c.request_id, c.index): c for c in found}, base)
 
@@ -529,14 +540,14 @@ def test_the_next_decode_is_started_before_the_last_is_read_unless_prompts_wait(
     seen, waited = set(), set()
     engine.submit([request(row) for row in range(7)])
     while not engine.idle:
-        engine.collect()
+        engine.step()
         decodes = sum(step.is_decode for step in engine.in_flight)
         (waited if engine.scheduler.waiting else seen).add(decodes)
     assert max(waited) == 1 and max(seen) == 2
     stopping = [request(row, stop=("never",)) for row in (0, 3)]
     engine.submit(stopping)  # what a stop string ends is known when it was read
     while not engine.idle:
-        engine.collect()
+        engine.step()
         assert sum(step.is_decode for step in engine.in_flight) <= 1
 
 
@@ -547,7 +558,7 @@ def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     found = []
     while max(len(partial.tokens) for partial in engine.progress[row].partials) < CHUNK:
         engine.dispatch_next()
-        found += chain(*engine.collect().values())
+        found += chain(*engine.step().values())
     running = {id for id, _ in engine.scheduler.running.values()}
     waiting = next(other for other in others if other not in running and other in engine.progress)
     engine.cancel(row)

@@ -28,8 +28,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import World, gather, meeting, processes, roles
 from shoal.mesh.processes import find_processes, join
 from shoal.report.folder import ReadFolder, RunFolder
-from shoal.rollout import dealt
-from shoal.rollout.dealt import DealtPlayer
+from shoal.rollout.dealt import DealtSource
 from shoal.run.processes import check_same, check_shared
 from shoal.trainer.checkpoint import DAMAGED_FOLDER
 from shoal.types import (
@@ -239,32 +238,36 @@ def group(one: GroupRequest) -> Group:
                  {"own": rewards}, np.array([True, False]), np.array([True, False]), reward_weights={"own": 1.0})
 
 
-class FakePlayer:
+class FakeSource:
     def __init__(self, wrong: BaseException | None = None):
-        self.wrong, self.stop, self.rows = wrong, StopSignal(), []
+        self.wrong, self.rows, self.asked = wrong, [], []
 
-    def play(self, requests: list[GroupRequest], version: int, params: Any) -> list[Group]:
+    def request(self, requests: list[GroupRequest]) -> None:
+        self.asked = requests
+
+    def take(self, purpose: Purpose, step: int) -> list[Group]:
         if self.wrong:
             raise self.wrong
-        self.rows += [one.example.row for one in requests]
-        return [group(one) for one in requests]
+        self.rows += [one.example.row for one in self.asked]
+        return [group(one) for one in self.asked]
 
     def read_stats(self) -> RolloutStats:
-        return RolloutStats(1.0, 2.0, 5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")])
+        return RolloutStats(1.0, 2.0, 5, 0.5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")])
 
 
-@pytest.fixture
-def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealt, "local_part", lambda model, params: params)
+def dealt_source(world: World, source: FakeSource, stop: StopSignal | None = None) -> DealtSource:
+    return DealtSource(source, world, stop or StopSignal())  # type: ignore[arg-type]
 
 
 def play(world: World, requests: list[GroupRequest], wrong: dict[int, BaseException]) -> tuple[list[Group], Any]:
-    player: Any = DealtPlayer(FakePlayer(wrong.get(world.index)), world, None)  # type: ignore[arg-type]
-    return player.play(requests, 3, None), player.read_stats()
+    source = dealt_source(world, FakeSource(wrong.get(world.index)))
+    source.request(requests)
+    played = source.take(requests[0].purpose, requests[0].step)
+    return played, source.read_stats()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_dealt_groups_are_those_of_one_player_in_every_process(no_devices: None, count: int):
+def test_dealt_groups_are_those_of_one_player_in_every_process(count: int):
     requests = [request(row) for row in range(count)]
     for played, stats in together(3, lambda world: play(world, requests, {})):
         for found, wanted in zip(played, map(group, requests), strict=True):
@@ -281,31 +284,34 @@ def test_dealt_groups_are_those_of_one_player_in_every_process(no_devices: None,
 @pytest.mark.parametrize(("wrong", "raised"), [
     ({1: StopRequested()}, StopRequested), ({2: ShoalError("the reward raised")}, ShoalError),
     ({0: ShoalError("the reward raised"), 1: StopRequested()}, StopRequested)])
-def test_a_stop_or_an_error_of_one_process_is_raised_by_all(no_devices: None, wrong: Any, raised: type):
+def test_a_stop_or_an_error_of_one_process_is_raised_by_all(wrong: Any, raised: type):
     for error in together(3, lambda world: play(world, [request(row) for row in range(4)], wrong)):
         assert type(error) is raised
         assert raised is StopRequested or str(error) == "the reward raised"
 
 
-def test_a_process_without_a_share_of_the_groups_is_stopped(no_devices: None):
+def test_a_process_without_a_share_of_the_groups_is_stopped():
     def call(world: World) -> None:
-        player: Any = FakePlayer()
+        stop = StopSignal()
         if world.index == 2:
-            player.stop.request()
-        DealtPlayer(player, world, None).play([request(0)], 3, None)  # type: ignore[arg-type]
+            stop.request()
+        source = dealt_source(world, FakeSource(), stop)
+        source.request([request(0)])
+        source.take(Purpose.TRAIN, 3)
 
     assert [type(error) for error in together(3, call)] == [StopRequested] * 3
 
 
-def test_more_requests_of_a_step_are_dealt_on_and_a_step_begins_at_process_0(no_devices: None):
+def test_more_requests_of_a_step_are_dealt_on_and_a_step_begins_at_process_0():
     def call(world: World) -> list[list[int]]:
-        player, dealt = FakePlayer(), []
-        several: Any = DealtPlayer(player, world, None)  # type: ignore[arg-type]
+        own, dealt = FakeSource(), []
+        several = dealt_source(world, own)
         for rows, step in (([0, 1], 3), ([2], 3), ([3, 4], 3), ([5], 4)):
-            player.rows = []
-            played = several.play([replace(request(row), step=step) for row in rows], 3, None)
+            own.rows = []
+            several.request([replace(request(row), step=step) for row in rows])
+            played = several.take(Purpose.TRAIN, step)
             assert [group.example.row for group in played] == rows
-            dealt.append(player.rows)
+            dealt.append(own.rows)
         return dealt
 
     assert together(3, call) == [[[0], [], [3], [5]], [[1], [], [4], []], [[], [2], [], []]]

@@ -17,9 +17,9 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
-from shoal.rollout.player import Player
-from shoal.rollout.source import LocalSource
+from shoal.rollout.judge import Judge
 from shoal.run.engines import sampling_engine_maker
+from shoal.run.hosts import local_fleet
 from shoal.run.parts import prepare_sets
 from shoal.run.task import load_task
 from shoal.tasks import words
@@ -50,7 +50,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         model = Model(architecture, roles.sampler)
         make = sampling_engine_maker(model, tokenizer, sampling, 128, 1, 128)
         pool = RewardPool(task.rewards, RewardSection(workers=0))
-        source = LocalSource(model, Player(make, task, pool, tokenizer.decode, config.seed))
+        source = local_fleet(model, make, Judge(task, pool, tokenizer.decode), config.seed)
 
         def batch_of(step: int) -> LearnerBatch:
             rows = range(step * config.batch, (step + 1) * config.batch)

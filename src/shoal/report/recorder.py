@@ -104,7 +104,7 @@ class Recorder:
         metrics.add("sampler/places_drawing", stats.drawing, stats.places)
         metrics.add("time/sample_seconds", stats.sample_seconds)
         metrics.add("time/reward_seconds", stats.reward_seconds)
-        metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.sample_seconds)
+        metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)
         metrics.add("time/step_seconds", record.seconds)
         metrics.add("memory/peak_bytes", self.peak_bytes())
         metrics.add("compilations", self.compilations())

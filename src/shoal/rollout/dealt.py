@@ -1,6 +1,6 @@
 """Deals a step's requests to the processes of a run, which exchange the groups that they have finished.
 
-    requests 0 1 2 3 4 -> process 0 plays 0 2 4, process 1 plays 1 3 -> all have the groups 0 1 2 3 4
+    requests 0 1 2 3 4 -> process 0 samples 0 2 4, process 1 samples 1 3 -> all have the groups 0 1 2 3 4
 
 More requests of the same step (dynamic sampling's) are dealt on from there: the next is process 1's.
 
@@ -13,47 +13,63 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from shoal.mesh import World
-from shoal.model.transformer import Model
 from shoal.report.groups import from_table, to_table
-from shoal.rollout.player import Player
-from shoal.rollout.publication import local_part
-from shoal.types import Example, Failure, Group, GroupRequest, Params, Purpose, RolloutStats, ShoalError, StopRequested
+from shoal.rollout.ledger import check_pending, pending_addresses
+from shoal.types import (
+    Example,
+    Failure,
+    Group,
+    GroupRequest,
+    Params,
+    Purpose,
+    RolloutSource,
+    RolloutStats,
+    ShoalError,
+    StopRequested,
+    StopSignal,
+)
 
 NOWHERE = Example(0, "")
 """In place of an exchanged group's example: every process has the request, which holds it."""
 
 
 @dataclass
-class DealtPlayer:
-    """Plays as `Player` does, a share of the requests in each process. `model` is the sampler's, on all devices.
+class DealtSource:
+    """A `RolloutSource` of several processes: in each of them `source` samples a share of the requests.
 
     Where a process is asked to stop, or a reward raises there, all of them raise that.
     """
 
-    player: Player
+    source: RolloutSource
     world: World
-    model: Model
+    stop: StopSignal
     stats: RolloutStats = field(default_factory=RolloutStats)
-    dealt: tuple[Purpose | None, int, int] = None, 0, 0  # purpose and step, and how many of their requests were dealt
+    requested: list[tuple[GroupRequest, int]] = field(default_factory=list)  # each with the process that samples it
+    dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)  # by purpose and step: requests so far
 
-    def play(self, requests: Sequence[GroupRequest], version: int, params: Params) -> list[Group]:
-        """The groups of these requests, in their order; all ask for groups of one size."""
-        world, first, ended = self.world, requests[0], {}
-        groups: list[Group] = []
-        holders = self._deal(requests)
-        try:
-            self.player.stop.check()  # a process without a share is asked to stop, too
-            if mine := [one for one, holder in zip(requests, holders, strict=True) if holder == world.index]:
-                groups = self.player.play(mine, version, local_part(self.model, params))
-        except StopRequested:
-            ended = {"stop": True}
-        except ShoalError as error:
-            ended = {"error": str(error)}
-        head = {**ended, "stats": asdict(self.player.read_stats())}
-        what = f"groups of {first.purpose} step {first.step}, {first.subset}"
-        parts = [_split(part) for part in world.exchange(what, _joined(head, groups))]
+    def request(self, requests: Sequence[GroupRequest]) -> None:
+        # Every step begins at process 0, so a resumed run deals alike.
+        mine = []
+        for one in requests:
+            number = self.dealt.get((one.purpose, one.step), 0)
+            self.dealt[one.purpose, one.step] = number + 1
+            self.requested.append((one, number % self.world.count))
+            if number % self.world.count == self.world.index:
+                mine.append(one)
+        if mine:
+            self.source.request(mine)
+
+    def take(self, purpose: Purpose, step: int) -> list[Group]:
+        wanted = [pair for pair in self.requested if (pair[0].purpose, pair[0].step) == (purpose, step)]
+        if not wanted:
+            raise ValueError(f"{purpose} at step {step} has requested no groups")
+        groups, ended = self._take_mine(purpose, step, any(holder == self.world.index for _, holder in wanted))
+        head = {**ended, "stats": asdict(self.source.read_stats())}
+        what = f"groups of {purpose} step {step}, {wanted[0][0].subset}"
+        parts = [_split(part) for part in self.world.exchange(what, _joined(head, groups))]
         heads = [head for head, _ in parts]
         for head in heads:
             self._add(head["stats"])
@@ -61,33 +77,58 @@ class DealtPlayer:
             raise StopRequested
         if errors := [head["error"] for head in heads if "error" in head]:
             raise ShoalError(errors[0])
-        played = [iter(_groups(table)) for _, table in parts]
-        return [_restored(next(played[holder]), request) for holder, request in zip(holders, requests, strict=True)]
+        taken = {id(request) for request, _ in wanted}
+        self.requested = [pair for pair in self.requested if id(pair[0]) not in taken]
+        self.dealt = {asked: number for asked, number in self.dealt.items() if asked[1] >= step}
+        drawn = [iter(_groups(table)) for _, table in parts]
+        return [_restored(next(drawn[holder]), request) for request, holder in wanted]
 
-    def _deal(self, requests: Sequence[GroupRequest]) -> list[int]:
-        """The process that plays each request. Every step begins at process 0, so a resumed run deals alike."""
-        purpose, step = requests[0].purpose, requests[0].step
-        begin = self.dealt[2] if self.dealt[:2] == (purpose, step) else 0
-        self.dealt = purpose, step, begin + len(requests)
-        return [number % self.world.count for number in range(begin, begin + len(requests))]
+    def _take_mine(self, purpose: Purpose, step: int, has_share: bool) -> tuple[list[Group], dict[str, Any]]:
+        """This process's groups, and what ended it."""
+        try:
+            self.stop.check()  # a process without a share is asked to stop, too
+            return self.source.take(purpose, step) if has_share else [], {}
+        except StopRequested:
+            return [], {"stop": True}
+        except ShoalError as error:
+            return [], {"error": str(error)}
+
+    def cancel(self, purpose: Purpose, step: int) -> None:
+        self.dealt.pop((purpose, step), None)
+        self.requested = [pair for pair in self.requested if (pair[0].purpose, pair[0].step) != (purpose, step)]
+        self.source.cancel(purpose, step)
+
+    def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
+        self.source.publish(version, params, keep_from)
+
+    def published_shapes(self) -> Params:
+        return self.source.published_shapes()
+
+    def state(self) -> dict[str, Any]:
+        return {**self.source.state(), "pending": pending_addresses(one for one, _ in self.requested)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        check_pending(state, pending_addresses(one for one, _ in self.requested))
 
     def _add(self, stats: dict) -> None:
         """Adds a process's figures: the seconds of the one that took longest since they were last read, else sums."""
-        for name in ("sample_seconds", "reward_seconds"):
+        for name in ("sample_seconds", "reward_seconds", "busy_seconds"):
             setattr(self.stats, name, max(getattr(self.stats, name), stats[name]))
         for name in ("tokens", "drawing", "places"):
             setattr(self.stats, name, getattr(self.stats, name) + stats[name])
+        self.stats.unchanged = max(self.stats.unchanged, stats["unchanged"])
         self.stats.failures += [Failure(**failure) for failure in stats["failures"]]
         for name, values in stats["logged"].items():
             self.stats.logged.setdefault(name, []).extend(values)
 
     def read_stats(self) -> RolloutStats:
         """The figures of all processes since the last call."""
+        self.stats.unchanged = max(self.stats.unchanged, self.source.read_stats().unchanged)
         stats, self.stats = self.stats, RolloutStats()
         return stats
 
     def close(self) -> None:
-        self.player.close()
+        self.source.close()
 
 
 def _joined(head: dict, groups: Sequence[Group]) -> bytes:

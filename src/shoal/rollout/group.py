@@ -20,7 +20,8 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
     # An evaluation's step is a version and may equal a training step: without the purpose both would share noise.
     purpose = f"{request.purpose}/{request.subset}/{'greedy' if request.params.temperature == 0 else 'sampled'}"
     address = Address(seed, purpose, request.step, request.example.row)
-    return SampleRequest(id, request.prompt_ids, request.num_completions, address, request.params)
+    return SampleRequest(id, request.prompt_ids, request.num_completions, address, request.params, request.purpose,
+                         request.version, request.exact)
 
 
 def make_group(task: Task, request: GroupRequest, completions: Sequence[Completion], texts: Sequence[str],
@@ -34,7 +35,7 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
     return Group(
         purpose=request.purpose,
         step=request.step,
-        version=request.version,
+        version=request.version if request.exact else min(int(one.versions.min()) for one in completions if len(one)),
         example=request.example,
         prompt_ids=request.prompt_ids,
         completions=tuple(completions),

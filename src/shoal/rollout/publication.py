@@ -74,15 +74,15 @@ def _placed(model: Model, params: Params, is_apart: bool) -> Params:
     return jax.tree.unflatten(structure, published) if sums or is_apart else params
 
 
-def local_part(model: Model, params: Params) -> Params:
-    """Published parameters as arrays of this process's devices, which hold whole replicas; nothing is copied."""
+def part_of(model: Model, params: Params) -> Params:
+    """Published parameters as arrays of the devices of `model`, which hold whole replicas; nothing is copied."""
 
     def part(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         held, place = {shard.device: shard.data for shard in leaf.addressable_shards}, wanted.sharding
         return jax.make_array_from_single_device_arrays(
             leaf.shape, place, [held[device] for device in place.addressable_devices_indices_map(leaf.shape)])
 
-    return jax.tree.map(part, params, published_shapes(model.on(model.role.local)))
+    return jax.tree.map(part, params, published_shapes(model))
 
 
 def published_shapes(model: Model) -> Params:

@@ -34,13 +34,12 @@ from shoal.report.folder import ReadFolder, RunFolder, is_run
 from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
 from shoal.rewards.pool import RewardPool
-from shoal.rollout.dealt import DealtPlayer
-from shoal.rollout.player import Player
-from shoal.rollout.source import LocalSource
+from shoal.rollout.dealt import DealtSource
+from shoal.rollout.judge import Judge
 from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import for_devices
-from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import fingerprint
+from shoal.run.hosts import training_fleet
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of
@@ -88,7 +87,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
 
     folder, stop = open_folder(plan, console, stack, world), StopSignal()
     source = stack.enter_context(closing(make_source(
-        config, model, roles, spec.tokenizer, task, pool, stop, console.answered, world)))
+        config, model, roles, spec.tokenizer, Judge(task, pool, spec.tokenizer.decode), stop, console.answered, world)))
     updater = make_updater(config, make_learner(config, model), reference, teacher)
     facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
@@ -156,13 +155,11 @@ def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[C
     return config, roles
 
 
-def make_source(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, task: Task, pool: RewardPool,
-                stop: StopSignal, on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
+def make_source(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, judge: Judge, stop: StopSignal,
+                on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
     """The source of groups in this process."""
-    player = Player(training_engine_maker(config, model, roles, tokenizer), task, pool, tokenizer.decode, config.seed,
-                    stop, on_progress)
-    model = model.on(roles.sampler)
-    return LocalSource(model, DealtPlayer(player, world, model) if world.count > 1 else player)
+    fleet = training_fleet(config, model, roles, tokenizer, judge, stop, on_progress)
+    return DealtSource(fleet, world, stop) if world.count > 1 else fleet
 
 
 def open_folder(plan: ResumePlan, console: Console, stack: ExitStack, world: World) -> RunFolder:

@@ -3,7 +3,7 @@
     submit -> Scheduler -> prefill (prompts enter free rows, each with its first W siblings)
                         -> join    (further siblings enter free rows, to which their prompt's keys are copied)
                         -> decode  (every slot samples up to CHUNK tokens, ends early when all are done)
-    collect <- the tokens of each step, gathered by request until all its completions have ended
+    step   <- the tokens of each compiled step, gathered by request until all its completions have ended
 
 The host decides what runs next and when a completion ends; it never waits for a step that it has just started, and
 gathers the tokens of one while the next runs.
@@ -24,7 +24,7 @@ from shoal.model.transformer import Model
 from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, empty_batch, make_programs, piece_size
 from shoal.sampler.progress import Decode, PartialCompletion, Progress
 from shoal.sampler.scheduler import Admission, Scheduler
-from shoal.types import Completion, Params, Sampler, SampleRequest, ShoalError, StopReason, StopSignal
+from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason
 
 PREFILL_TOKENS = 2**16
 """Most tokens of one prefill, padding included, unless one prompt has more: they bound its memory."""
@@ -45,10 +45,11 @@ class Step(NamedTuple):
     sampled: SampledTokens
     owners: list[Owner]
     is_decode: bool
+    version: int  # of the weights that it sampled from
 
 
 class Engine:
-    """The `Sampler` in this process: `slots` completions at once, in rows of `siblings_per_row` (0: of a group).
+    """Samples on the devices of one mesh: `slots` completions at once, in rows of `siblings_per_row` (0: of a group).
 
     A request may have any number of completions; `group_size` is what most have: a quarter of the prompts that there
     is room for enters in one prefill. `decode` turns token ids into text and is needed only for stop strings. With
@@ -99,22 +100,22 @@ class Engine:
         self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
                                          "join": programs.join, "decode": programs.decode}
 
-    # -- the Sampler protocol
-
     def load(self, version: int, params: Params) -> None:
-        if not self.idle:
-            raise RuntimeError(f"version {version} cannot be loaded while version {self.version} is sampled from")
-        # Only between requests: a completion is of one version, which the bound on staleness counts on.
+        """Sets the weights of the compiled steps that start from now on, and the number that their tokens carry.
+
+        Completions in progress go on with them: their keys and values stay those of the weights before."""
         self.version, self.parameters = version, params
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queues requests. ShoalError for one that cannot be sampled."""
         for request in requests:
             self._check(request)
             self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)),
                                   -(-request.num_completions // self.siblings))
             self.progress[request.id] = Progress(request, [PartialCompletion() for _ in range(request.num_completions)])
 
-    def collect(self) -> dict[int, list[Completion]]:
+    def step(self) -> dict[int, list[Completion]]:
+        """Runs until the tokens of a compiled step have arrived; the requests that have finished, by id."""
         self._start_all()
         if not self.finished:
             if self.in_flight:
@@ -129,27 +130,30 @@ class Engine:
         return finished
 
     def read_places(self) -> tuple[int, int]:
+        """Places that drew a token, and all places, summed over the tokens of decoding since they were last read."""
         (drawing, places), self.places = self.places.tolist(), np.zeros_like(self.places)
         return drawing, places
 
     @property
     def idle(self) -> bool:
+        """True if nothing is queued, in progress or left to hand over."""
         return self.scheduler.idle and not self.in_flight and not self.finished
 
     def release_memory(self) -> None:
+        """Frees the caches and lets go of the weights until the next `load`. RuntimeError unless idle."""
         if not self.idle:
             raise RuntimeError("an engine with requests in progress cannot release its memory")
         self._state, self.parameters = None, None
 
-    # -- for the checks before a run
-
     def cancel(self, id: int) -> None:
-        """Ends a request: `collect` returns what was sampled so far, with StopReason.CANCELLED."""
+        """Ends a request: `step` returns what was sampled so far, with StopReason.CANCELLED."""
         for partial in self.progress[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = True
         self.scheduler.cancel(id)
         self._finish(self.progress[id])
+
+    # -- for the checks before a run
 
     def state_shapes(self) -> DecodeState:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
@@ -239,7 +243,7 @@ class Engine:
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
         self._state, sampled = self.programs[program](self.parameters, state=self._state, **arrays)
-        self.in_flight.append(Step(sampled, owners, program == "decode"))
+        self.in_flight.append(Step(sampled, owners, program == "decode", self.version))
 
     # -- gathering
 
@@ -255,10 +259,10 @@ class Engine:
         if step.is_decode:
             self._count_places(host.count)
         for owner in step.owners:
-            self._gather(owner, host)
+            self._gather(owner, host, step.version)
         self._start_all()
 
-    def _gather(self, owner: Owner, host: SampledTokens) -> None:
+    def _gather(self, owner: Owner, host: SampledTokens, version: int) -> None:
         """Adds the new tokens of a row to its completions."""
         position, _, part, progress = owner
         if not self._is_in_progress(progress):
@@ -267,7 +271,7 @@ class Engine:
         ended = np.zeros(self.siblings, bool)
         for slot, partial in enumerate(progress.partials[first:first + self.siblings]):
             if partial.reason is None:
-                partial.add(host, position, slot, params.stop, self.decode_text)
+                partial.add(host, position, slot, version, params.stop, self.decode_text)
                 ended[slot] = partial.reason is not None
         self._end(owner, ended)
         if progress.is_done:
@@ -294,7 +298,7 @@ class Engine:
     def _finish(self, progress: Progress) -> None:
         id = progress.request.id
         del self.progress[id]
-        self.finished[id] = [partial.completion(id, index, self.version, self.max_support)
+        self.finished[id] = [partial.completion(id, index, self.max_support)
                              for index, partial in enumerate(progress.partials)]
 
     def _check(self, request: SampleRequest) -> None:
@@ -324,20 +328,15 @@ def prompt_bucket(size: int) -> int:
     return bucket
 
 
-def run_until_idle(sampler: Sampler, stop: StopSignal | None = None) -> Iterator[tuple[int, list[Completion]]]:
-    """Runs a sampler until nothing is left; yields each request's id with its completions as it finishes.
-
-    `stop` is checked between two calls of `collect`.
-    """
-    while not sampler.idle:
-        if stop is not None:
-            stop.check()
-        yield from sampler.collect().items()
+def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
+    """Runs an engine until nothing is left; yields each request's id with its completions as it finishes."""
+    while not engine.idle:
+        yield from engine.step().items()
 
 
-def drain(sampler: Sampler) -> dict[tuple[int, int], Completion]:
-    """Runs a sampler until nothing is left; the completions by (request, index)."""
-    return {(id, one.index): one for id, completions in run_until_idle(sampler) for one in completions}
+def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
+    """Runs an engine until nothing is left; the completions by (request, index)."""
+    return {(id, one.index): one for id, completions in run_until_idle(engine) for one in completions}
 
 
 def _round_up(value: int, multiple: int) -> int:

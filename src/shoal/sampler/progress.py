@@ -23,14 +23,18 @@ class PartialCompletion:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     support_ids: list[np.ndarray] = field(default_factory=list)  # int32[K] by token, where they are recorded
     reason: StopReason | None = None
 
-    def add(self, step: SampledTokens, position: int, slot: int, stop: Sequence[str], decode: Decode | None) -> None:
-        """Adds the tokens of one slot of a step (on the host), and ends the completion where they say so."""
+    def add(self, step: SampledTokens, position: int, slot: int, version: int, stop: Sequence[str],
+            decode: Decode | None) -> None:
+        """Adds the tokens of one slot of a step (on the host), sampled from the weights of one version, and ends the
+        completion where they say so."""
         count = int(step.count[position, slot])
         self.tokens.extend(step.token[:count, position, slot].tolist())
         self.logprobs.extend(step.logprob[:count, position, slot].tolist())
+        self.versions.extend([version] * count)
         if step.support_ids is not None:
             self.support_ids.extend(step.support_ids[:count, position, slot])
         if step.done[position, slot]:
@@ -39,10 +43,10 @@ class PartialCompletion:
             assert decode is not None
             length = stop_length(decode, stop, self.tokens, count)
             if length is not None:
-                del self.tokens[length:], self.logprobs[length:], self.support_ids[length:]
+                del self.tokens[length:], self.logprobs[length:], self.versions[length:], self.support_ids[length:]
                 self.reason = StopReason.STOP
 
-    def completion(self, id: int, index: int, version: int, max_support: int) -> Completion:
+    def completion(self, id: int, index: int, max_support: int) -> Completion:
         assert self.reason is not None
         count, extra = len(self.tokens), {}
         if max_support:
@@ -53,7 +57,7 @@ class PartialCompletion:
             token_ids=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
             loss_mask=np.ones(count, bool),
-            versions=np.full(count, version, np.int32),
+            versions=np.asarray(self.versions, np.int32),
             stop_reason=self.reason,
             extra=extra,
         )

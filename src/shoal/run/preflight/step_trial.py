@@ -20,7 +20,7 @@ from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
-from shoal.rollout.source import publish_to
+from shoal.rollout.publication import publish_to
 from shoal.run.derived import max_support
 from shoal.run.parts import whole_shape
 from shoal.run.preflight.reward import score
@@ -148,7 +148,7 @@ def _sample(engine: Engine, programs: dict[str, TimedProgram]) -> tuple[dict[int
     found: dict[int, list[Completion]] = {}
     started, seconds = clock(), 0.0
     while engine.progress and seconds <= SAMPLING_SECONDS:
-        found |= engine.collect()
+        found |= engine.step()
         seconds = clock() - started
     for id in list(engine.progress):
         engine.cancel(id)

@@ -1,0 +1,190 @@
+"""Hosts: engines that run by themselves behind five calls.
+
+    EngineHost    samples in the caller's thread, a compiled step at each `poll`
+    ThreadHost    the same in a thread of its own, on devices of its own
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal.sampler.engine import Engine
+from shoal.types import Completion, HostProgress, Manifest, Purpose, SampleRequest
+
+
+@dataclass
+class EngineHost:
+    """The engines of one mesh, one at work at a time; requests enter in the order submitted.
+
+    A request of an exact version waits until what samples from another has ended; those that may start on newer weights
+    take the newest, and new ones are loaded while they go on. `make_engine` is asked for the engine of each purpose and
+    group size, and may give one for several.
+    """
+
+    make_engine: Callable[[Purpose, int], Engine]
+    capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
+    shares_memory: bool = True  # with the trainer: caches are freed as soon as nothing is left to sample
+    state: HostProgress = field(default_factory=HostProgress)
+    _queue: deque[SampleRequest] = field(default_factory=deque)
+    _running: set[int] = field(default_factory=set)  # ids in the engine
+    _manifests: dict[int, Manifest] = field(default_factory=dict)
+    _engine: Engine | None = None
+    _exact: bool = True  # whether what the engine samples is of exactly its version
+
+    def load(self, version: int, manifest: Manifest) -> None:
+        self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
+        self._manifests[version] = manifest
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        self._queue.extend(requests)
+
+    def cancel(self, id: int) -> None:
+        self._queue = deque(one for one in self._queue if one.id != id)
+        if id in self._running and self._engine is not None:
+            self._running.discard(id)
+            self._engine.cancel(id)
+
+    def progress(self) -> HostProgress:
+        return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1)
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._manifests.clear()
+        self._engine = None
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and (self._engine is None or self._engine.idle)
+
+    def poll(self) -> dict[int, list[Completion]]:
+        started = time.perf_counter()
+        self._feed()
+        engine = self._engine
+        if engine is None or engine.idle:
+            return {}
+        if not self._exact:
+            self._load(engine, max(self._manifests))
+        answers = {id: one for id, one in engine.step().items() if id in self._running}
+        self._running -= answers.keys()
+        drawing, places = engine.read_places()
+        state = self.state
+        state.dispatches, state.drawing, state.places = state.dispatches + 1, state.drawing + drawing, \
+            state.places + places
+        state.tokens += sum(len(one) for completions in answers.values() for one in completions)
+        if engine.idle and self.shares_memory and not self._queue:
+            engine.release_memory()  # before rewards are waited for: the update that follows needs the memory
+        state.busy_seconds += time.perf_counter() - started
+        return answers
+
+    def _feed(self) -> None:
+        """Hands requests to their engine, as long as the next needs no other engine or weights than what it samples."""
+        while self._queue:
+            request = self._queue[0]
+            engine = self.make_engine(request.purpose, request.num_completions)
+            if engine is not self._engine:
+                if self._engine is not None:
+                    if not self._engine.idle:
+                        return
+                    self._engine.release_memory()
+                self._engine = engine
+            if not self._is_ready(engine, request):
+                return
+            engine.submit([self._queue.popleft()])
+            self._running.add(request.id)
+
+    def _is_ready(self, engine: Engine, request: SampleRequest) -> bool:
+        """Whether the engine has the weights that a request may start on; it loads them where it can."""
+        newest = max(self._manifests, default=-1)
+        if not engine.idle:
+            same = engine.version == request.version if request.exact else newest >= request.version
+            return self._exact == request.exact and same
+        version = request.version if request.exact else newest
+        if version < request.version or version not in self._manifests:
+            # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
+            raise RuntimeError(f"version {request.version} is requested, but only {sorted(self._manifests)} are "
+                               "published")
+        self._exact = request.exact
+        self._load(engine, version)
+        return True
+
+    def _load(self, engine: Engine, version: int) -> None:
+        if engine.parameters is None or engine.version != version:
+            engine.load(version, self._manifests[version].fetch())
+
+
+class ThreadHost:
+    """An `EngineHost` that runs in a thread of its own; `wake` is called there when answers have come."""
+
+    def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
+        self._host, self._wake = host, wake
+        self._calls: deque[Callable[[], None]] = deque()  # that the thread is to make
+        self._answers: dict[int, list[Completion]] = {}
+        self._progress = host.progress()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def load(self, version: int, manifest: Manifest) -> None:
+        self._call(lambda: self._host.load(version, manifest))
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        self._call(lambda: self._host.submit(requests))
+
+    def cancel(self, id: int) -> None:
+        self._call(lambda: self._host.cancel(id))
+
+    def poll(self) -> dict[int, list[Completion]]:
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            answers, self._answers = self._answers, {}
+            return answers
+
+    def progress(self) -> HostProgress:
+        return self._progress
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()  # at most a compiled step: what it runs cannot be left while the process goes on
+
+    def _call(self, call: Callable[[], None]) -> None:
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_calls():
+                answers = self._host.poll()
+                self._progress = self._host.progress()
+                if answers:
+                    with self._changed:
+                        self._answers |= answers
+                    self._wake()
+        except BaseException as error:  # raised by the next poll: whoever waits for this host must learn of it
+            with self._changed:
+                self._failure = error
+            self._wake()
+        finally:
+            self._host.close()
+
+    def _wait_for_calls(self) -> bool:
+        """Makes the calls that have come, and waits for some while there is nothing to sample; False once closed."""
+        with self._changed:
+            while not self._closed:
+                calls, self._calls = self._calls, deque()
+                for call in calls:
+                    call()
+                if not self._host.idle:
+                    return True
+                if not calls:
+                    self._changed.wait()
+            return False

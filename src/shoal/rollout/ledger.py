@@ -1,0 +1,165 @@
+"""What became of each group that was asked for: an entry each, moved by one table of transitions.
+
+    waiting -> running -> drawn -> judged -> handed over
+       ^          |
+       +---lost---+
+
+Whatever hosts answer, in whatever order and however often, a group is handed over once, in the order asked.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.rewards.scores import Scores
+from shoal.types import Completion, Group, GroupRequest, Purpose, ShoalError
+
+
+class Stage(enum.StrEnum):
+    WAITING = "waiting"  # for a host with room
+    RUNNING = "running"  # at a host
+    DRAWN = "drawn"  # all completions are there
+    JUDGED = "judged"  # rewards are there
+    HANDED_OVER = "handed over"
+    CANCELLED = "cancelled"
+
+
+TRANSITIONS: dict[Stage, frozenset[Stage]] = {
+    # An answer may come when the group waits again: its host had been given up too early.
+    Stage.WAITING: frozenset({Stage.RUNNING, Stage.DRAWN, Stage.CANCELLED}),
+    Stage.RUNNING: frozenset({Stage.WAITING, Stage.DRAWN, Stage.CANCELLED}),
+    Stage.DRAWN: frozenset({Stage.JUDGED, Stage.CANCELLED}),
+    Stage.JUDGED: frozenset({Stage.HANDED_OVER, Stage.CANCELLED}),
+    Stage.HANDED_OVER: frozenset(),
+    Stage.CANCELLED: frozenset(),
+}
+
+
+@dataclass(eq=False)
+class Entry:
+    """One group that was asked for. `batch`: the call that asked for it; its groups are of one version and size."""
+
+    id: int
+    request: GroupRequest
+    batch: int
+    stage: Stage = Stage.WAITING
+    attempt: int = 0  # how often it was given to a host
+    host: str = ""  # that has it
+    completions: Sequence[Completion] = ()
+    texts: Sequence[str] = ()
+    group: Group | None = None
+    scores: Scores | None = None  # whose failures and figures count with this group
+
+    def move(self, stage: Stage) -> None:
+        """The only way from one stage to another."""
+        if stage not in TRANSITIONS[self.stage]:
+            raise RuntimeError(f"group {self.id} of {self.request.purpose} step {self.request.step} cannot become "
+                               f"{stage}: it is {self.stage}")
+        self.stage = stage
+
+
+@dataclass
+class Ledger:
+    """All groups that were asked for and not handed over yet."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)  # in the order asked
+    next_id: int = 0
+    next_batch: int = 0
+    duplicates: int = 0  # answers to groups that had been answered
+    asked_again: int = 0  # groups whose host was lost
+    _waiting: list[int] = field(default_factory=list)  # a heap, with ids that wait no more between
+
+    def add(self, requests: Iterable[GroupRequest]) -> None:
+        """Enters the groups of one call."""
+        for request in requests:
+            self.entries[self.next_id] = Entry(self.next_id, request, self.next_batch)
+            heapq.heappush(self._waiting, self.next_id)
+            self.next_id += 1
+        self.next_batch += 1
+
+    def of(self, purpose: Purpose, step: int) -> list[Entry]:
+        """What a step asked for, in that order."""
+        return [one for one in self.entries.values() if (one.request.purpose, one.request.step) == (purpose, step)]
+
+    def of_batch(self, batch: int) -> list[Entry]:
+        return [one for one in self.entries.values() if one.batch == batch]
+
+    def first_waiting(self, fits: Callable[[Entry], bool] | None = None) -> Entry | None:
+        """The oldest group that waits, or of those that `fits` takes."""
+        while self._waiting and not self._waits(self._waiting[0]):
+            heapq.heappop(self._waiting)
+        if fits is None:
+            return self.entries[self._waiting[0]] if self._waiting else None
+        return next((self.entries[id] for id in sorted(self._waiting)
+                     if self._waits(id) and fits(self.entries[id])), None)
+
+    def _waits(self, id: int) -> bool:
+        return id in self.entries and self.entries[id].stage is Stage.WAITING
+
+    def start(self, entry: Entry, host: str) -> None:
+        """A host gets the group."""
+        entry.move(Stage.RUNNING)
+        entry.host, entry.attempt = host, entry.attempt + 1
+
+    def answer(self, id: int, completions: Sequence[Completion]) -> Entry | None:
+        """The entry that a host's answer is for; None if it has been answered, which is counted, or was cancelled."""
+        entry = self.entries.get(id)
+        if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
+            self.duplicates += id < self.next_id
+            return None
+        entry.move(Stage.DRAWN)
+        entry.completions = completions
+        return entry
+
+    def judge(self, entry: Entry, group: Group, scores: Scores | None) -> None:
+        entry.move(Stage.JUDGED)
+        entry.group, entry.scores = group, scores
+
+    def lose(self, host: str) -> list[Entry]:
+        """What a lost host had waits again, before what was asked for later."""
+        lost = [one for one in self.entries.values() if one.stage is Stage.RUNNING and one.host == host]
+        for one in lost:
+            one.move(Stage.WAITING)
+            heapq.heappush(self._waiting, one.id)
+        self.asked_again += len(lost)
+        return lost
+
+    def hand_over(self, entries: Collection[Entry]) -> list[Group]:
+        groups = []
+        for one in entries:
+            one.move(Stage.HANDED_OVER)
+            assert one.group is not None
+            groups.append(one.group)
+            del self.entries[one.id]
+        return groups
+
+    def cancel(self, purpose: Purpose, step: int) -> list[Entry]:
+        """Gives up what a step asked for; the entries that hosts still work on."""
+        running = []
+        for one in self.of(purpose, step):
+            if one.stage is Stage.RUNNING:
+                running.append(one)
+            one.move(Stage.CANCELLED)
+            del self.entries[one.id]
+        return running
+
+    def count(self, *stages: Stage) -> int:
+        return sum(one.stage in stages for one in self.entries.values())
+
+
+def pending_addresses(requests: Iterable[GroupRequest]) -> list[tuple[str, int, int, str, int, int]]:
+    """Addresses of training's groups as JSON, for a checkpoint (an evaluation is asked again as a whole)."""
+    return [(r.purpose.value, r.step, r.version, r.subset, r.example.row, r.num_completions) for r in requests
+            if r.purpose is Purpose.TRAIN]
+
+
+def check_pending(state: Mapping[str, Any], found: Sequence[tuple]) -> None:
+    """ShoalError unless the groups that are pending in a checkpoint are those that were requested again."""
+    if list(found) != [tuple(address) for address in state["pending"]]:
+        raise ShoalError("the groups that are pending in the checkpoint are not those that this run requests: "
+                         "the data or its order has changed since; restore it, or start a run of another name "
+                         f"(checkpoint {state['pending'][:3]}, now {found[:3]})")

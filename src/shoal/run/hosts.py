@@ -29,18 +29,19 @@ def local_fleet(model: Model, make_engine: Callable[[Purpose, int], Engine], rew
                  on_progress=on_progress)
 
 
-def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards, stop: StopSignal,
-                   on_progress: Callable[[str, int, int], None]) -> Fleet:
+def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
+                   stop: StopSignal, on_progress: Callable[[str, int, int], None]) -> Fleet:
     """The hosts of a training run in this process: one in the caller's thread, or, on devices of their own, one in a
     thread of its own for each replica."""
     own = model.on(roles.sampler)
     if not roles.disaggregated:
-        return local_fleet(own, training_engine_maker(config, model, roles, tokenizer), rewards, config.seed, on_progress,
-                           stop)
+        make = training_engine_maker(config, model, roles, tokenizer)
+        return local_fleet(own, make, rewards, config.seed, on_progress, stop)
     slots, woken = training_places(config, roles, model.architecture).slots, threading.Event()
     hosts = {f"sampler {number}": EngineHost(training_engine_maker(config, model, roles, tokenizer, host=number),
                                              capacity=2 * slots, shares_memory=False)
              for number in range(len(roles.hosts))}
     channel = MemoryChannel(own, {name: model.on(role) for name, role in zip(hosts, roles.hosts, strict=True)})
     threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
-    return Fleet(channel, threads, rewards, config.seed, by_itself=True, stop=stop, on_progress=on_progress, woken=woken)
+    return Fleet(channel, threads, rewards, config.seed, by_itself=True, stop=stop, on_progress=on_progress,
+                 woken=woken)

@@ -222,7 +222,7 @@ def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(workshop, t
 
 @pytest.mark.parametrize(("words", "own", "said"), [
     ([], True, ""),
-    (["train.max_staleness=1"], False, "up to 1 version old, corrected by importance weights (algorithm.correction=tis"),
+    (["train.max_staleness=1"], False, "up to 1 version old, corrected by importance weights (algorithm.correction="),
     (["train.weight_sync_interval=3", "algorithm.correction=none"], True,
      "up to 2 versions old, not corrected (algorithm.correction=none); the sampler goes on while the trainer learns"),
     (["train.max_staleness=2", "train.versions=newest"], True, "takes new weights while completions go on"),

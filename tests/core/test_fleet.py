@@ -450,6 +450,11 @@ def test_newest_weights_stay_within_the_bound(workshop):
     rows = metrics(run)
     assert len(rows) == 5 and all(0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows)
     assert rows[-1]["staleness/max"] > 0
+    oldest = [int(name.rpartition("/")[2]) for row in rows for name in row if name.startswith("age/ess/")]
+    assert max(oldest) == max(row["staleness/max"] for row in rows)
+    for row in rows:
+        assert all(0 < row[name] <= 1 + 1e-6 for name in row if name.startswith("age/ess/"))
+        assert all(row[name] > 0 for name in row if name.startswith("age/weight_max/"))
     for number in range(2):  # what was sampled before the weights changed is sampled again to the bit
         assert replay(ReplayConfig(run=str(run), step=4, group=number))["identical"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -324,6 +325,44 @@ def test_once_the_data_is_learnt_nothing_more_is_asked_for(lag, dynamic):
     assert [event[1:] for event in diary.events if event[0] == "evaluate"] == [
         (0, True), *((v, False) for v in range(2, last, 2)), (last, True)]
     assert steps_of(diary.events, "save") == list(range(1, last + 1))
+
+
+class Third(Diary):
+    """A diary of a run in which a third of the groups is useful; `rounds` has the groups asked for by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds: dict[int, list[int]] = {}
+        self.useful: dict[int, int] = {}
+
+    def request(self, requests) -> None:
+        step = requests[0].step
+        self.pending.pop(step, None)
+        self.rounds.setdefault(step, []).append(len(requests))
+        super().request(requests)
+
+    def take(self, purpose, step) -> list[SimpleNamespace]:
+        groups = super().take(purpose, step)
+        for group in groups:
+            group.rewards, group.reward_components = np.array([0.0, 0.0, group.example.row % 3 == 0]), {}
+        self.useful[step] = self.useful.get(step, 0) + sum(group.example.row % 3 == 0 for group in groups)
+        return groups
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_with_a_lag_as_many_groups_are_asked_for_as_the_last_step_shows_useful(lag):
+    """Without a lag a step asks again for what is missing; with one that would have to be waited for."""
+    diary = Third()
+    config, _ = compose("train", ["steps=5", "batch.prompts_per_step=4", "batch.group_size=3",
+                                  "train.max_staleness=1", "algorithm.dynamic_sampling=true"])
+    prompts = PromptStream([Example(row, str(row)) for row in range(300)], lambda prompt: np.array([1]), 0, 10)
+    Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag)).train()  # type: ignore
+    assert list(diary.rounds) == list(range(5))
+    for step, rounds in diary.rounds.items():
+        learnt = step - 1 - lag  # the newest step when this one was asked for
+        share = diary.useful[learnt] / sum(diary.rounds[learnt]) if lag and learnt >= 0 else 1.0
+        assert rounds[0] == min(12, math.ceil(4 / share))
+    assert any(len(rounds) > 1 for rounds in diary.rounds.values())
 
 
 @LAGS

@@ -86,7 +86,7 @@ def test_the_loop_sees_the_first_failure_of_a_function():
     failure = Failure("checker", 17, 2, "raised", "checker raised ValueError")
     folder = SimpleNamespace(write_groups=None, path="r", write_first_answers=lambda answers: None)
     console = SimpleNamespace(warning=shown.append)
-    recorder = Recorder(folder, console, 1, False, lambda: RolloutStats(failures=[failure] * 2),  # type: ignore[arg-type]
+    recorder = Recorder(folder, console, 1, False, lambda _: RolloutStats(failures=[failure] * 2),  # type: ignore[arg-type]
                         lambda: 0, lambda: 0)
     with closing(recorder):
         recorder.evaluation(0, {}, [], 0, 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shoal.report.groups import TokenLogprobs
 from shoal.report.metrics import MetricSet
 from shoal.types import Group, StopReason
 
@@ -43,3 +44,24 @@ def add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: n
     if len(staleness):
         metrics.add("staleness", staleness.sum(), len(staleness))
         metrics.add("staleness/max", staleness.max())
+
+
+def add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
+    """How far samplers and trainer differ, by the age of a completion's oldest token; nothing where all are new.
+
+    With w = exp(trainer's - sampler's log-prob) over the tokens that the update learnt from, `logprobs[group, index]`.
+    """
+    differences: dict[int, list[np.ndarray]] = {}
+    for number, group in enumerate(groups):
+        for one in group.completions:
+            if len(one) and (trainer := logprobs.get((number, one.index))) is not None:
+                age = int(group.step - one.versions.min())
+                differences.setdefault(age, []).append((trainer - one.logprobs)[one.loss_mask])
+    if max(differences, default=0) == 0:
+        return
+    for age, parts in differences.items():
+        difference = np.concatenate(parts).astype(np.float64)
+        w = np.exp(difference)
+        metrics.add(f"age/ess/{age}", w.sum() ** 2 / max(len(w) * (w**2).sum(), 1e-300), len(w) > 0)
+        metrics.add(f"age/weight_max/{age}", w.max(initial=0.0))
+        metrics.add(f"age/logprob_mean/{age}", np.abs(difference).sum(), len(w))

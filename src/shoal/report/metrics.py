@@ -83,6 +83,9 @@ version | steps | last | training steps that the weights have made
 version/unchanged | versions | sum | publications of the same arrays as the version before
 staleness | steps | mean | version of the trainer minus the version that sampled the token
 staleness/max | steps | max | the largest such difference
+age/ess/{age} | share | mean | sampler_gap/ess over completions whose oldest token is of weights so many versions old
+age/weight_max/{age} | 1 | max | of the same, the largest w before algorithm.correction_cap
+age/logprob_mean/{age} | nats | mean | of the same, absolute difference of trainer and sampler log-probs
 tokens/sampled | tokens | sum | tokens sampled
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/padding | share | mean | padding among the tokens that the updates computed
@@ -117,13 +120,14 @@ def _read_table(text: str) -> dict[str, Metric]:
 METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 """Name -> Metric. `rewards/{function}` stands for one name a reward function."""
 
-FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{function}")
+FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{function}", "age/ess/{age}",
+            "age/weight_max/{age}", "age/logprob_mean/{age}")
 """Rows that stand for many names, whatever follows their prefix. The first that matches counts."""
 
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""
 
-_CLOCKS = ("time/", "throughput/", "memory/")
+_CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/")
 
 
 def is_clock(name: str) -> bool:

@@ -14,7 +14,7 @@ from shoal.report.console import Console
 from shoal.report.figures import duration, summary_facts
 from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
-from shoal.report.group_metrics import add_group_metrics
+from shoal.report.group_metrics import add_age_metrics, add_group_metrics
 from shoal.report.group_writer import GroupWriter
 from shoal.report.groups import TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
@@ -91,6 +91,7 @@ class Recorder:
         number, metrics, stats = record.step + 1, record.metrics, self.read_stats(Purpose.TRAIN)
         started = time.perf_counter()
         add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
+        add_age_metrics(metrics, record.groups, record.logprobs)
         metrics.add("groups/discarded", record.num_discarded)
         metrics.add("version", number)
         metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)

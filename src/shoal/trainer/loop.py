@@ -18,6 +18,7 @@ from shoal.config.schema import Config
 from shoal.config.text import to_dict
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.tasks.library import PENALTY
+from shoal.trainer import dynamic_sampling
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.curriculum import DataExhausted, PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
@@ -61,6 +62,7 @@ class Run:
     requested: int = 0  # steps whose groups have been requested
     pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
     evaluating: dict[int, float] = field(default_factory=dict)  # version -> when its answers were asked for
+    useful_share: float = 1.0  # of the newest step's groups, with dynamic sampling
     saved: int = -1  # the newest version that has a checkpoint
 
     def __post_init__(self) -> None:
@@ -125,12 +127,14 @@ class Run:
             return state, 0
         version, state, extra = self.restored.version, self.restored.state, self.restored.extra
         self.prompts.restore(extra["prompts"])
+        self.useful_share = extra.get("useful_share", 1.0)
         for step, rows in extra["pending"]:
             self.request(step, [self.prompts.of_row(row) for row in rows])
         self.requested, self.saved = version + len(self.pending), version
         # Before publication, which releases the weights that nobody asks for.
-        under_way = [number for number in extra.get("evaluating", ()) if number in self.restored.published]
-        for number in under_way:
+        self.evaluating = {number: time.perf_counter() for number in extra.get("evaluating", ())
+                           if number in self.restored.published}
+        for number in self.evaluating:
             self.evaluator.ask(self.source, number, number, sampled=False)
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
@@ -138,7 +142,6 @@ class Run:
             self.publish(version, state.trainable)
         self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"])
-        self.evaluating = dict.fromkeys(under_way, time.perf_counter())
         self.restored = None
         missing = self.evaluation_due(version) and version not in self.recorder.evaluations
         if missing and not self.ends_at(version):
@@ -199,10 +202,12 @@ class Run:
         while self.requested < min(self.config.steps, version + self.lookahead.steps + 1) \
                 and self.schedule.version(self.requested) <= version:
             try:
-                prompts = self.prompts.next(self.config.batch.prompts_per_step)
+                prompts = self.prompts.next(wanted := self.config.batch.prompts_per_step)
             except DataExhausted as exhausted:
                 self.recorder.data_exhausted(str(exhausted))
                 return
+            if self.schedule.lag and (more := dynamic_sampling.beyond(wanted, self.useful_share)):
+                prompts += self.prompts.more(more, {prompt.example.row for prompt in prompts})
             self.request(self.requested, prompts)
             self.requested += 1
 
@@ -223,25 +228,18 @@ class Run:
 
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
         """The step's groups, and those that were discarded. With dynamic sampling more groups replace those without
-        variance (DAPO, arXiv 2503.14476, eq. 11): requested at the same version, in the order of the prompts."""
-        a, wanted = self.config.algorithm, len(self.pending[step])
+        variance: requested at the same version, in the order of the prompts."""
+        a, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         groups = self.source.take(Purpose.TRAIN, step)
         if not a.dynamic_sampling:
             return groups, []
         for _ in range(a.max_sampling_rounds):
-            useful = sum(map(self.is_useful, groups))
-            if useful >= wanted:
-                break
-            # As many as the share of useful groups so far asks for, so that one more round mostly suffices.
-            count = min(wanted, -(-(wanted - useful) * len(groups) // max(useful, 1)))
-            if not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
+            count = dynamic_sampling.missing(groups, wanted, self.is_useful)
+            if not count or not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
                 break
             self.source.request(self.group_requests(step, prompts))
             groups += self.source.take(Purpose.TRAIN, step)
-        # Useful groups first, in the order of the prompts: the choice must not depend on which finished first.
-        order = sorted(range(len(groups)), key=lambda n: (not self.is_useful(groups[n]), n))
-        chosen = sorted(order[:wanted])
-        return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
+        return dynamic_sampling.divide(groups, wanted, self.is_useful)
 
     def is_useful(self, group: Group) -> bool:
         return is_useful(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
@@ -255,6 +253,8 @@ class Run:
 
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]
+        if self.config.algorithm.dynamic_sampling:
+            self.useful_share = sum(map(self.is_useful, (*groups, *discarded))) / len([*groups, *discarded])
         self.prompts.rates.add([*groups, *discarded])
 
     def publish(self, version: int, params: Params, step: int | None = None) -> None:
@@ -316,6 +316,7 @@ class Run:
             "version_is_published": version in published,
             "prompts": self.prompts.state(),
             "pending": sorted(self.pending.items()),
+            "useful_share": self.useful_share,
             "source": source,
             "evaluated": version in self.recorder.evaluations,
             "evaluating": sorted(self.evaluating),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.config.mesh_section import MeshSection
 from shoal.config.sections import (
     AlgorithmSection,
     BatchSection,
     CheckpointSection,
-    MeshSection,
     ModelSection,
     OptimizerSection,
     ReportSection,

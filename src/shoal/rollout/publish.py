@@ -29,7 +29,11 @@ class MemoryChannel:
         """Copies the weights where the sampler has other devices, types or layouts (compared by checksum); the manifest
         of each host."""
         self.versions[version] = publish_to(self.model, params)
-        return {name: MemoryManifest(version, self, model) for name, model in self.parts.items()}
+        return {name: self.manifest(version, name) for name in self.parts}
+
+    def manifest(self, version: int, host: str) -> Manifest:
+        """Where a host fetches a version that exists."""
+        return MemoryManifest(version, self, self.parts[host])
 
     def release(self, needed: Callable[[int], bool]) -> None:
         """Forgets the versions that are not needed; a host that samples from one keeps it."""

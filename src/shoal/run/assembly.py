@@ -35,7 +35,7 @@ from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
-from shoal.rollout.judge import Judge
+from shoal.rollout.group_rewards import GroupRewards
 from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import for_devices
 from shoal.run.fingerprint import fingerprint
@@ -86,8 +86,9 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     teacher = open_teacher(config, spec, roles.reference, console)
 
     folder, stop = open_folder(plan, console, stack, world), StopSignal()
+    rewards = GroupRewards(task, pool, spec.tokenizer.decode)
     source = stack.enter_context(closing(make_source(
-        config, model, roles, spec.tokenizer, Judge(task, pool, spec.tokenizer.decode), stop, console.answered, world)))
+        config, model, roles, spec.tokenizer, rewards, stop, console.answered, world)))
     updater = make_updater(config, make_learner(config, model), reference, teacher)
     facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
@@ -155,10 +156,10 @@ def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[C
     return config, roles
 
 
-def make_source(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, judge: Judge, stop: StopSignal,
-                on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
+def make_source(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
+                stop: StopSignal, on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
     """The source of groups in this process."""
-    fleet = training_fleet(config, model, roles, tokenizer, judge, stop, on_progress)
+    fleet = training_fleet(config, model, roles, tokenizer, rewards, stop, on_progress)
     return DealtSource(fleet, world, stop) if world.count > 1 else fleet
 
 

@@ -48,8 +48,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
 
 
 def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """Tokens for whose keys and values the sampler's devices of a process have memory beside weights; 0 where it is not
-    known, as on a CPU."""
+    """Tokens for whose keys and values the devices of a host of the sampler have memory beside weights; 0 where it is
+    not known, as on a CPU."""
     role, memory = roles.sampler, device_memory(roles.sampler.mesh.devices.flat[0])
     if not memory:
         return 0
@@ -58,7 +58,7 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     free = CACHE_SHARE * memory - weights - other_weights(roles, a, scored_models(config, a), dtype)
     heads = max(a.num_kv_heads, role.tensor) // role.tensor
     token = 2 * a.num_layers * heads * a.head_dim * jnp.dtype(dtype).itemsize
-    return max(1, int(free / token)) * role.local.row_shards
+    return max(1, int(free / token)) * roles.hosts[0].row_shards
 
 
 def scored_models(config: Config, a: Architecture) -> list[Architecture]:

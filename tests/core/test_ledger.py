@@ -50,11 +50,11 @@ class Account:
 
     def start(self, number: int) -> None:
         waiting = [id for id in self.open() if id not in self.running and id not in self.answered]
-        entry = self.ledger.first_waiting()
-        assert (entry.id if entry else None) == min(waiting, default=None)  # the oldest
-        if entry is not None:
-            self.ledger.start(entry, HOSTS[number % 3])
-            self.running[entry.id] = HOSTS[number % 3]
+        found = self.ledger.waiting()
+        assert [entry.id for entry in found] == sorted(waiting)  # the oldest first
+        if found:
+            self.ledger.start(found[0], HOSTS[number % 3])
+            self.running[found[0].id] = HOSTS[number % 3]
 
     def answer(self, number: int) -> None:
         """Of any group that ever was: one that runs, waits again, was answered, handed over or cancelled."""
@@ -76,15 +76,15 @@ class Account:
         for one in lost:
             del self.running[one.id]
 
-    def judge(self, number: int) -> None:
-        drawn = [one for one in self.ledger.entries.values() if one.stage is Stage.DRAWN]
-        if drawn:
-            entry = drawn[number % len(drawn)]
-            self.ledger.judge(entry, group_of(entry), None)
+    def reward(self, number: int) -> None:
+        sampled = [one for one in self.ledger.entries.values() if one.stage is Stage.SAMPLED]
+        if sampled:
+            entry = sampled[number % len(sampled)]
+            self.ledger.reward(entry, group_of(entry), None)
 
     def hand_over(self, number: int) -> None:
         ready = [step for step in self.asked if all(
-            one.stage is Stage.JUDGED for one in self.ledger.of(Purpose.TRAIN, step))]
+            one.stage is Stage.REWARDED for one in self.ledger.of(Purpose.TRAIN, step))]
         if ready:
             step = ready[number % len(ready)]
             groups = self.ledger.hand_over(self.ledger.of(Purpose.TRAIN, step))
@@ -115,12 +115,12 @@ class Account:
         for id in sorted(self.running, reverse=True):
             self.answer(id)
         for _ in list(self.ledger.entries):
-            self.judge(0)
+            self.reward(0)
         for _ in list(self.asked):
             self.hand_over(0)
 
 
-ACTIONS = (Account.ask, Account.start, Account.start, Account.answer, Account.lose, Account.judge, Account.hand_over,
+ACTIONS = (Account.ask, Account.start, Account.start, Account.answer, Account.lose, Account.reward, Account.hand_over,
            Account.cancel)
 
 
@@ -164,12 +164,10 @@ def test_a_lost_group_starts_before_what_was_asked_for_later():
     ledger = Ledger()
     ledger.add([request_of(0)])
     ledger.add([request_of(1)])
-    first = ledger.first_waiting()
-    assert first is not None and first.request.step == 0
+    first, second = ledger.waiting()
     ledger.start(first, "a")
-    assert ledger.lose("a") == [first] and ledger.first_waiting() is first
-    later = ledger.first_waiting(lambda entry: entry.request.step == 1)
-    assert later is not None and later.id == 1
+    assert ledger.waiting() == [second]
+    assert ledger.lose("a") == [first] and ledger.waiting() == [first, second]
     ledger.start(first, "b")
     assert (first.attempt, first.host, ledger.asked_again) == (2, "b", 1)
 

@@ -1,0 +1,327 @@
+"""Does a run over hosts that die, hang, lie and come and go train on every group exactly once, and in time?
+
+    python benchmarks/chaos.py [--steps 100] [--kills 50] [--stops 10] [--seeds 0 1 2] [--modes fixed-0 newest-2 ...]
+
+The fleet and the training loop are the real ones; engines and updates sleep (benchmarks/fakes.py). A token is a
+function of its address, so groups can be compared bit for bit. One host is ten times slower than the others. On the way
+
+    kills          a host dies with an answer in its hands, and is made anew
+    stops          a host hangs: no answers, no progress
+    interruptions  a host dies while it reads new weights
+    leaves         a host leaves and comes back a second later; another is not there at the start
+    answers        10% come up to three steps later, 5% never, 5% twice, 2% are rubbish
+
+Checked at each step: its groups are those that it asked for, each once, in order; each token's version is within the
+bound, and with fixed versions the one asked for; what was sampled is what the undisturbed run has. Nothing waits longer
+than DEADLINE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fakes import FakeTrainer, SleepingEngine, make_fleet, make_run, thread_host
+from shoal.rollout import member
+from shoal.trainer.schedule import Schedule
+from shoal.types import Completion, Group, Host, HostLost, HostProgress, Manifest, SampleRequest
+
+PROMPTS, GROUP_SIZE = 4, 4
+TOKEN_SECONDS = 0.002
+UPDATE_SECONDS = 0.03
+PUBLISH_SECONDS = 0.005
+STEP_SECONDS = 0.1
+"""About what a step takes; answers are delayed by up to three."""
+STALL_SECONDS = 1.0
+DEADLINE_SECONDS = 20.0
+"""Several hosts in a row may hang with the same group, each for STALL_SECONDS."""
+NAMES = ("a", "b", "c", "slow")
+
+
+class Wrong(Exception):
+    """What the run must never do."""
+
+
+def length_of(request: SampleRequest, index: int) -> int:
+    """Tokens of a completion, by address: long-tailed."""
+    noise = np.random.default_rng(request.address.key(index)).standard_normal()
+    return int(np.clip(np.rint(6 * np.exp(noise)), 1, 60))
+
+
+RUBBISH = ("too few", "lengths", "vocabulary", "nan", "positive", "version")
+
+
+def rubbish(completions: Sequence[Completion], kind: str) -> list[Completion]:
+    """An answer as a host that is out of order gives it."""
+    first, *rest = completions
+    match kind:
+        case "too few":
+            return rest
+        case "lengths":
+            return [replace(first, logprobs=first.logprobs[1:]), *rest]
+        case "vocabulary":
+            return [replace(first, token_ids=first.token_ids + 10**6), *rest]
+        case "nan":
+            return [replace(first, logprobs=first.logprobs * np.nan), *rest]
+        case "positive":
+            return [replace(first, logprobs=first.logprobs + 2), *rest]
+    return [replace(first, versions=first.versions + 1000), *rest]
+
+
+@dataclass
+class Plan:
+    """What goes wrong when: at the n-th answer of all hosts, and at publications."""
+
+    random_: random.Random
+    at_answer: dict[int, str] = field(default_factory=dict)  # number of the answer -> kill, stop or leave
+    interrupted: set[int] = field(default_factory=set)  # versions
+    shares: Mapping[str, float] = field(default_factory=dict)
+    answers: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, seed: int) -> Plan:
+        random_, answers = random.Random(seed), options.steps * PROMPTS
+        kinds = ["kill"] * options.kills + ["stop"] * options.stops + ["leave"] * options.leaves
+        at = dict(zip(random_.sample(range(1, answers), len(kinds)), kinds, strict=True))
+        versions = set(random_.sample(range(1, options.steps), options.interruptions))
+        return cls(random_, at, versions, {"delay": 0.10, "lose": 0.05, "double": 0.05, "rubbish": 0.02})
+
+    def next(self) -> str:
+        """What becomes of the next answer."""
+        self.answers += 1
+        kind = self.at_answer.pop(self.answers, "")
+        at = self.random_.random()
+        for name, share in self.shares.items():
+            if not kind and at < share:
+                kind = name
+            at -= share
+        self.happened[kind or "plain"] += 1
+        return kind
+
+    def interrupts(self, version: int) -> bool:
+        hit = version in self.interrupted
+        self.interrupted.discard(version)
+        self.happened["interruption"] += hit
+        return hit
+
+
+@dataclass
+class TornManifest:
+    """Weights whose reader dies half way."""
+
+    manifest: Manifest
+    host: UnrulyHost
+
+    @property
+    def exists(self) -> bool:
+        return self.manifest.exists
+
+    def fetch(self) -> Any:
+        if self.host.plan.interrupts(self.host.torn):
+            self.host.dead = "killed while it read weights"
+        return self.manifest.fetch()
+
+
+class UnrulyHost:
+    """A host that does to its answers what a plan says."""
+
+    def __init__(self, name: str, inner: Host, hosts: Hosts) -> None:
+        self.name, self.inner, self.hosts = name, inner, hosts
+        self.plan, self.woken = hosts.plan, hosts.woken
+        self.dead, self.torn = "", -1
+        self.stopped: HostProgress | None = None  # what it says of itself from then on
+        self.late: list[tuple[float, int, list[Completion]]] = []
+
+    def load(self, version: int, manifest: Manifest) -> None:
+        self._check()
+        if version in self.plan.interrupted:
+            self.torn = version
+            manifest = TornManifest(manifest, self)
+        self.inner.load(version, manifest)
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        self._check()
+        self.inner.submit(requests)
+
+    def cancel(self, id: int) -> None:
+        self._check()
+        self.inner.cancel(id)
+
+    def progress(self) -> HostProgress:
+        self._check()
+        return self.stopped or self.inner.progress()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def poll(self) -> dict[int, list[Completion]]:
+        self._check()
+        if self.stopped:
+            return {}
+        now = time.monotonic()
+        answers = {id: one for at, id, one in self.late if at <= now}
+        self.late = [one for one in self.late if one[0] > now]
+        for id, completions in self.inner.poll().items():
+            match self.plan.next():
+                case "kill":
+                    self.dead = "killed"
+                    self._check()
+                case "stop":
+                    self.stopped = self.inner.progress()
+                    return {}
+                case "lose":
+                    continue
+                case "delay":
+                    self._later(self.plan.random_.uniform(0, 3 * STEP_SECONDS), id, completions)
+                    continue
+                case "leave":
+                    self.dead, self.hosts.away[self.name] = "it leaves", time.monotonic() + 10 * STEP_SECONDS
+                    self._check()
+                case "rubbish":
+                    answers[id] = rubbish(completions, self.plan.random_.choice(RUBBISH))
+                    continue
+                case "double":
+                    self._later(self.plan.random_.uniform(0, STEP_SECONDS), id, completions)
+            answers[id] = completions
+        return answers
+
+    def _later(self, seconds: float, id: int, completions: list[Completion]) -> None:
+        self.late.append((time.monotonic() + seconds, id, completions))
+        timer = threading.Timer(seconds, self.woken.set)
+        timer.daemon = True
+        timer.start()
+
+    def _check(self) -> None:
+        if self.dead:
+            raise HostLost(self.dead)
+
+
+# ---- a run
+
+
+class Hosts:
+    """Makes the hosts of a run, and makes them anew."""
+
+    def __init__(self, plan: Plan, woken: threading.Event) -> None:
+        self.plan, self.woken = plan, woken
+        self.away = {NAMES[1]: time.monotonic() + 2 * STEP_SECONDS}  # a host that joins later
+        self.made: Counter[str] = Counter()
+
+    def make(self, name: str) -> UnrulyHost:
+        if time.monotonic() < self.away.get(name, 0.0):
+            raise HostLost("it is away")
+        self.made[name] += 1
+        token_seconds = TOKEN_SECONDS * (10 if name == "slow" else 1)
+        engine = SleepingEngine(PROMPTS * GROUP_SIZE // 2, length_of, token_seconds)
+        inner = thread_host(name, engine, 2 * PROMPTS * GROUP_SIZE, self.woken)
+        return UnrulyHost(name, inner, self)
+
+
+@dataclass
+class Account:
+    """What a run trained on, checked step by step."""
+
+    mode: str
+    k: int
+    expected: Sequence[Any] = ()  # of the undisturbed run
+    seen: list[Any] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)
+    oldest: int = 0
+    attempts: Counter[int] = field(default_factory=Counter)
+
+    def note(self, step: int, groups: Sequence[Group]) -> None:
+        rows = [group.example.row for group in groups]
+        if len(set(rows)) != PROMPTS or self.rows & set(rows):
+            raise Wrong(f"step {step} trained on rows {rows}; some were trained on before")
+        self.rows |= set(rows)
+        ages = np.concatenate([step - one.versions for group in groups for one in group.completions])
+        if ages.min() < 0 or ages.max() > self.k or (self.mode == "fixed" and set(ages) != {min(step, self.k)}):
+            raise Wrong(f"step {step} trained on tokens {ages.min()} to {ages.max()} versions old")
+        self.oldest = max(self.oldest, int(ages.max()))
+        what = [(group.example.row, group.rewards.tobytes(), *((one.token_ids.tobytes(), one.logprobs.tobytes())
+                                                               for one in group.completions)) for group in groups]
+        if self.mode == "fixed":
+            what = [(group.version, *one) for group, one in zip(groups, what, strict=True)]
+        if self.expected and what != self.expected[step]:
+            raise Wrong(f"step {step} trained on other tokens than the undisturbed run, or in another order")
+        self.seen.append(what)
+
+
+def play(mode: str, k: int, steps: int, plan: Plan, expected: Sequence[Any] = (),
+         on_note: Callable[[str], None] = lambda text: None) -> tuple[Account, str]:
+    """One run; its account and a line of figures. Raises Wrong."""
+    account, woken = Account(mode, k, expected), threading.Event()
+    hosts = Hosts(plan, woken)
+    trainer = FakeTrainer(UPDATE_SECONDS, account.note)
+    first: dict[str, Any] = {name: hosts.make(name) if name not in hosts.away else Absent() for name in NAMES}
+    fleet = make_fleet(first, woken, PUBLISH_SECONDS, restart=hosts.make, restarts=10**6, stall_seconds=STALL_SECONDS,
+                       on_note=on_note)
+    started = time.perf_counter()
+    try:
+        newest = mode == "newest"
+        make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest)).train()
+    finally:
+        fleet.close()
+    begins, ends = zip(*trainer.updates, strict=True)
+    longest = max(b - e for b, e in zip(begins, (started, *ends), strict=False))
+    if len(account.seen) != steps or fleet.ledger.entries:
+        raise Wrong(f"{len(account.seen)} of {steps} steps were made, {len(fleet.ledger.entries)} groups are left")
+    if longest > DEADLINE_SECONDS:
+        raise Wrong(f"a step waited {longest:.1f} s for its groups")
+    return account, (f"{time.perf_counter() - started:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
+                     f"asked again {fleet.ledger.asked_again}, dropped answers {fleet.ledger.duplicates}, "
+                     f"hosts made {sum(hosts.made.values())}")
+
+
+class Absent:
+    """A host that is not there yet."""
+
+    def _raise(self, *args: Any) -> Any:
+        raise HostLost("it is not there yet")
+
+    load = submit = poll = cancel = progress = _raise
+
+    def close(self) -> None: ...
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--stops", type=int, default=10)
+    parser.add_argument("--interruptions", type=int, default=20)
+    parser.add_argument("--leaves", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--modes", nargs="+", default=["fixed-0", "fixed-1", "fixed-3", "newest-1", "newest-4"])
+    parser.add_argument("--notes", action="store_true", help="what the fleet says of lost hosts")
+    options = parser.parse_args(words)
+    say = print if options.notes else lambda text: None
+    member.MOST_PAUSE_SECONDS = STEP_SECONDS  # between a loss and the next host of that name
+    failed = 0
+    for text in options.modes:
+        mode, _, k = text.partition("-")
+        whole, figures = play(mode, int(k), options.steps, Plan(random.Random(0)), on_note=say)
+        print(f"{text}, undisturbed: {figures}", flush=True)
+        for seed in options.seeds:
+            plan = Plan.of(options, seed)
+            try:
+                _, figures = play(mode, int(k), options.steps, plan, whole.seen, say)
+            except Wrong as error:
+                figures, failed = f"WRONG: {error}", failed + 1
+            happened = ", ".join(f"{name} {count}" for name, count in sorted(plan.happened.items()))
+            print(f"{text}, seed {seed}: {figures}\n  {happened}", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -180,7 +180,8 @@ class Fleet:
             self._thread.join()
         for member in self.members.values():
             if member.host is not None:
-                member.host.close()
+                with contextlib.suppress(HostLost):
+                    member.host.close()
         self.channel.close()
         self.rewards.pool.close()
 
@@ -240,7 +241,7 @@ class Fleet:
         member.given.pop(id, None)
         if (entry := self.ledger.entries.get(id)) is not None:
             reason = wrong_answer(sample_request(entry.request, id, self.seed), completions,
-                                  self.channel.model.architecture.vocab_size, self.channel.versions)
+                                  self.channel.model.architecture.vocab_size, self._newest())
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return
@@ -322,8 +323,11 @@ class Fleet:
         return (self.by_itself or (request.purpose, request.step) == self._taking) and self._is_published(request)
 
     def _is_published(self, request: GroupRequest) -> bool:
-        versions = self.channel.versions
-        return request.version in versions if request.exact else max(versions, default=-1) >= request.version
+        return request.version in self.channel.versions if request.exact else self._newest() >= request.version
+
+    def _newest(self) -> int:
+        """The newest version that was published: while another is copied, it may be released already."""
+        return max([self._last[0] if self._last else -1, *self.channel.versions])
 
     def _show_progress(self, entry: Entry) -> None:
         request = entry.request

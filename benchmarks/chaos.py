@@ -237,7 +237,6 @@ class Account:
     seen: list[Any] = field(default_factory=list)
     rows: set[int] = field(default_factory=set)
     oldest: int = 0
-    attempts: Counter[int] = field(default_factory=Counter)
 
     def note(self, step: int, groups: Sequence[Group]) -> None:
         rows = [group.example.row for group in groups]
@@ -278,8 +277,11 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Sequence[Any] = ()
         raise Wrong(f"{len(account.seen)} of {steps} steps were made, {len(fleet.ledger.entries)} groups are left")
     if longest > DEADLINE_SECONDS:
         raise Wrong(f"a step waited {longest:.1f} s for its groups")
+    total = Counter[str]()
+    for one in trainer.stats:
+        total.update(one.fleet)
     return account, (f"{time.perf_counter() - started:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
-                     f"asked again {fleet.ledger.asked_again}, dropped answers {fleet.ledger.duplicates}, "
+                     f"groups asked again {total['asked_again']}, second answers {total['duplicates']}, "
                      f"hosts made {sum(hosts.made.values())}")
 
 

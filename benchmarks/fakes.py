@@ -28,7 +28,7 @@ from shoal.tasks.task import Task
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import Run
 from shoal.trainer.schedule import Schedule
-from shoal.types import Completion, Example, Host, RewardFunction, SampleRequest, StopReason
+from shoal.types import Completion, Example, Host, RewardFunction, RolloutStats, SampleRequest, StopReason
 
 if TYPE_CHECKING:
     from overlap import Case, Trace
@@ -181,7 +181,8 @@ class FakeTrainer:
     update_seconds: float
     on_groups: Callable[[int, Sequence[Any]], None] = lambda step, groups: None
     after_step: Callable[[], object] = lambda: None
-    updates: list[tuple[float, float]] = field(default_factory=list)
+    updates: list[tuple[float, float]] = field(default_factory=list)  # begin and end
+    stats: list[RolloutStats] = field(default_factory=list)  # by step
     evaluations: dict[int, Any] = field(default_factory=dict)
     warned: list[Any] = field(default_factory=list)
     protected: int | None = None
@@ -239,7 +240,7 @@ def make_fleet(hosts: Mapping[str, Host], woken: threading.Event, publish_second
 
 def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int,
              schedule: Schedule) -> Run:
-    trainer.after_step = fleet.read_stats  # as the updater of a run does
+    trainer.after_step = lambda: trainer.stats.append(fleet.read_stats())
     config, _ = compose("train", [f"steps={steps}", f"batch.prompts_per_step={prompts}",
                                   f"batch.group_size={group_size}", "sampling.max_completion_tokens=4096",
                                   "checkpoint.every=0", "train.evaluate_every=0"])

@@ -293,6 +293,18 @@ def print_table(steps: int, seed: int, token_seconds: float) -> None:
             print(line(f"{one.mode} {one.k}", found, slowest), flush=True)
 
 
+def print_capacities(steps: int, seed: int, token_seconds: float) -> None:
+    """How much a host must have at once where the sampler is the bottleneck: a group counts until its longest ends."""
+    print("\nidle places, newest 2, update 0.2: completions that a host has at once, over its places\n"
+          "longest  hosts  places of each      1x      2x      4x      8x")
+    for most, hosts, places in itertools.product((4, 16), (1, 4), (4, 8, 16)):
+        case = replace(LONG, mode="newest", k=2, most=most, update=0.2, hosts=hosts, places=places)
+        lengths = case.lengths(steps, seed)
+        idle = [simulate(replace(case, capacity=times * places), lengths, token_seconds).idle_sampler
+                for times in (1, 2, 4, 8)]
+        print(f"{most:7} {hosts:6} {places:15} " + "".join(f"{share:8.0%}" for share in idle), flush=True)
+
+
 def print_runs(cases: Sequence[Case], steps: int, seed: int, token_seconds: float) -> None:
     """Simulation and run of each case, one below the other; `speed` is over that of the first with the same work."""
     from fakes import run_case
@@ -326,6 +338,7 @@ def main(words: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     if options.table:
         print_table(200, options.seed, options.token_ms / 1e3)
+        print_capacities(100, options.seed, options.token_ms / 1e3)
     cases = {"targets": TARGETS, "all": TARGETS + MORE, "none": []}[options.cases]
     print_runs(cases, options.steps, options.seed, options.token_ms / 1e3)
     print(f"{time.monotonic() - started:.0f} s")

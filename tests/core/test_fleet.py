@@ -275,7 +275,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_with_newest_weights_hosts_go_on_while_others_are_copied():
-    """The old version is released before the new one is there; groups start and end in between."""
+    """The old version is released before the new one is there; groups end in between."""
     copying: list[int] = []
     host = FakeHost(lambda host: None if copying else {})
     with fleet({"a": host}) as source:
@@ -284,15 +284,14 @@ def test_with_newest_weights_hosts_go_on_while_others_are_copied():
         def slowly(version: int, params: Any) -> Any:
             assert not source.channel.versions
             copying.append(version)
-            source.request(requests([2, 3], exact=False))
-            wait_for(lambda: host.answered == 4 or source._failure is not None)
+            wait_for(lambda: not source.ledger.count(Stage.RUNNING) or source._failure is not None)
             return publish(version, params)
 
         source.channel.publish = slowly
         source.request(requests([0, 1], exact=False))
         wait_for(lambda: len(host.queued) == 2)
         source.publish(1, random_parameters(PLAINEST), keep_from=1)
-        assert rows_of(source) == [0, 1, 2, 3]
+        assert rows_of(source) == [0, 1]
 
 
 def test_a_lost_host_closes_without_a_word():

@@ -240,8 +240,10 @@ class Fleet:
         """Enters a host's answer and has it rewarded. A host whose answer is wrong is lost, with all that it has."""
         member.given.pop(id, None)
         if (entry := self.ledger.entries.get(id)) is not None:
+            # While a version is copied, the one that hosts sample from may be released already.
+            newest = max([self._last[0] if self._last else -1, *self.channel.versions])
             reason = wrong_answer(sample_request(entry.request, id, self.seed), completions,
-                                  self.channel.model.architecture.vocab_size, self._newest())
+                                  self.channel.model.architecture.vocab_size, newest)
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return
@@ -323,11 +325,8 @@ class Fleet:
         return (self.by_itself or (request.purpose, request.step) == self._taking) and self._is_published(request)
 
     def _is_published(self, request: GroupRequest) -> bool:
-        return request.version in self.channel.versions if request.exact else self._newest() >= request.version
-
-    def _newest(self) -> int:
-        """The newest version that was published: while another is copied, it may be released already."""
-        return max([self._last[0] if self._last else -1, *self.channel.versions])
+        versions = self.channel.versions
+        return request.version in versions if request.exact else max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: Entry) -> None:
         request = entry.request

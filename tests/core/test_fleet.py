@@ -121,7 +121,7 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
         assert rows_of(source) == list(range(20)) and rows_of(source, 1) == list(range(20, 30))
         assert sum(host.answered for host in hosts.values()) == 30 and min(h.answered for h in hosts.values()) > 0
         assert not source.ledger.entries
-        stats = source.read_stats()
+        stats = source.read_stats(Purpose.TRAIN)
         assert stats.tokens == 30 * 4 * 3 and stats.fleet == {"hosts": 2, "lost": 0, "asked_again": 0, "duplicates": 0}
         assert stats.queue == {"waiting": 0, "running": 0, "sampled": 0}
     assert all(host.closed for host in hosts.values())
@@ -144,7 +144,7 @@ def test_a_second_answer_is_dropped_and_counted():
         while seen and time.monotonic() < deadline:
             time.sleep(0.01)
             source.woken.set()
-        assert source.read_stats().fleet["duplicates"] > 0
+        assert source.read_stats(Purpose.TRAIN).fleet["duplicates"] > 0
 
 
 def dies(after: int) -> Callable[[FakeHost], None]:
@@ -168,7 +168,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
                on_note=said.append) as source:
         source.request(requests(range(40)))
         assert rows_of(source) == list(range(40))
-        stats = source.read_stats()
+        stats = source.read_stats(Purpose.TRAIN)
         source.request(requests(range(5), step=1))
         assert rows_of(source, 1) == list(range(5))
     assert first.closed and len(made) == 1 and made[0].versions == [0]

@@ -12,8 +12,8 @@ function of its address, so groups can be compared bit for bit. One host is ten 
     answers        10% come up to three steps later, 5% never, 5% twice, 2% are rubbish
 
 Checked at each step: its groups are those that it asked for, each once, in order; each token's version is within the
-bound, and with fixed versions the one asked for; what was sampled is what the undisturbed run has. Nothing waits longer
-than DEADLINE_SECONDS.
+bound, and with fixed versions the one asked for; what was sampled is what the undisturbed run has. Every tenth version
+is evaluated on the way, by the answers of that version alone. Nothing waits longer than DEADLINE_SECONDS.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shoal.rollout import member
 from shoal.trainer.schedule import Schedule
 from shoal.types import Completion, Group, Host, HostLost, HostProgress, Manifest, SampleRequest
 
-PROMPTS, GROUP_SIZE = 4, 4
+PROMPTS, GROUP_SIZE, QUESTIONS = 4, 4, 3
 TOKEN_SECONDS = 0.002
 UPDATE_SECONDS = 0.03
 PUBLISH_SECONDS = 0.005
@@ -229,7 +229,7 @@ class Hosts:
 
 @dataclass
 class Account:
-    """What a run trained on, checked step by step."""
+    """What a run trained on, checked step by step, and its evaluations."""
 
     mode: str
     k: int
@@ -247,13 +247,23 @@ class Account:
         if ages.min() < 0 or ages.max() > self.k or (self.mode == "fixed" and set(ages) != {min(step, self.k)}):
             raise Wrong(f"step {step} trained on tokens {ages.min()} to {ages.max()} versions old")
         self.oldest = max(self.oldest, int(ages.max()))
-        what = [(group.example.row, group.rewards.tobytes(), *((one.token_ids.tobytes(), one.logprobs.tobytes())
-                                                               for one in group.completions)) for group in groups]
-        if self.mode == "fixed":
-            what = [(group.version, *one) for group, one in zip(groups, what, strict=True)]
-        if self.expected and what != self.expected[step]:
-            raise Wrong(f"step {step} trained on other tokens than the undisturbed run, or in another order")
-        self.seen.append(what)
+        self.compare(contents(groups, self.mode == "fixed"), f"step {step} trained on")
+
+    def note_evaluations(self, evaluations: Mapping[int, Sequence[Group]]) -> None:
+        for version, groups in sorted(evaluations.items()):
+            if any((one.versions != version).any() for group in groups for one in group.completions):
+                raise Wrong(f"the evaluation of version {version} has answers of another")
+            self.compare(contents(groups, True), f"the evaluation of version {version} has")
+
+    def compare(self, found: Any, what: str) -> None:
+        if self.expected and found != self.expected[len(self.seen)]:
+            raise Wrong(f"{what} other tokens than in the undisturbed run, or in another order")
+        self.seen.append(found)
+
+
+def contents(groups: Sequence[Group], with_version: bool) -> list[Any]:
+    return [(group.example.row, group.version if with_version else 0, group.rewards.tobytes(),
+             *((one.token_ids.tobytes(), one.logprobs.tobytes()) for one in group.completions)) for group in groups]
 
 
 def play(mode: str, k: int, steps: int, plan: Plan, expected: Sequence[Any] = (),
@@ -268,13 +278,17 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Sequence[Any] = ()
     started = time.perf_counter()
     try:
         newest = mode == "newest"
-        make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest)).train()
+        make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest),
+                 QUESTIONS).train()
     finally:
         fleet.close()
     begins, ends = zip(*trainer.updates, strict=True)
     longest = max(b - e for b, e in zip(begins, (started, *ends), strict=False))
     if len(account.seen) != steps or fleet.ledger.entries:
         raise Wrong(f"{len(account.seen)} of {steps} steps were made, {len(fleet.ledger.entries)} groups are left")
+    account.note_evaluations(trainer.evaluations)
+    if sorted(trainer.evaluations) != sorted({*range(0, steps, 10), steps}):
+        raise Wrong(f"evaluated were versions {sorted(trainer.evaluations)}")
     if longest > DEADLINE_SECONDS:
         raise Wrong(f"a step waited {longest:.1f} s for its groups")
     total = Counter[str]()

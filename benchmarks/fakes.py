@@ -25,10 +25,21 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.tasks.task import Task
-from shoal.trainer.curriculum import PromptStream
+from shoal.trainer.curriculum import PromptStream, TokenizedExample
+from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
 from shoal.trainer.schedule import Schedule
-from shoal.types import Completion, Example, Host, RewardFunction, RolloutStats, SampleRequest, StopReason
+from shoal.types import (
+    Completion,
+    Example,
+    Group,
+    Host,
+    Purpose,
+    RewardFunction,
+    RolloutStats,
+    SampleRequest,
+    StopReason,
+)
 
 if TYPE_CHECKING:
     from overlap import Case, Trace
@@ -176,14 +187,14 @@ def thread_host(name: str, engine: SleepingEngine, capacity: int, woken: threadi
 
 @dataclass
 class FakeTrainer:
-    """Updater, evaluator, recorder and checkpoints of a `Run`: an update sleeps, the rest takes no time."""
+    """Updater, recorder and checkpoints of a `Run`: an update sleeps, the rest takes no time."""
 
     update_seconds: float
     on_groups: Callable[[int, Sequence[Any]], None] = lambda step, groups: None
     after_step: Callable[[], object] = lambda: None
     updates: list[tuple[float, float]] = field(default_factory=list)  # begin and end
     stats: list[RolloutStats] = field(default_factory=list)  # by step
-    evaluations: dict[int, Any] = field(default_factory=dict)
+    evaluations: dict[int, Sequence[Group]] = field(default_factory=dict)  # by version: its answers
     warned: list[Any] = field(default_factory=list)
     protected: int | None = None
 
@@ -200,14 +211,8 @@ class FakeTrainer:
         return (SimpleNamespace(trainable=weights(step + 1)),
                 SimpleNamespace(table=table, logprobs={}, metrics=None))
 
-    def num_completions(self, sampled: bool) -> int:
-        return 0
-
-    def evaluate(self, source: Any, step: int, version: int, sampled: bool) -> tuple[dict, list]:
-        return {}, []
-
-    def evaluation(self, version: int, *args: Any) -> None:
-        self.evaluations[version] = {}
+    def evaluation(self, version: int, figures: Any, groups: Sequence[Group], *args: Any) -> None:
+        self.evaluations[version] = groups
 
     def step(self, record: Any) -> dict[str, float]:
         self.after_step()
@@ -228,25 +233,29 @@ class FakeTrainer:
 
 REWARD = RewardFunction("sum", lambda completions, **_: [float(len(text)) for text in completions],
                         runs_in_process=True)
+TASK = Task("fake", (), {}, (REWARD,))
 
 
 def make_fleet(hosts: Mapping[str, Host], woken: threading.Event, publish_seconds: float = 0.0,
                **settings: Any) -> Fleet:
     pool = RewardPool((REWARD,), RewardSection(workers=0))
-    rewards = GroupRewards(Task("fake", (), {}, (REWARD,)), pool, lambda ids: "x" * (sum(ids) % 7))
+    rewards = GroupRewards(TASK, pool, lambda ids: "x" * (sum(ids) % 7))
     channel = FakeChannel(list(hosts), publish_seconds)
     return Fleet(channel, hosts, rewards, seed=0, by_itself=True, woken=woken, **settings)  # type: ignore[arg-type]
 
 
-def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int,
-             schedule: Schedule) -> Run:
-    trainer.after_step = lambda: trainer.stats.append(fleet.read_stats())
+def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int, schedule: Schedule,
+             questions: int = 0) -> Run:
+    """A run of so many steps that evaluates every tenth version where there are questions."""
+    trainer.after_step = lambda: trainer.stats.append(fleet.read_stats(Purpose.TRAIN))
     config, _ = compose("train", [f"steps={steps}", f"batch.prompts_per_step={prompts}",
                                   f"batch.group_size={group_size}", "sampling.max_completion_tokens=4096",
-                                  "checkpoint.every=0", "train.evaluate_every=0"])
+                                  "checkpoint.every=0", f"train.evaluate_every={10 if questions else 0}"])
     examples = [Example(row, str(row)) for row in range(steps * prompts)]
     stream = PromptStream(examples, lambda prompt: np.array([1]), 0, 10)
-    return Run(config, weights(0), trainer, fleet, stream, trainer, trainer, trainer,  # type: ignore[arg-type]
+    held_out = [TokenizedExample(Example(row, str(row)), np.array([1])) for row in range(questions)]
+    evaluator = Evaluator({"held_out": held_out} if questions else {}, config.sampling.params, 0, TASK)
+    return Run(config, weights(0), trainer, fleet, stream, evaluator, trainer, trainer,  # type: ignore[arg-type]
                schedule)
 
 

@@ -235,13 +235,14 @@ class Account:
     k: int
     expected: Sequence[Any] = ()  # of the undisturbed run
     seen: list[Any] = field(default_factory=list)
+    asked: Mapping[int, Sequence[int]] = field(default_factory=dict)  # step -> rows
     rows: set[int] = field(default_factory=set)
     oldest: int = 0
 
     def note(self, step: int, groups: Sequence[Group]) -> None:
         rows = [group.example.row for group in groups]
-        if len(set(rows)) != PROMPTS or self.rows & set(rows):
-            raise Wrong(f"step {step} trained on rows {rows}; some were trained on before")
+        if rows != self.asked[step] or self.rows & set(rows):
+            raise Wrong(f"step {step} trained on rows {rows}; it asked for {self.asked[step]}")
         self.rows |= set(rows)
         ages = np.concatenate([step - one.versions for group in groups for one in group.completions])
         if ages.min() < 0 or ages.max() > self.k or (self.mode == "fixed" and set(ages) != {min(step, self.k)}):
@@ -278,8 +279,10 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Sequence[Any] = ()
     started = time.perf_counter()
     try:
         newest = mode == "newest"
-        make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest),
-                 QUESTIONS).train()
+        schedule = Schedule(k, newest=newest, ahead=k * newest)
+        run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, schedule, QUESTIONS)
+        account.asked = run.pending
+        run.train()
     finally:
         fleet.close()
     begins, ends = zip(*trainer.updates, strict=True)

@@ -8,6 +8,7 @@ function of its address, so groups can be compared bit for bit. One host is ten 
     kills          a host dies with an answer in its hands, and is made anew
     stops          a host hangs: no answers, no progress
     interruptions  a host dies while it reads new weights
+    trainer kills  the trainer is killed in an update, and resumes with other hosts from a checkpoint up to 3 steps old
     leaves         a host leaves and comes back a second later; another is not there at the start
     answers        10% come up to three steps later, 5% never, 5% twice, 2% are rubbish
 
@@ -19,6 +20,7 @@ is evaluated on the way, by the answers of that version alone. Nothing waits lon
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import threading
@@ -49,6 +51,10 @@ NAMES = ("a", "b", "c", "slow")
 
 class Wrong(Exception):
     """What the run must never do."""
+
+
+class Killed(Exception):
+    """The trainer's end, in an update."""
 
 
 def length_of(request: SampleRequest, index: int) -> int:
@@ -212,8 +218,8 @@ class UnrulyHost:
 class Hosts:
     """Makes the hosts of a run, and makes them anew."""
 
-    def __init__(self, plan: Plan, woken: threading.Event) -> None:
-        self.plan, self.woken = plan, woken
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.woken = plan, threading.Event()
         self.away = {NAMES[1]: time.monotonic() + 2 * STEP_SECONDS}  # a host that joins later
         self.made: Counter[str] = Counter()
 
@@ -233,33 +239,40 @@ class Account:
 
     mode: str
     k: int
-    expected: Sequence[Any] = ()  # of the undisturbed run
-    seen: list[Any] = field(default_factory=list)
+    expected: Mapping[str, Any] = field(default_factory=dict)  # of the undisturbed run
+    kills: set[int] = field(default_factory=set)  # steps in whose update the trainer is killed
+    seen: dict[str, Any] = field(default_factory=dict)
     asked: Mapping[int, Sequence[int]] = field(default_factory=dict)  # step -> rows
-    rows: set[int] = field(default_factory=set)
+    rows: dict[int, list[int]] = field(default_factory=dict)  # by step
     oldest: int = 0
 
     def note(self, step: int, groups: Sequence[Group]) -> None:
-        rows = [group.example.row for group in groups]
-        if rows != self.asked[step] or self.rows & set(rows):
-            raise Wrong(f"step {step} trained on rows {rows}; it asked for {self.asked[step]}")
-        self.rows |= set(rows)
+        if step in self.kills:
+            self.kills.discard(step)
+            raise Killed
+        self.rows[step] = [group.example.row for group in groups]
+        if self.rows[step] != self.asked[step]:
+            raise Wrong(f"step {step} trained on rows {self.rows[step]}; it asked for {self.asked[step]}")
         ages = np.concatenate([step - one.versions for group in groups for one in group.completions])
         if ages.min() < 0 or ages.max() > self.k or (self.mode == "fixed" and set(ages) != {min(step, self.k)}):
             raise Wrong(f"step {step} trained on tokens {ages.min()} to {ages.max()} versions old")
         self.oldest = max(self.oldest, int(ages.max()))
-        self.compare(contents(groups, self.mode == "fixed"), f"step {step} trained on")
+        self.compare(f"step {step} trained on", contents(groups, self.mode == "fixed"))
 
-    def note_evaluations(self, evaluations: Mapping[int, Sequence[Group]]) -> None:
-        for version, groups in sorted(evaluations.items()):
+    def end(self, steps: int, evaluations: Mapping[int, Sequence[Group]]) -> None:
+        for version, groups in evaluations.items():
             if any((one.versions != version).any() for group in groups for one in group.completions):
                 raise Wrong(f"the evaluation of version {version} has answers of another")
-            self.compare(contents(groups, True), f"the evaluation of version {version} has")
+            self.compare(f"the evaluation of version {version} has", contents(groups, True))
+        if sorted(self.rows) != list(range(steps)) or sorted(evaluations) != sorted({*range(0, steps, 10), steps}):
+            raise Wrong(f"made were steps {sorted(self.rows)}, evaluated versions {sorted(evaluations)}")
+        if sorted(itertools.chain.from_iterable(self.rows.values())) != list(range(steps * PROMPTS)):
+            raise Wrong("a group was trained on twice, or never")
 
-    def compare(self, found: Any, what: str) -> None:
-        if self.expected and found != self.expected[len(self.seen)]:
+    def compare(self, what: str, found: Any) -> None:
+        if self.expected and found != self.expected[what]:
             raise Wrong(f"{what} other tokens than in the undisturbed run, or in another order")
-        self.seen.append(found)
+        self.seen[what] = found
 
 
 def contents(groups: Sequence[Group], with_version: bool) -> list[Any]:
@@ -267,37 +280,39 @@ def contents(groups: Sequence[Group], with_version: bool) -> list[Any]:
              *((one.token_ids.tobytes(), one.logprobs.tobytes()) for one in group.completions)) for group in groups]
 
 
-def play(mode: str, k: int, steps: int, plan: Plan, expected: Sequence[Any] = (),
+def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any], kills: Sequence[int] = (),
          on_note: Callable[[str], None] = lambda text: None) -> tuple[Account, str]:
-    """One run; its account and a line of figures. Raises Wrong."""
-    account, woken = Account(mode, k, expected), threading.Event()
-    hosts = Hosts(plan, woken)
-    trainer = FakeTrainer(UPDATE_SECONDS, account.note)
-    first: dict[str, Any] = {name: hosts.make(name) if name not in hosts.away else Absent() for name in NAMES}
-    fleet = make_fleet(first, woken, PUBLISH_SECONDS, restart=hosts.make, restarts=10**6, stall_seconds=STALL_SECONDS,
-                       on_note=on_note)
-    started = time.perf_counter()
-    try:
-        newest = mode == "newest"
-        schedule = Schedule(k, newest=newest, ahead=k * newest)
-        run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, schedule, QUESTIONS)
-        account.asked = run.pending
-        run.train()
-    finally:
-        fleet.close()
-    begins, ends = zip(*trainer.updates, strict=True)
-    longest = max(b - e for b, e in zip(begins, (started, *ends), strict=False))
-    if len(account.seen) != steps or fleet.ledger.entries:
-        raise Wrong(f"{len(account.seen)} of {steps} steps were made, {len(fleet.ledger.entries)} groups are left")
-    account.note_evaluations(trainer.evaluations)
-    if sorted(trainer.evaluations) != sorted({*range(0, steps, 10), steps}):
-        raise Wrong(f"evaluated were versions {sorted(trainer.evaluations)}")
+    """One run, resumed as often as its trainer is killed; its account and a line of figures. Raises Wrong."""
+    account = Account(mode, k, expected, set(kills))
+    trainer, hosts = FakeTrainer(UPDATE_SECONDS, account.note), Hosts(plan)
+    newest, ended, began = mode == "newest", False, time.perf_counter()
+    longest = 0.0
+    while not ended:
+        trainer.updates, hosts.woken = [], threading.Event()
+        first: dict[str, Any] = {name: hosts.make(name) if name not in hosts.away else Absent() for name in NAMES}
+        fleet = make_fleet(first, hosts.woken, PUBLISH_SECONDS, restart=hosts.make, restarts=10**6,
+                           stall_seconds=STALL_SECONDS, on_note=on_note)
+        run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest),
+                       QUESTIONS)
+        account.asked, started = run.pending, time.perf_counter()
+        try:
+            run.train()
+            ended = True
+            if left := len(fleet.ledger.entries):
+                raise Wrong(f"{left} groups are left")
+        except Killed:
+            pass
+        finally:
+            fleet.close()
+        begins, ends = zip(*trainer.updates, strict=True)
+        longest = max([longest, *(b - e for b, e in zip(begins, (started, *ends), strict=False))])
+    account.end(steps, trainer.evaluations)
     if longest > DEADLINE_SECONDS:
         raise Wrong(f"a step waited {longest:.1f} s for its groups")
     total = Counter[str]()
     for one in trainer.stats:
         total.update(one.fleet)
-    return account, (f"{time.perf_counter() - started:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
+    return account, (f"{time.perf_counter() - began:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
                      f"groups asked again {total['asked_again']}, second answers {total['duplicates']}, "
                      f"hosts made {sum(hosts.made.values())}")
 
@@ -320,6 +335,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--interruptions", type=int, default=20)
     parser.add_argument("--leaves", type=int, default=2)
+    parser.add_argument("--trainer-kills", type=int, default=10)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--modes", nargs="+", default=["fixed-0", "fixed-1", "fixed-3", "newest-1", "newest-4"])
     parser.add_argument("--notes", action="store_true", help="what the fleet says of lost hosts")
@@ -329,12 +345,13 @@ def main(words: Sequence[str] | None = None) -> None:
     failed = 0
     for text in options.modes:
         mode, _, k = text.partition("-")
-        whole, figures = play(mode, int(k), options.steps, Plan(random.Random(0)), on_note=say)
+        whole, figures = play(mode, int(k), options.steps, Plan(random.Random(0)), {}, on_note=say)
         print(f"{text}, undisturbed: {figures}", flush=True)
         for seed in options.seeds:
             plan = Plan.of(options, seed)
+            kills = plan.random_.sample(range(options.steps), options.trainer_kills)
             try:
-                _, figures = play(mode, int(k), options.steps, plan, whole.seen, say)
+                _, figures = play(mode, int(k), options.steps, plan, whole.seen, kills, say)
             except Wrong as error:
                 figures, failed = f"WRONG: {error}", failed + 1
             happened = ", ".join(f"{name} {count}" for name, count in sorted(plan.happened.items()))

@@ -8,6 +8,7 @@ A version of the weights is its number; a token takes the time of one dispatch.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.tasks.task import Task
+from shoal.trainer.checkpoint import Restored
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
@@ -197,6 +199,7 @@ class FakeTrainer:
     evaluations: dict[int, Sequence[Group]] = field(default_factory=dict)  # by version: its answers
     warned: list[Any] = field(default_factory=list)
     protected: int | None = None
+    saved: Restored | None = None  # the newest checkpoint
 
     def __post_init__(self) -> None:
         self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=weights(0)))
@@ -219,16 +222,23 @@ class FakeTrainer:
         return {}
 
     def state(self) -> dict[str, Any]:
+        return {"evaluated": list(self.evaluations)}
+
+    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
+        self.evaluations = {number: self.evaluations[number] for number in state["evaluated"]}
+
+    def scores(self) -> dict[str, float]:
         return {}
 
-    scores = state
+    def save(self, version: int, state: Any, extra: Any, published: dict[int, Any], scores: Any) -> None:
+        self.saved = Restored(version, state, json.loads(json.dumps(extra)), dict(published))
 
     def finish(self, last: int = 0) -> dict[str, Any]:
         return {"last": last}
 
     def ignore(self, *args: Any) -> None: ...
 
-    begin_training = begin_evaluation = sync = spent = save = data_exhausted = ignore
+    begin_training = begin_evaluation = sync = spent = data_exhausted = ignore
 
 
 REWARD = RewardFunction("sum", lambda completions, **_: [float(len(text)) for text in completions],
@@ -246,17 +256,18 @@ def make_fleet(hosts: Mapping[str, Host], woken: threading.Event, publish_second
 
 def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int, schedule: Schedule,
              questions: int = 0) -> Run:
-    """A run of so many steps that evaluates every tenth version where there are questions."""
+    """A run, or the rest of one that the trainer has a checkpoint of; every third step has one. Every tenth version is
+    evaluated where there are questions."""
     trainer.after_step = lambda: trainer.stats.append(fleet.read_stats(Purpose.TRAIN))
     config, _ = compose("train", [f"steps={steps}", f"batch.prompts_per_step={prompts}",
                                   f"batch.group_size={group_size}", "sampling.max_completion_tokens=4096",
-                                  "checkpoint.every=0", f"train.evaluate_every={10 if questions else 0}"])
+                                  "checkpoint.every=3", f"train.evaluate_every={10 if questions else 0}"])
     examples = [Example(row, str(row)) for row in range(steps * prompts)]
     stream = PromptStream(examples, lambda prompt: np.array([1]), 0, 10)
     held_out = [TokenizedExample(Example(row, str(row)), np.array([1])) for row in range(questions)]
     evaluator = Evaluator({"held_out": held_out} if questions else {}, config.sampling.params, 0, TASK)
     return Run(config, weights(0), trainer, fleet, stream, evaluator, trainer, trainer,  # type: ignore[arg-type]
-               schedule)
+               schedule, trainer.saved)
 
 
 def run_case(case: Case, lengths: np.ndarray, update_seconds: float, token_seconds: float) -> Trace:

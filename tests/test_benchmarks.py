@@ -95,7 +95,8 @@ def test_too_few_places_are_never_idle(folder):
     assert (found.seconds, found.idle_sampler) == pytest.approx((20, 0))
 
 
-CHAOS = ["--steps", "6", "--kills", "4", "--stops", "1", "--interruptions", "2", "--leaves", "0", "--seeds", "0"]
+CHAOS = ["--steps", "6", "--kills", "4", "--stops", "1", "--interruptions", "2", "--leaves", "0",
+         "--trainer-kills", "1", "--seeds", "0"]
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ class Run:
             self.request(step, [self.prompts.of_row(row) for row in rows])
         self.requested, self.saved = version + len(self.pending), version
         # Before publication, which releases the weights that nobody asks for.
-        under_way = [number for number in extra["evaluating"] if number in self.restored.published]
+        under_way = [number for number in extra.get("evaluating", ()) if number in self.restored.published]
         for number in under_way:
             self.evaluator.ask(self.source, number, number, sampled=False)
         for number, params in self.restored.published.items():
@@ -288,9 +288,9 @@ class Run:
             sampled = ends and version == now
             with self.saved_if_given_up(now, state):
                 figures, groups = self.evaluator.score(self.evaluator.collect(self.source, version, sampled))
-            del self.evaluating[version]
-            self.recorder.evaluation(version, figures, groups, self.evaluator.num_completions(sampled),
-                                     time.perf_counter() - started)
+                self.recorder.evaluation(version, figures, groups, self.evaluator.num_completions(sampled),
+                                         time.perf_counter() - started)
+                del self.evaluating[version]
 
     def record(self, step: int, groups: Sequence[Group], discarded: Sequence[Group], outcome: UpdateResult,
                seconds: float) -> dict[str, float]:

@@ -462,7 +462,12 @@ def assert_equal(run: Any, other: Any) -> None:
 
 
 def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
-    apart = workshop.train("apart", *LAGGING, "mesh.sampler=[3,4]")
+    apart = workshop.train("apart", *LAGGING, "mesh.sampler=[3,4]", "report.timeline=true")
+    events = json.loads((apart / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"trainer", "publication", "sampler 0", "sampler 1"} <= set(lanes.values())
+    spans = [(event["name"], lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"]
+    assert [name for name, lane, _ in spans].count("update") == 5 and min(dur for *_, dur in spans) >= 100
     rows = metrics(apart)
     assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
     assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)

@@ -451,6 +451,8 @@ class ReportSection:
     wandb: WandbSection = field(default_factory=WandbSection)
     print_every: int = 0
     """Steps between two printed lines; 0 for about 40 lines in a run. Metrics are recorded at every step."""
+    timeline: bool = False
+    """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and waited."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 

@@ -13,8 +13,9 @@ function of its address, so groups can be compared bit for bit. One host is ten 
     answers        10% come up to three steps later, 5% never, 5% twice, 2% are rubbish
 
 Checked at each step: its groups are those that it asked for, each once, in order; each token's version is within the
-bound, and with fixed versions the one asked for; what was sampled is what the undisturbed run has. Every tenth version
-is evaluated on the way, by the answers of that version alone. Nothing waits longer than DEADLINE_SECONDS.
+bound, and with fixed versions the one asked for; what was sampled is what the undisturbed run has; no more groups are
+under way than the bound allows. Every tenth version is evaluated on the way, by the answers of that version alone.
+Nothing waits longer than DEADLINE_SECONDS.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import numpy as np
 from fakes import FakeTrainer, SleepingEngine, make_fleet, make_run, thread_host
 from shoal.rollout import member
 from shoal.trainer.schedule import Schedule
-from shoal.types import Completion, Group, Host, HostLost, HostProgress, Manifest, SampleRequest
+from shoal.types import Completion, Group, Host, HostLost, HostProgress, Manifest, Purpose, SampleRequest
 
 PROMPTS, GROUP_SIZE, QUESTIONS = 4, 4, 3
 TOKEN_SECONDS = 0.002
@@ -243,6 +244,7 @@ class Account:
     kills: set[int] = field(default_factory=set)  # steps in whose update the trainer is killed
     seen: dict[str, Any] = field(default_factory=dict)
     asked: Mapping[int, Sequence[int]] = field(default_factory=dict)  # step -> rows
+    under_way: Callable[[], int] = lambda: 0  # groups for training that were not handed over
     rows: dict[int, list[int]] = field(default_factory=dict)  # by step
     oldest: int = 0
 
@@ -253,6 +255,8 @@ class Account:
         self.rows[step] = [group.example.row for group in groups]
         if self.rows[step] != self.asked[step]:
             raise Wrong(f"step {step} trained on rows {self.rows[step]}; it asked for {self.asked[step]}")
+        if (under_way := self.under_way()) > self.k * PROMPTS:
+            raise Wrong(f"beside those of step {step} {under_way} groups are under way")
         ages = np.concatenate([step - one.versions for group in groups for one in group.completions])
         if ages.min() < 0 or ages.max() > self.k or (self.mode == "fixed" and set(ages) != {min(step, self.k)}):
             raise Wrong(f"step {step} trained on tokens {ages.min()} to {ages.max()} versions old")
@@ -295,6 +299,8 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any],
         run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest),
                        QUESTIONS)
         account.asked, started = run.pending, time.perf_counter()
+        account.under_way = lambda ledger=fleet.ledger: sum(
+            one.request.purpose is Purpose.TRAIN for one in ledger.entries.values())
         try:
             run.train()
             ended = True

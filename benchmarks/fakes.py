@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -42,10 +42,7 @@ from shoal.types import (
     SampleRequest,
     StopReason,
 )
-
-if TYPE_CHECKING:
-    from overlap import Case, Trace
-
+from simulation import Case, Trace
 
 VOCABULARY = SimpleNamespace(architecture=SimpleNamespace(vocab_size=1000))
 
@@ -272,8 +269,6 @@ def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group
 
 def run_case(case: Case, lengths: np.ndarray, update_seconds: float, token_seconds: float) -> Trace:
     """The case with sleeping parts; what is sampled has the lengths of the simulation."""
-    from overlap import Trace
-
     by_group = lengths.reshape(-1, case.group_size)
     woken, trace = threading.Event(), Trace()
     # Groups are numbered in the order asked, there as here.

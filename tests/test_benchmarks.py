@@ -74,11 +74,11 @@ def test_a_size_beyond_the_memory_is_a_line(benchmark):
 ])
 def test_the_simulation_is_what_is_worked_out_by_hand(folder, mode, k, seconds, idle_trainer, age):
     """Each step has one completion of 10 s beside short ones; an update takes 6 s."""
-    import overlap
+    import simulation
 
-    case = overlap.Case(mode, k, prompts=2, group_size=2, update=0.6)
+    case = simulation.Case(mode, k, prompts=2, group_size=2, update=0.6)
     lengths = np.tile([[[1, 2], [10, 1]]], (60, 1, 1))
-    found = overlap.simulate(case, lengths, 1.0)
+    found = simulation.simulate(case, lengths, 1.0)
     if mode == "auto":
         assert found.seconds < 7 and found.staleness_max == age
         return
@@ -88,10 +88,10 @@ def test_the_simulation_is_what_is_worked_out_by_hand(folder, mode, k, seconds, 
 
 
 def test_too_few_places_are_never_idle(folder):
-    import overlap
+    import simulation
 
-    case = overlap.Case("newest", 2, prompts=4, group_size=2, update=0.1, places=2)
-    found = overlap.simulate(case, np.full((30, 4, 2), 5), 1.0)
+    case = simulation.Case("newest", 2, prompts=4, group_size=2, update=0.1, places=2)
+    found = simulation.simulate(case, np.full((30, 4, 2), 5), 1.0)
     assert (found.seconds, found.idle_sampler) == pytest.approx((20, 0))
 
 
@@ -102,8 +102,9 @@ CHAOS = ["--steps", "6", "--kills", "4", "--stops", "1", "--interruptions", "2",
 @pytest.fixture
 def chaos(monkeypatch, folder) -> Any:
     import chaos
+    import unruly
 
-    monkeypatch.setattr(chaos, "TOKEN_SECONDS", 0.0005)
+    monkeypatch.setattr(unruly, "TOKEN_SECONDS", 0.0005)
     monkeypatch.setattr(chaos, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(chaos.member, "MOST_PAUSE_SECONDS", 0.01)  # to be as before afterwards
     return chaos

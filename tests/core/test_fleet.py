@@ -131,6 +131,23 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
     assert all(host.closed for host in hosts.values())
 
 
+def test_a_slow_host_gets_less_unless_others_are_full():
+    hosts = {name: FakeHost(lambda host: {}, capacity=32) for name in "abc"}
+    with fleet(hosts) as source:
+        with source._changed:
+            for name, seconds in zip("abc", (1.0, 0.1, 0.1), strict=True):
+                source.members[name]._seconds.extend([seconds] * 9)
+        source.request(requests(range(8)))
+        wait_for(lambda: sum(len(host.queued) for host in hosts.values()) == 8)
+        assert [len(host.queued) for host in hosts.values()] == [0, 4, 4]
+        source.request(requests(range(8, 30), step=1))
+        wait_for(lambda: sum(len(host.queued) for host in hosts.values()) == 24)
+        assert [len(host.queued) for host in hosts.values()] == [8, 8, 8]
+        for host in hosts.values():
+            host.fault = lambda host: None
+        assert rows_of(source) == list(range(8)) and rows_of(source, 1) == list(range(8, 30))
+
+
 def test_a_second_answer_is_dropped_and_counted():
     seen: list[SampleRequest] = []
 

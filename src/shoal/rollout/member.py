@@ -18,6 +18,8 @@ LEAST_SECONDS = 30.0
 """How long a host may always go without progress."""
 MEDIANS = 20
 """As many medians of the time of a compiled step a host may go without progress."""
+FEWEST_STEPS = 5
+"""Compiled steps whose time says how fast a host is."""
 MOST_PAUSE_SECONDS = 60.0
 ROUNDING = 1e-3
 """How far above 0 the log-prob of a certain token may be."""
@@ -45,6 +47,10 @@ class Member:
         if self.host is None:
             return 0
         return self.progress.capacity - sum(self.given.values()) if self.progress.capacity else 1
+
+    def step_seconds(self) -> float:
+        """The time of a compiled step in the median; 0 where too few were seen."""
+        return median(self._seconds) if len(self._seconds) >= FEWEST_STEPS else 0.0
 
     def look(self, now: float) -> None:
         """Notes what the host has done since it was last looked at."""

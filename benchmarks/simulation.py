@@ -174,7 +174,7 @@ class Simulation:
     # -- the hosts
 
     def assign(self) -> None:
-        """Gives groups to hosts, the oldest first, each to the one with the most room."""
+        """Gives groups to hosts, which are alike, the oldest first, each to the one with the most room."""
         while self.waiting:
             room = [self.case.capacity - host.given if self.case.capacity else 1 for host in self.hosts]
             host = self.hosts[room.index(max(room))]

@@ -276,7 +276,7 @@ class Fleet:
             if not self._may_start(entry):
                 continue
             size = entry.request.num_completions
-            # By room alone one host of four that is ten times slower made every step 4 to 5 times as long.
+            # By room alone one host of four that is ten times slower made every step 4 to 6 times as long.
             name = min((name for name in room if room[name] > 0), default="",
                        key=lambda name: (given[name] + size) * (seconds[name] or fastest))
             if not name:

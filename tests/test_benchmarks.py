@@ -1,4 +1,4 @@
-"""The benchmarks that nobody can run here do run: on models of no size, in this process."""
+"""Benchmarks run: on models of no size, in this process; what they say of faults and times is right."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.compile_quickly
 
 
 @pytest.fixture
-def benchmark(monkeypatch) -> Any:
+def folder(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+
+
+@pytest.fixture
+def benchmark(monkeypatch, folder) -> Any:
     import accelerator
 
     def run(command: list[str], stdout: Any = None, **_: Any) -> SimpleNamespace:
@@ -57,3 +62,65 @@ def test_a_size_beyond_the_memory_is_a_line(benchmark):
     assert list(benchmark.guarded("decode, 1024 places", large()))[1][1] == "does not fit the memory"
     with pytest.raises(ValueError, match="another"):
         list(benchmark.guarded("decode", (int("another") for _ in range(1))))
+
+
+@pytest.mark.parametrize(("mode", "k", "seconds", "idle_trainer", "age"), [
+    ("fixed", 0, 16, 10 / 16, 0),
+    ("fixed", 1, 10, 4 / 10, 1),  # the longest of a version is waited for before the next is loaded
+    ("fixed", 3, 10, 4 / 10, 3),
+    ("newest", 1, 8, 2 / 8, 1),  # two steps under way: (10 + 6) / 2
+    ("newest", 2, 6, 0, 2),  # the trainer alone: more than (10 + 6) / 3
+    ("auto", 4, 6, 0, 2),  # no more than it takes
+])
+def test_the_simulation_is_what_is_worked_out_by_hand(folder, mode, k, seconds, idle_trainer, age):
+    """Each step has one completion of 10 s beside short ones; an update takes 6 s."""
+    import simulation
+
+    case = simulation.Case(mode, k, prompts=2, group_size=2, update=0.6)
+    lengths = np.tile([[[1, 2], [10, 1]]], (60, 1, 1))
+    found = simulation.simulate(case, lengths, 1.0)
+    if mode == "auto":
+        assert found.seconds < 7 and found.staleness_max == age
+        return
+    assert (found.seconds, found.staleness_max) == pytest.approx((seconds, age))
+    assert found.idle_trainer == pytest.approx(idle_trainer)
+    assert found.idle_sampler == pytest.approx(1 - 14 / seconds / 4, abs=0.02)  # the ends of the run
+
+
+def test_too_few_places_are_never_idle(folder):
+    import simulation
+
+    case = simulation.Case("newest", 2, prompts=4, group_size=2, update=0.1, places=2)
+    found = simulation.simulate(case, np.full((30, 4, 2), 5), 1.0)
+    assert (found.seconds, found.idle_sampler) == pytest.approx((20, 0))
+
+
+CHAOS = ["--steps", "6", "--kills", "4", "--stops", "1", "--interruptions", "2", "--leaves", "0",
+         "--trainer-kills", "1", "--seeds", "0"]
+
+
+@pytest.fixture
+def chaos(monkeypatch, folder) -> Any:
+    import chaos
+    import unruly
+
+    monkeypatch.setattr(unruly, "TOKEN_SECONDS", 0.0005)
+    monkeypatch.setattr(chaos, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(chaos.member, "MOST_PAUSE_SECONDS", 0.01)  # to be as before afterwards
+    return chaos
+
+
+@pytest.mark.parametrize("mode", ["fixed-1", "newest-2"])
+def test_chaos_changes_nothing(chaos, capsys, mode):
+    with pytest.raises(SystemExit) as end:
+        chaos.main([*CHAOS, "--modes", mode])
+    assert not end.value.code and "kill 4" in capsys.readouterr().out
+
+
+def test_chaos_finds_a_fault(chaos, monkeypatch, capsys):
+    from shoal.rollout.ledger import Ledger
+
+    hand_over = Ledger.hand_over
+    monkeypatch.setattr(Ledger, "hand_over", lambda ledger, entries: hand_over(ledger, entries[::-1]))
+    with pytest.raises(chaos.Wrong, match="it asked for"):
+        chaos.main([*CHAOS, "--modes", "fixed-0"])

@@ -132,6 +132,23 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
     assert all(host.closed for host in hosts.values())
 
 
+def test_a_slow_host_gets_less_unless_others_are_full():
+    hosts = {name: FakeHost(lambda host: {}, capacity=32) for name in "abc"}
+    with fleet(hosts) as source:
+        with source._changed:
+            for name, seconds in zip("abc", (1.0, 0.1, 0.1), strict=True):
+                source.members[name]._seconds.extend([seconds] * 9)
+        source.request(requests(range(8)))
+        wait_for(lambda: sum(len(host.queued) for host in hosts.values()) == 8)
+        assert [len(host.queued) for host in hosts.values()] == [0, 4, 4]
+        source.request(requests(range(8, 30), step=1))
+        wait_for(lambda: sum(len(host.queued) for host in hosts.values()) == 24)
+        assert [len(host.queued) for host in hosts.values()] == [8, 8, 8]
+        for host in hosts.values():
+            host.fault = lambda host: None
+        assert rows_of(source) == list(range(8)) and rows_of(source, 1) == list(range(8, 30))
+
+
 def test_a_second_answer_is_dropped_and_counted():
     seen: list[SampleRequest] = []
 
@@ -226,15 +243,16 @@ ONE = SampleRequest(4, np.array([1]), 2, Address(0, "train", 0, 0), PARAMS, vers
 ])
 def test_a_wrong_answer_is_found(change, reason):
     right = answer(ONE)
-    assert wrong_answer(ONE, right, 10, {3: None, 4: None}) == ""
-    assert reason in wrong_answer(ONE, change(right), 10, {3: None, 4: None})
+    assert wrong_answer(ONE, right, 10, newest=4) == ""
+    assert reason in wrong_answer(ONE, change(right), 10, newest=4)
 
 
 def test_newest_weights_are_bounded_on_both_sides():
-    request, known = replace(ONE, exact=False), dict.fromkeys((3, 4, 5))
+    request = replace(ONE, exact=False)
 
     def of(*versions: int) -> str:
-        return wrong_answer(request, [replace(one, versions=np.array(versions)) for one in answer(request)], 10, known)
+        completions = [replace(one, versions=np.array(versions)) for one in answer(request)]
+        return wrong_answer(request, completions, 10, newest=5)
 
     assert of(3, 4, 5) == of(5, 5, 5) == ""
     assert of(2, 3, 3) and of(4, 5, 6)
@@ -269,6 +287,43 @@ def test_health_is_progress_and_not_life():
     assert not one.stalled_seconds(start + 1e6 + 59)  # counted from when it had work again
     one.stall_seconds = 5
     assert one.stalled_seconds(start + 1e6 + 59)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_with_newest_weights_hosts_go_on_while_others_are_copied():
+    """The old version is released before the new one is there; groups end in between."""
+    copying: list[int] = []
+    host = FakeHost(lambda host: None if copying else {})
+    with fleet({"a": host}) as source:
+        publish = source.channel.publish
+
+        def slowly(version: int, params: Any) -> Any:
+            assert not source.channel.versions
+            copying.append(version)
+            wait_for(lambda: not source.ledger.count(Stage.RUNNING) or source._failure is not None)
+            return publish(version, params)
+
+        source.channel.publish = slowly
+        source.request(requests([0, 1], exact=False))
+        wait_for(lambda: len(host.queued) == 2)
+        source.publish(1, random_parameters(PLAINEST), keep_from=1)
+        assert rows_of(source) == [0, 1]
+
+
+def test_a_lost_host_closes_without_a_word():
+    class Dead(FakeHost):
+        def close(self) -> None:
+            raise HostLost("its process was killed")
+
+    with fleet({"a": Dead()}) as source:
+        source.request(requests([3]))
+        assert rows_of(source) == [3]
 
 
 def test_a_cancelled_step_leaves_the_hosts_and_is_asked_again():
@@ -341,6 +396,31 @@ def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_ta
     assert versions(found[0]) == {0, 1}  # long completions lived through the swap
     assert all((np.diff(one.versions) >= 0).all() for one in found[0])
     assert versions(found[1]) == {0} and versions(found[2]) == {1}
+
+
+def test_newest_weights_that_were_released_are_passed_over():
+    """A host that was busy while two versions were published finds the first gone; no group starts on older weights
+    than it may."""
+
+    class Released(Weights):
+        def fetch(self) -> Any:
+            self.fetched += 1
+            self.exists = False
+            raise LookupError("released")
+
+    host, gone = engine_host(), Released(None)
+    host.load(0, Weights(random_parameters(PLAINEST)))
+    host.submit([sample(0, 0, exact=False)])
+    found = run(host, lambda number: host.load(1, gone) if number == 1 else None)
+    assert versions(found[0]) == {0} and gone.fetched == 1
+    host.load(2, Released(None))
+    host.submit([sample(1, 1, exact=False)])
+    assert host.poll() == {} and not host.idle
+    host.load(3, Weights(random_parameters(PLAINEST, seed=1)))
+    assert versions(run(host)[1]) == {3}
+    host.submit([sample(2, 4, exact=False)])
+    with pytest.raises(RuntimeError, match=r"version 4 is requested, but only \[0, 3\] are published"):
+        host.poll()
 
 
 def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():

@@ -191,7 +191,8 @@ class Fleet:
             self._thread.join(END_SECONDS)  # a function of a user's may hang there
         for member in self.members.values():
             if member.host is not None:
-                member.host.close()
+                with contextlib.suppress(HostLost):
+                    member.host.close()
         self.channel.close()
         self.rewards.pool.close()
 
@@ -255,8 +256,10 @@ class Fleet:
         that it has."""
         member.given.pop(id, None)
         if (entry := self.ledger.entries.get(id)) is not None:
+            # While a version is copied, the one that hosts sample from may be released already.
+            newest = max([self._last[0] if self._last else -1, *self.channel.versions])
             reason = wrong_answer(sample_request(entry.request, id, self.seed), completions,
-                                  self.channel.model.architecture.vocab_size, self.channel.versions)
+                                  self.channel.model.architecture.vocab_size, newest)
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return []
@@ -269,19 +272,26 @@ class Fleet:
         return self.rewards.ready(entry, self.ledger)
 
     def _assign(self) -> None:
-        """Gives what waits to hosts, the oldest first, each to the one with the most room."""
+        """Gives what waits to hosts with room, the oldest first, each to the one that should end it first."""
         batches: dict[str, list[Entry]] = {}
         room = {name: member.room() for name, member in self.members.items()}
+        given = {name: sum(member.given.values()) for name, member in self.members.items()}
+        seconds = {name: member.step_seconds() for name, member in self.members.items()}
+        fastest = min((one for one in seconds.values() if one), default=1.0)
         for entry in self.ledger.waiting():
             if not self._may_start(entry):
                 continue
-            name = max(room, key=room.__getitem__, default="")
-            if not name or room[name] <= 0:
+            size = entry.request.num_completions
+            # By room alone one host of four that is ten times slower made every step 4 to 6 times as long.
+            name = min((name for name in room if room[name] > 0), default="",
+                       key=lambda name: (given[name] + size) * (seconds[name] or fastest))
+            if not name:
                 break
             self.ledger.start(entry, name)
             member = self.members[name]
-            member.given[entry.id] = entry.request.num_completions
-            room[name] -= entry.request.num_completions if member.progress.capacity else 0
+            member.given[entry.id] = size
+            given[name] += size
+            room[name] -= size if member.progress.capacity else 0
             batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
             requests = [sample_request(one.request, one.id, self.seed) for one in entries]

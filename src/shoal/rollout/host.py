@@ -32,12 +32,14 @@ class EngineHost:
     _queue: deque[SampleRequest] = field(default_factory=deque)
     _running: set[int] = field(default_factory=set)  # ids in the engine
     _manifests: dict[int, Manifest] = field(default_factory=dict)
+    _newest: int = -1  # of the versions that it was told of
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
 
     def load(self, version: int, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
         self._manifests[version] = manifest
+        self._newest = max(self._newest, version)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._queue.extend(requests)
@@ -67,7 +69,7 @@ class EngineHost:
         if engine is None or engine.idle:
             return {}
         if not self._exact:
-            self._load(engine, max(self._manifests))
+            self._load_newest(engine)
         answers = {id: one for id, one in engine.step().items() if id in self._running}
         self._running -= answers.keys()
         drawing, places = engine.read_places()
@@ -98,22 +100,31 @@ class EngineHost:
 
     def _is_ready(self, engine: Engine, request: SampleRequest) -> bool:
         """Whether the engine has the weights that a request may start on; it loads them where it can."""
-        newest = max(self._manifests, default=-1)
-        if not engine.idle:
-            same = engine.version == request.version if request.exact else newest >= request.version
-            return self._exact == request.exact and same
-        version = request.version if request.exact else newest
-        if version < request.version or version not in self._manifests:
+        if not engine.idle and (self._exact or request.exact):
+            return self._exact and request.exact and engine.version == request.version
+        if request.version not in self._manifests if request.exact else request.version > self._newest:
             # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
             raise RuntimeError(f"version {request.version} is requested, but only {sorted(self._manifests)} are "
                                "published")
         self._exact = request.exact
-        self._load(engine, version)
+        if not request.exact:
+            return self._load_newest(engine) >= request.version
+        if engine.parameters is None or engine.version != request.version:
+            engine.load(request.version, self._manifests[request.version].fetch())
         return True
 
-    def _load(self, engine: Engine, version: int) -> None:
-        if engine.parameters is None or engine.version != version:
-            engine.load(version, self._manifests[version].fetch())
+    def _load_newest(self, engine: Engine) -> int:
+        """Loads the newest version that can be fetched, if it is newer; which one the engine then has, -1 for none."""
+        newest = max(self._manifests, default=-1)
+        if newest >= 0 and (engine.parameters is None or engine.version < newest):
+            manifest = self._manifests[newest]
+            try:
+                engine.load(newest, manifest.fetch())
+            except LookupError:
+                if manifest.exists:
+                    raise
+                del self._manifests[newest]  # the trainer releases a version before it copies the next
+        return -1 if engine.parameters is None else engine.version
 
 
 class ThreadHost:

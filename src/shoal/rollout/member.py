@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -18,6 +18,8 @@ LEAST_SECONDS = 30.0
 """How long a host may always go without progress."""
 MEDIANS = 20
 """As many medians of the time of a compiled step a host may go without progress."""
+FEWEST_STEPS = 5
+"""Compiled steps whose time says how fast a host is."""
 MOST_PAUSE_SECONDS = 60.0
 ROUNDING = 1e-3
 """How far above 0 the log-prob of a certain token may be."""
@@ -45,6 +47,10 @@ class Member:
         if self.host is None:
             return 0
         return self.progress.capacity - sum(self.given.values()) if self.progress.capacity else 1
+
+    def step_seconds(self) -> float:
+        """The time of a compiled step in the median; 0 where too few were seen."""
+        return median(self._seconds) if len(self._seconds) >= FEWEST_STEPS else 0.0
 
     def look(self, now: float) -> None:
         """Notes what the host has done since it was last looked at."""
@@ -89,11 +95,11 @@ class Member:
 
 
 def wrong_answer(request: SampleRequest, completions: Sequence[Completion], vocab_size: int,
-                 published: Mapping[int, object]) -> str:
-    """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does."""
+                 newest: int) -> str:
+    """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does. `newest`: the newest
+    version that was published."""
     if [one.index for one in completions] != list(range(request.num_completions)):
         return f"{len(completions)} completions in place of {request.num_completions}"
-    newest = max(published, default=-1)
     for one in completions:
         size = len(one.token_ids)
         if not len(one.logprobs) == len(one.loss_mask) == len(one.versions) == size:

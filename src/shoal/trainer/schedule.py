@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PATIENCE = 5
-"""Steps without a wait after which fewer steps ahead are asked for; twice as many each time that was too few."""
-MOST_PATIENCE = 16 * PATIENCE
 WAITED = 0.05
-"""Share of a step's time that the trainer waits for samples, from which on more steps ahead are asked for."""
+"""Share of the time that the trainer waits for samples, from which on more steps ahead are asked for."""
+FEWEST = 3
+"""Steps in which that share is measured at least: lengths differ from step to step."""
+PATIENCE = 10
+"""Steps without such waits after which fewer steps ahead are asked for; twice as many each time that was too few."""
+MOST_PATIENCE = 16 * PATIENCE
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,29 @@ class Lookahead:
         self.adapts = schedule.newest and not schedule.ahead
         self.most = schedule.lag + schedule.weight_sync_interval - 1
         self.steps = 1 if self.adapts else schedule.ahead or self.most
-        self._calm, self._patience, self._was_lowered = 0, PATIENCE, False
+        self._patience, self._was_lowered = PATIENCE, False
+        self._measure(after=0)
 
     def note(self, waited: float, seconds: float) -> None:
         """Takes in how many of a step's seconds the trainer waited for its groups."""
         if not self.adapts:
             return
-        if waited > WAITED * seconds:
+        self._count += 1
+        if self._count <= 0:
+            return
+        self._waited, self._seconds = self._waited + waited, self._seconds + seconds
+        waits = self._waited > WAITED * self._seconds
+        if waits and self._count >= FEWEST and self.steps < self.most:
             if self._was_lowered:
                 self._patience = min(2 * self._patience, MOST_PATIENCE)
-            self.steps, self._calm, self._was_lowered = min(self.most, self.steps + 1), 0, False
-            return
-        self._calm += 1
-        if self._calm >= self._patience and self.steps > 1:
-            self.steps, self._calm, self._was_lowered = self.steps - 1, 0, True
+            self.steps, self._was_lowered = self.steps + 1, False
+            self._measure(after=self.steps)
+        elif self._count >= self._patience:
+            fewer = not waits and self.steps > 1
+            self.steps, self._was_lowered = self.steps - fewer, self._was_lowered or fewer
+            self._measure(after=self.steps * fewer)
+
+    def _measure(self, after: int) -> None:
+        """Begins to measure once the groups of so many steps, which were asked for before, are used up."""
+        self._waited = self._seconds = 0.0
+        self._count = -after

@@ -1,0 +1,292 @@
+"""Parts of a run that sleep instead of computing, around the fleet, hosts and training loop as they are.
+
+    Run (trainer/loop.py) -> Fleet (rollout/fleet.py) -> ThreadHost -> EngineHost (rollout/host.py) -> SleepingEngine
+      SleepingUpdater        FakeChannel: numbers
+
+A version of the weights is its number; a token takes the time of one dispatch.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from shoal.config.loading import compose
+from shoal.config.schema import RewardSection
+from shoal.rewards.pool import RewardPool
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.tasks.task import Task
+from shoal.trainer.checkpoint import Restored
+from shoal.trainer.curriculum import PromptStream, TokenizedExample
+from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.loop import Run
+from shoal.trainer.schedule import Schedule
+from shoal.types import (
+    Completion,
+    Example,
+    Group,
+    Host,
+    Purpose,
+    RewardFunction,
+    RolloutStats,
+    SampleRequest,
+    StopReason,
+)
+from simulation import Case, Trace
+
+VOCABULARY = SimpleNamespace(architecture=SimpleNamespace(vocab_size=1000))
+
+
+def weights(version: int) -> dict[str, np.ndarray]:
+    """The weights of a version: its number."""
+    return {"version": np.array([version])}
+
+
+@dataclass(frozen=True)
+class FakeManifest:
+    version: int
+    channel: FakeChannel
+
+    @property
+    def exists(self) -> bool:
+        return self.version in self.channel.versions
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        return self.channel.versions[self.version]
+
+
+@dataclass
+class FakeChannel:
+    """A channel whose weights are numbers."""
+
+    names: Sequence[str]
+    seconds: float = 0.0  # of a publication
+    model: Any = field(default_factory=lambda: VOCABULARY)
+    versions: dict[int, Any] = field(default_factory=dict)
+
+    def publish(self, version: int, params: Any) -> dict[str, FakeManifest]:
+        time.sleep(self.seconds)
+        self.versions[version] = params
+        return {name: self.manifest(version, name) for name in self.names}
+
+    def manifest(self, version: int, host: str) -> FakeManifest:
+        return FakeManifest(version, self)
+
+    def release(self, needed: Callable[[int], bool]) -> None:
+        self.versions = {version: params for version, params in self.versions.items() if needed(version)}
+
+    def published_shapes(self) -> dict[str, np.ndarray]:
+        return weights(0)
+
+    def close(self) -> None:
+        self.versions.clear()
+
+
+# ---- a sampler that sleeps
+
+
+@dataclass
+class InProgress:
+    """A completion that is sampled: its token numbers are those of its address and position, in any host."""
+
+    request: SampleRequest
+    index: int
+    length: int
+    began: float
+    versions: list[int] = field(default_factory=list)
+
+    def complete(self) -> Completion:
+        key = self.request.address.key(self.index).astype(np.int64)
+        tokens = (key[0] + np.arange(self.length) * (key[1] | 1)) % 1000
+        return Completion(self.request.id, self.index, tokens.astype(np.int32), np.full(self.length, -1.0, np.float32),
+                          np.ones(self.length, bool), np.array(self.versions, np.int32), StopReason.EOS)
+
+
+@dataclass
+class SleepingEngine:
+    """Places that sample completions of given lengths, a token each `token_seconds`; what an `EngineHost` calls."""
+
+    places: int
+    length_of: Callable[[SampleRequest, int], int]
+    token_seconds: float
+    version: int = -1
+    parameters: Any = None
+    sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion
+
+    def __post_init__(self) -> None:
+        self._waiting: deque[tuple[SampleRequest, int]] = deque()
+        self._in_progress: list[InProgress] = []
+        self._open: dict[int, list[Completion]] = {}
+        self._counted = (0, 0)
+        self._time: float | None = None  # at which the last token was sampled, by a clock that no core's noise delays
+
+    def load(self, version: int, params: Any) -> None:
+        assert int(params["version"][0]) == version
+        self.version, self.parameters = version, params
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        for request in requests:
+            self._open[request.id] = []
+            self._waiting.extend((request, index) for index in range(request.num_completions))
+
+    def cancel(self, id: int) -> None:
+        self._open.pop(id, None)
+        self._waiting = deque(one for one in self._waiting if one[0].id != id)
+        self._in_progress = [one for one in self._in_progress if one.request.id != id]
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._in_progress
+
+    def release_memory(self) -> None: ...
+
+    def read_places(self) -> tuple[int, int]:
+        counted, self._counted = self._counted, (0, 0)
+        return counted
+
+    def step(self) -> dict[int, list[Completion]]:
+        now = self._time or time.perf_counter()
+        while self._waiting and len(self._in_progress) < self.places:
+            request, index = self._waiting.popleft()
+            self._in_progress.append(InProgress(request, index, self.length_of(request, index), now))
+        now += self.token_seconds
+        time.sleep(max(0.0, now - time.perf_counter()))
+        finished = {}
+        for one in self._in_progress:
+            one.versions.append(self.version)
+            if len(one.versions) == one.length:
+                self.sampled.append((one.began, now))
+                self._open[one.request.id].append(one.complete())
+                if len(self._open[one.request.id]) == one.request.num_completions:
+                    done = self._open.pop(one.request.id)
+                    finished[one.request.id] = sorted(done, key=lambda completion: completion.index)
+        self._counted = (self._counted[0] + len(self._in_progress), self._counted[1] + self.places)
+        self._in_progress = [one for one in self._in_progress if len(one.versions) < one.length]
+        self._time = None if self.idle else now
+        return finished
+
+
+def thread_host(name: str, engine: SleepingEngine, capacity: int, woken: threading.Event) -> ThreadHost:
+    host = EngineHost(lambda *_: engine, capacity, shares_memory=False)  # type: ignore[arg-type, return-value]
+    return ThreadHost(host, woken.set, name)
+
+
+# ---- a trainer that sleeps
+
+
+@dataclass
+class FakeTrainer:
+    """Updater, recorder and checkpoints of a `Run`: an update sleeps, the rest takes no time."""
+
+    update_seconds: float
+    on_groups: Callable[[int, Sequence[Any]], None] = lambda step, groups: None
+    after_step: Callable[[], object] = lambda: None
+    updates: list[tuple[float, float]] = field(default_factory=list)  # begin and end
+    stats: list[RolloutStats] = field(default_factory=list)  # by step
+    evaluations: dict[int, Sequence[Group]] = field(default_factory=dict)  # by version: its answers
+    warned: list[Any] = field(default_factory=list)
+    protected: int | None = None
+    saved: Restored | None = None  # the newest checkpoint
+
+    def __post_init__(self) -> None:
+        self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=weights(0)))
+        self.watch = SimpleNamespace(in_a_row={})
+
+    def update(self, state: Any, groups: Sequence[Any], step: int) -> tuple[Any, Any]:
+        begin = time.perf_counter()
+        time.sleep(self.update_seconds)
+        self.updates.append((begin, time.perf_counter()))
+        self.on_groups(step, groups)
+        table = SimpleNamespace(advantages=None, nonzero_std=None)
+        return (SimpleNamespace(trainable=weights(step + 1)),
+                SimpleNamespace(table=table, logprobs={}, metrics=None))
+
+    def evaluation(self, version: int, figures: Any, groups: Sequence[Group], *args: Any) -> None:
+        self.evaluations[version] = groups
+
+    def step(self, record: Any) -> dict[str, float]:
+        self.after_step()
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {"evaluated": list(self.evaluations)}
+
+    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
+        self.evaluations = {number: self.evaluations[number] for number in state["evaluated"]}
+
+    def scores(self) -> dict[str, float]:
+        return {}
+
+    def save(self, version: int, state: Any, extra: Any, published: dict[int, Any], scores: Any) -> None:
+        self.saved = Restored(version, state, json.loads(json.dumps(extra)), dict(published))
+
+    def finish(self, last: int = 0) -> dict[str, Any]:
+        return {"last": last}
+
+    def ignore(self, *args: Any) -> None: ...
+
+    begin_training = begin_evaluation = sync = spent = data_exhausted = ignore
+
+
+REWARD = RewardFunction("sum", lambda completions, **_: [float(len(text)) for text in completions],
+                        runs_in_process=True)
+TASK = Task("fake", (), {}, (REWARD,))
+
+
+def make_fleet(hosts: Mapping[str, Host], woken: threading.Event, publish_seconds: float = 0.0,
+               **settings: Any) -> Fleet:
+    pool = RewardPool((REWARD,), RewardSection(workers=0))
+    rewards = GroupRewards(TASK, pool, lambda ids: "x" * (sum(ids) % 7))
+    channel = FakeChannel(list(hosts), publish_seconds)
+    return Fleet(channel, hosts, rewards, seed=0, by_itself=True, woken=woken, **settings)  # type: ignore[arg-type]
+
+
+def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int, schedule: Schedule,
+             questions: int = 0) -> Run:
+    """A run, or the rest of one that the trainer has a checkpoint of; every third step has one. Every tenth version is
+    evaluated where there are questions."""
+    trainer.after_step = lambda: trainer.stats.append(fleet.read_stats(Purpose.TRAIN))
+    config, _ = compose("train", [f"steps={steps}", f"batch.prompts_per_step={prompts}",
+                                  f"batch.group_size={group_size}", "sampling.max_completion_tokens=4096",
+                                  "checkpoint.every=3", f"train.evaluate_every={10 if questions else 0}"])
+    examples = [Example(row, str(row)) for row in range(steps * prompts)]
+    stream = PromptStream(examples, lambda prompt: np.array([1]), 0, 10)
+    held_out = [TokenizedExample(Example(row, str(row)), np.array([1])) for row in range(questions)]
+    evaluator = Evaluator({"held_out": held_out} if questions else {}, config.sampling.params, 0, TASK)
+    return Run(config, weights(0), trainer, fleet, stream, evaluator, trainer, trainer,  # type: ignore[arg-type]
+               schedule, trainer.saved)
+
+
+def run_case(case: Case, lengths: np.ndarray, update_seconds: float, token_seconds: float) -> Trace:
+    """The case with sleeping parts; what is sampled has the lengths of the simulation."""
+    by_group = lengths.reshape(-1, case.group_size)
+    woken, trace = threading.Event(), Trace()
+    # Groups are numbered in the order asked, there as here.
+    engines = [SleepingEngine(case.places_per_host, lambda request, index: int(by_group[request.id, index]),
+                              token_seconds) for _ in range(case.hosts)]
+    hosts = {f"host {n}": thread_host(f"host {n}", engine, case.capacity, woken) for n, engine in enumerate(engines)}
+
+    def note(step: int, groups: Sequence[Any]) -> None:
+        trace.staleness.append(np.concatenate([step - one.versions for group in groups for one in group.completions]))
+
+    trainer = FakeTrainer(update_seconds, note)
+    fleet = make_fleet(hosts, woken)
+    cpu = time.process_time()
+    try:
+        make_run(fleet, trainer, len(lengths), case.prompts, case.group_size, case.schedule).train()
+    finally:
+        fleet.close()
+    trace.cpu_seconds = time.process_time() - cpu
+    trace.updates = trainer.updates
+    trace.sampled = [one for engine in engines for one in engine.sampled]
+    return trace

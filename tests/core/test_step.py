@@ -29,10 +29,11 @@ from tiny_runs import forget_programs
 
 from shoal.algorithm.policy_loss import clipped
 from shoal.config.schema import AlgorithmSection, OptimizerSection
-from shoal.model.transformer import Architecture, Model
+from shoal.mesh import Role
+from shoal.model.transformer import Architecture, Model, shardings
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
 from shoal.trainer.loss import Objective, batch_loss
-from shoal.trainer.step import Learner
+from shoal.trainer.step import Learner, TrainState
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -234,3 +235,23 @@ def test_recomputing_blocks_changes_no_gradient():
     for recomputed in others:
         for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
             assert relative(x, y) < 1e-6
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_an_update_as_tpus_compute_it_has_the_same_numbers(monkeypatch, fsdp):
+    """Products, rotations and the head in their forms for TPUs, here on CPUs, with several slices of the vocabulary."""
+    a = replace(QWEN3, vocab_size=300)
+    (batch,) = batches(random_groups(a, 8, 2, 9, 12), shards=4)
+    objective = replace(ON_POLICY, chunk_elements=batch.tokens.shape[1] * 4 // fsdp * 128)
+    found = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(Role, "platform", platform)
+        where = roles(fsdp=fsdp)
+        # Named, as splash would be chosen; other settings, else the programs of the first would be found again.
+        attention = "reference" if platform == "tpu" else "auto"
+        one = Learner(Model(a, where.trainer, attention=attention), objective, OptimizerSection(), 10)
+        parameters = jax.device_put(random_parameters(a), shardings(a, where.trainer))
+        total, lp = one.accumulate(None, TrainState(parameters, None, None), batch)
+        found.append((lp, *jax.tree.leaves(total.gradient)))
+    for plain, other in zip(*found, strict=True):
+        assert relative(other, plain) < 3e-6

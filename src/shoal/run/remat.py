@@ -23,7 +23,7 @@ LEAST_ROOM = 2 << 30
 LEAST_READS = 10
 """How often a TPU must be able to read an element while it computes it again for keeping it to pay. By the compiler's
 account an update of 8B on v6e (7) takes 510 ms a micro-batch with all products kept and 507 with none, one of 70B on
-v5p (49) 5.5 and 6.1 s."""
+v5p (49) 5.5 and 6.1 s a step."""
 
 
 def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:

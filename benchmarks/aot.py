@@ -44,13 +44,13 @@ JOBS: Mapping[str, tuple[str, str]] = {
     # 64 chips train; the other 64 are 8 samplers of 8, with 64 places each.
     "70b-v5p": (f"{DECODE} {UPDATE}",
                 "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
-                "mesh.sampler_tensor=8 batch.prompts_per_device=1 batch.micro_tokens=2048"),
+                "mesh.sampler_tensor=8 batch.prompts_per_device=1 batch.micro_tokens=4352"),
     "8b-v6e-decode": (DECODE, "topology=v6e-4 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
                               "batch.prompts_per_step=8"),
     "8b-h200-decode": (DECODE, "topology=h200:2 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
                                "batch.prompts_per_step=8"),
     "1.5b-h200-decode": (DECODE, "topology=h200:1 model.name=qwen2.5-1.5b batch.prompts_per_step=32"),
-    "8b-v6e": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=2048"),
+    "8b-v6e": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352"),
     "8b-h200": (UPDATE, "topology=h200:8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=16384"),
     # A row is a prompt with one completion.
     "8b-v6e-long": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352 "

@@ -27,12 +27,12 @@ LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_comple
 JOBS: Mapping[str, str] = {
     "70b-v5p-256": "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
                    "mesh.sampler_tensor=8 batch.prompts_per_device=1 "
-                   "batch.micro_tokens=2048 layers=shallow",
+                   "batch.micro_tokens=4352 layers=shallow",
     "70b-v5p-64": "topology=v5p-64 model.name=llama3.1-70b mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 "
                   "mesh.sampler_tensor=4 batch.prompts_per_device=1 "
-                  "batch.micro_tokens=2048 layers=shallow",
-    "8b-v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=2048",
-    "8b-v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=2048",
+                  "batch.micro_tokens=4352 layers=shallow",
+    "8b-v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352",
+    "8b-v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352",
     "1.5b-h200": "topology=h200:1 model.name=qwen2.5-1.5b batch.micro_tokens=32768",
     "1.5b-h200-fit": "topology=h200:1 model.name=qwen2.5-1.5b batch.micro_tokens=32768 fit=true",
 }

@@ -82,8 +82,9 @@ class Trial:
         from shoal.config.schema import BatchSection, Config, ModelSection, OptimizerSection, SamplingSection
         from shoal.mesh import make_roles
         from shoal.model.transformer import Architecture
-        from shoal.run.loading import ModelSpec, make_model
+        from shoal.run.loading import ModelSpec
         from shoal.run.parts import make_learner, make_updater
+        from shoal.run.remat import trained_model
 
         self.shape, self.computed = shape, 0
         self.architecture = Architecture(
@@ -96,7 +97,7 @@ class Trial:
             sampling=SamplingSection(max_prompt_tokens=shape.prompt, max_completion_tokens=shape.completion))
         self.roles = make_roles(config.mesh, jax.devices()[:1])
         spec = ModelSpec(Path(), self.architecture, lambda role, dtype: self.parameters)
-        self.model = make_model(config.model, spec, self.roles.trainer, shape.micro_tokens)
+        self.model = trained_model(config, spec, self.roles)
         self.learner = make_learner(config, self.model)
         self.updater = make_updater(config, self.learner, None, None)
         accumulate = self.learner.accumulate

@@ -23,11 +23,12 @@ from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.correction import correction_weights
 from shoal.algorithm.kl import k3, token_kl
-from shoal.algorithm.logprobs import chunk_size
+from shoal.algorithm.logprobs import chunk_size, sliced_logprobs, token_logprobs
 from shoal.algorithm.policy_loss import policy_loss
 from shoal.algorithm.segments import segment_mean
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
+from shoal.model.transformer import head_slices
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -320,3 +321,31 @@ def test_chunks_of_tokens_are_equal():
     """4,352 tokens of which 2,093 fit: three chunks of those would be a third padding."""
     assert chunk_size(1, 4352, 128256, 2**28) == 1451
     assert chunk_size(2, 100, 10, 10**6) == 100 and chunk_size(2, 100, 10**6, 1) == 8
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_slices_of_the_vocabulary_give_what_chunks_of_tokens_give(entropy_gradient: bool) -> None:
+    """In float32, with positions whose sampler chose from a few tokens, and a last slice that is partly filled up."""
+    rng = np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 12, 8), (8, 300)))
+    targets = jnp.asarray(rng.integers(0, 300, (2, 12)))
+    support = np.full((2, 12, 5), -1, np.int32)
+    support[:, ::2, 0], support[:, ::2, 1:4] = targets[:, ::2], rng.integers(0, 300, (2, 6, 3))
+    weights = jnp.asarray(rng.standard_normal((2, 2, 12)), jnp.float32)
+
+    def by_chunks(hidden: jax.Array, head: jax.Array) -> Any:
+        return token_logprobs(hidden, targets, jnp.float32(0.7), lambda x: x @ head, 5, support, entropy_gradient)
+
+    def by_slices(hidden: jax.Array, head: jax.Array) -> Any:
+        return sliced_logprobs(hidden, targets, jnp.float32(0.7), lambda one, x: x @ one, head_slices(head, 150), 300,
+                               support, entropy_gradient)
+
+    def loss(function: Any, *inputs: jax.Array) -> jax.Array:
+        return (jnp.stack(function(*inputs)) * weights).sum()
+
+    assert head_slices(head, 150).shape == (2, 8, 256)
+    for one, other in zip(by_slices(hidden, head), by_chunks(hidden, head), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+    gradients = [jax.grad(partial(loss, function), (0, 1))(hidden, head) for function in (by_slices, by_chunks)]
+    for one, other in zip(*gradients, strict=True):
+        assert np.abs(one - other).max() < 2e-6 * np.abs(other).max()

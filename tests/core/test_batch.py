@@ -122,8 +122,8 @@ def test_shapes_follow_from_settings():
     assert row_shapes(320, 10**6, 2048, 8, 1) == (Shape(8, 2048),)  # tokens are counted a device
     assert row_shapes(5000, 10**6, 2048, 1, 2)[0].length >= 5000  # never less than a prompt with its completion
     assert row_shapes(70, 700, 10**9, 1, 1)[0].length in range(700, 764)  # what an update can have, in one
-    assert row_shapes(768, 64 * 4352, 16384, 64, 1) == (Shape(64, 4608),)  # a group for each device
-    assert row_shapes(768, 64 * 4352, 4352, 64, 1) == (Shape(64, 4096),)  # never more than micro_tokens
+    assert row_shapes(768, 64 * 4352, 16384, 64, 1) == (Shape(64, 4352),)  # a group for each device
+    assert row_shapes(768, 64 * 4352, 4351, 64, 1) == (Shape(64, 4096),)  # never more than micro_tokens
     assert row_shapes(320, 10**9, 139264, 2, 1) == (Shape(8, 34816),)  # a few rows where one would be very long
     assert row_shapes(10, 40, 1, 1, 4) == (Shape(1, 16),)
 

@@ -9,7 +9,9 @@ import pytest
 from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles, whole
 from test_sampler import play, request
 
-from shoal.model.transformer import Model
+from shoal.model.linear import linear
+from shoal.model.rotary import rotary, rotate, rotate_by_product
+from shoal.model.transformer import Model, gated_product
 from shoal.rollout.publication import publish_to
 from shoal.sampler.engine import Engine
 from shoal.trainer.batch import pack
@@ -73,3 +75,22 @@ def test_an_update_moves_float32_masters_by_less_than_bfloat16_can_hold():
         kept += int((new.astype(jnp.bfloat16) == old.astype(jnp.bfloat16)).sum())
         count += new.size
     assert moved > 0.9 * count and kept > 0.95 * count  # in bfloat16 most of this update would have been lost
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_tpus_compute_in_another_way_has_the_same_values_and_gradients(dtype):
+    """To the bit where it is the same sums: compared without a compiler, which may sum in another order."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((2, 5, 3, QWEN3.head_dim)), dtype)
+    rope = rotary(QWEN3, jnp.arange(10).reshape(2, 5))
+    model = Model(QWEN3, roles().trainer, dtype)
+    gate, up, down = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((2, 5, 24), (2, 5, 24), (24, 8)))
+    pairs = [(lambda q: rotate(q, *rope), lambda q: rotate_by_product(q, *rope), (q,)),
+             (lambda *x: linear(x[2], jax.nn.silu(x[0]) * x[1]), lambda *x: gated_product(model, *x), (gate, up, down))]
+    with jax.disable_jit():
+        for plain, other, inputs in pairs:
+            (value, backward), (other_value, other_backward) = jax.vjp(plain, *inputs), jax.vjp(other, *inputs)
+            np.testing.assert_array_equal(value, other_value)
+            given = jnp.asarray(rng.standard_normal(value.shape), dtype)
+            for one, another in zip(backward(given), other_backward(given), strict=True):
+                np.testing.assert_array_equal(one, another)

@@ -30,7 +30,7 @@ def of_weights(text: str) -> list[Collective]:
     return [one for one in collectives(text) if one.elements >= SMALL.hidden_size**2]
 
 
-def check_movement(text: str, dtype: str, reduce_dtype: str) -> None:
+def check_movement(text: str, dtype: str, reduce_dtype: str, is_sliced: bool = False) -> None:
     found = of_weights(text)
     gathered = [one for one in found if one.kind == "all-gather"]
     summed = [one for one in found if one.kind != "all-gather"]
@@ -38,7 +38,7 @@ def check_movement(text: str, dtype: str, reduce_dtype: str) -> None:
     assert 0.99 * (WEIGHTS - HEAD) < sum(one.elements * one.times for one in summed) <= 1.05 * WEIGHTS
     assert sum(one.elements * one.times for one in gathered) <= 2.3 * WEIGHTS
     head = [one for one in found if one.elements >= HEAD]
-    assert {one.times for one in head} == {1}  # in no loop over tokens
+    assert {one.times for one in head} == (set() if is_sliced else {1})  # in no loop over tokens
     assert sum(one.elements * SIZES[one.dtype] for one in head) <= 3 * HEAD * SIZES[dtype]
     assert max(elements for line in text.splitlines() if " = " in line and " parameter(" not in line
                for _, elements in arrays(line.split(" = ")[1].split("(")[0])) <= HEAD
@@ -58,7 +58,8 @@ def test_weights_are_gathered_twice_the_head_once_and_gradients_summed_once(tied
 def test_accelerators_gather_bfloat16_and_sum_gradients_in_reduce_dtype(topology, reduce_dtypes):
     texts = compiled_elsewhere(topology, "update", "bfloat16", *reduce_dtypes).split("\f")
     for text, reduce_dtype in zip(texts, reduce_dtypes, strict=False):
-        check_movement(text, "bf16", {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype])
+        check_movement(text, "bf16", {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype],
+                       is_sliced="v5p" in topology)
         # On a torus of three dimensions XLA's defaults sum each gradient whole on each chip.
         assert not [one for one in of_weights(text) if one.kind == "all-reduce"]
 

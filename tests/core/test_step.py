@@ -29,11 +29,12 @@ from tiny_runs import forget_programs
 
 from shoal.algorithm.policy_loss import clipped
 from shoal.config.schema import AlgorithmSection, OptimizerSection
+from shoal.mesh import Role
 from shoal.model.linear import spread
-from shoal.model.transformer import Architecture, Model
+from shoal.model.transformer import Architecture, Model, shardings
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
 from shoal.trainer.loss import Objective, batch_loss
-from shoal.trainer.step import Learner
+from shoal.trainer.step import Learner, TrainState
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -250,3 +251,23 @@ def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
     exact = np.asarray(jnp.asarray(x, dtype), np.float64).sum((0, 1))
     np.testing.assert_allclose(gradient, exact, rtol=1e-5, atol=1e-5)
     assert ("dot_general" in str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(16)))) == (dtype == jnp.float32)
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_an_update_as_tpus_compute_it_has_the_same_numbers(monkeypatch, fsdp):
+    """Products, rotations and the head in their forms for TPUs, here on CPUs, with several slices of the vocabulary."""
+    a = replace(QWEN3, vocab_size=300)
+    (batch,) = batches(random_groups(a, 8, 2, 9, 12), shards=4)
+    objective = replace(ON_POLICY, chunk_elements=batch.tokens.shape[1] * 4 // fsdp * 128)
+    found = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(Role, "platform", platform)
+        where = roles(fsdp=fsdp)
+        # Named, as splash would be chosen; other settings, else the programs of the first would be found again.
+        attention = "reference" if platform == "tpu" else "auto"
+        one = Learner(Model(a, where.trainer, attention=attention), objective, OptimizerSection(), 10)
+        parameters = jax.device_put(random_parameters(a), shardings(a, where.trainer))
+        total, lp = one.accumulate(None, TrainState(parameters, None, None), batch)
+        found.append((lp, *jax.tree.leaves(total.gradient)))
+    for plain, other in zip(*found, strict=True):
+        assert relative(other, plain) < 3e-6

@@ -24,11 +24,12 @@ from shoal.report.findings import Findings
 from shoal.run import sampler_size
 from shoal.run.assembly import open_devices, open_task
 from shoal.run.derived import for_devices, staleness_text
-from shoal.run.loading import make_model, open_run_model
+from shoal.run.loading import open_run_model
 from shoal.run.parts import open_data
 from shoal.run.preflight import memory
 from shoal.run.preflight.head import data_lines, least_time_text, print_head
 from shoal.run.preflight.memory import AvailableMemory
+from shoal.run.remat import trained_model
 from shoal.run.resume import ResumePlan
 from shoal.run.sampler_size import run_roles
 from shoal.tasks.task import DataReport, Task
@@ -49,7 +50,7 @@ def head_of(workshop: Workshop, *changes: str) -> list[str]:
         task, pool = open_task(config, (), stack)
         loaded = open_run_model(config.model, None, None)
         config, roles = open_devices(plan, loaded.architecture, Console(out))
-        model, findings = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens), Findings()
+        model, findings = trained_model(config, loaded, roles), Findings()
         data = open_data(config, task, loaded.tokenizer, lambda text: None)
         print_head(config, roles, task, pool, loaded, model, data, Console(out), findings)
     return out.getvalue().splitlines()

@@ -6,6 +6,7 @@ For 64k tokens of a vocabulary of 152k they would take 37 GiB in float32, forwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +53,8 @@ def token_logprobs(
         normaliser = jax.nn.logsumexp(scores, axis=-1)
         entropy = _entropy(scores - normaliser[..., None], entropy_gradient)
         if support:
-            used = support[0] >= 0
-            truncated = used.any(-1)
             kept = jnp.take_along_axis(scores, jnp.maximum(support[0], 0), axis=-1)
-            kept = jnp.where(used | ~truncated[..., None], kept, -jnp.inf)
-            over_kept = jax.nn.logsumexp(kept, axis=-1)
-            normaliser = jnp.where(truncated, over_kept, normaliser)
-            entropy = jnp.where(truncated, _entropy(kept - over_kept[..., None], entropy_gradient), entropy)
+            normaliser, entropy = _over_support(kept, support[0], normaliser, entropy, entropy_gradient)
         return target - normaliser, entropy
 
     parts = tuple(map(chunks, (hidden, targets) if support_ids is None else (hidden, targets, support_ids)))
@@ -71,6 +67,64 @@ def token_logprobs(
         # common subexpressions, which would hold what `project` never reads.
         logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), parts)
     return tuple(x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))  # type: ignore[return-value]
+
+
+def sliced_logprobs(
+    hidden: Float[Array, "R T D"],
+    targets: Int[Array, "R T"],
+    temperature: Float[Array, ""],
+    project: Callable[[jax.Array, jax.Array], jax.Array],
+    slices: Float[Array, "n D v"],
+    vocabulary: int,
+    support_ids: Int[Array, "R T K"] | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """`token_logprobs` for all tokens at once, a slice of the vocabulary at a time: neither the head nor its gradient
+    is ever whole on a device.
+
+    `project(slice, hidden)` gives the float32 logits of a slice's v tokens; those from `vocabulary` on are padding.
+    """
+    width = slices.shape[-1]
+    ids = targets[..., None] if support_ids is None else jnp.concatenate([targets[..., None], support_ids], -1)
+    states = hidden.astype(jnp.float32)  # in which the slices' gradients are summed
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def add_slice(carry: tuple, inputs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        peak, total, mean, picked = carry
+        weights, start = inputs
+        scores = project(weights, states.astype(hidden.dtype)) / temperature
+        scores = jnp.where(start + jnp.arange(width) < vocabulary, scores, -jnp.inf)
+        place = ids - start
+        found = jnp.take_along_axis(scores, jnp.clip(place, 0, width - 1), axis=-1)
+        picked = jnp.where((place >= 0) & (place < width), found, picked)
+        # Sums of exp(score) and of exp(score) * score, both over exp(peak).
+        new = jnp.maximum(peak, jax.lax.stop_gradient(scores.max(-1)))
+        scale, weight = jnp.exp(peak - new), jnp.exp(scores - new[..., None])
+        moment = jnp.where(scores > -jnp.inf, weight * scores, 0.0)
+        moment = moment if entropy_gradient else jax.lax.stop_gradient(moment)
+        return (new, total * scale + weight.sum(-1), mean * scale + moment.sum(-1), picked), None
+
+    nothing = jnp.zeros(targets.shape, jnp.float32)
+    begin = (nothing - jnp.inf, nothing, nothing, jnp.full(ids.shape, -jnp.inf, jnp.float32))
+    (peak, total, mean, picked), _ = jax.lax.scan(add_slice, begin, (slices, jnp.arange(len(slices)) * width))
+    normaliser = peak + jnp.log(total)
+    entropy = normaliser - mean / total
+    entropy = entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
+    target = picked[..., 0]
+    if support_ids is not None:
+        normaliser, entropy = _over_support(picked[..., 1:], support_ids, normaliser, entropy, entropy_gradient)
+    return target - normaliser, entropy
+
+
+def _over_support(kept: jax.Array, support: jax.Array, normaliser: jax.Array, entropy: jax.Array,
+                  gradient: bool) -> tuple[jax.Array, jax.Array]:
+    """(normaliser, entropy) over the tokens `support`[..., K] alone, of logits `kept`, where a position has any."""
+    used = support >= 0
+    truncated = used.any(-1)
+    kept = jnp.where(used | ~truncated[..., None], kept, -jnp.inf)
+    over_kept = jax.nn.logsumexp(kept, axis=-1)
+    normaliser = jnp.where(truncated, over_kept, normaliser)
+    return normaliser, jnp.where(truncated, _entropy(kept - over_kept[..., None], gradient), entropy)
 
 
 def _entropy(logs: jax.Array, gradient: bool) -> jax.Array:

@@ -25,7 +25,7 @@ from shoal.report.findings import Finding, Findings, key_in
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines
-from shoal.run.loading import ModelSpec, find_teacher, make_model, open_model
+from shoal.run.loading import ModelSpec, find_teacher, open_model
 from shoal.run.parts import make_learner, open_data
 from shoal.run.plan.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
@@ -40,6 +40,7 @@ from shoal.run.preflight.memory import (
 from shoal.run.preflight.reward import probe, reward_findings, score_text
 from shoal.run.preflight.settings import check_run_folder, check_settings, check_size
 from shoal.run.preflight.step_trial import StepTrial, try_step
+from shoal.run.remat import trained_model
 from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import Task
@@ -207,7 +208,7 @@ class Job:
         if config.teacher.path:
             with report.check("teacher", "teacher.path").errors():
                 self.teacher = find_teacher(config, loaded, None).architecture
-        self.model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
+        self.model = trained_model(config, loaded, roles)
         self.engines = dict(run_engines(config, self.model, roles, loaded.tokenizer))
         self.available = available_memory(roles.trainer.mesh.devices.flat)
 

@@ -52,7 +52,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         params = config.sampling.params
         if config.pass_k and params.temperature == 0:
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
-        model = make_model(config.model, opened, roles.sampler, 0)
+        model = make_model(config.model, opened, roles.sampler)
         sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
         size, asked = max(1, config.pass_k), max(map(len, sets.values()), default=0)
         make = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size, size,

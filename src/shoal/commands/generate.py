@@ -40,7 +40,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         placed = read_prompts(check_input(config.prompts, "prompts"))
         role = make_roles(config.mesh).sampler
         loaded = open_model(config.model, console)
-        model, tokenizer = make_model(config.model, loaded, role, 0), loaded.tokenizer
+        model, tokenizer = make_model(config.model, loaded, role), loaded.tokenizer
         params, size = config.sampling.params, config.num_generations
         named = "" if config.model != ModelSection() else "; model=... names another"
         console.note(f"model: {model_text(config.model, loaded, model)}{named}")

@@ -25,8 +25,9 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import machine
-from shoal.run.loading import ModelSpec, make_model, open_model, open_teacher, resolve_model
+from shoal.run.loading import ModelSpec, open_model, open_teacher, resolve_model
 from shoal.run.parts import make_learner, make_updater, open_reference
+from shoal.run.remat import trained_model
 from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import drain
 from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
@@ -76,7 +77,7 @@ class Replayer:
         return self.model_spec.tokenizer
 
     def model(self, config: Config) -> Model:
-        return make_model(config.model, self.model_spec, self.roles.trainer, config.batch.micro_tokens)
+        return trained_model(config, self.model_spec, self.roles)
 
     # ---- weights
 

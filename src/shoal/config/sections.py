@@ -57,8 +57,9 @@ class ModelSection:
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
     remat: Literal["auto", "none", "dots", "attention", "full"] = "auto"
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), the
-    feed-forward part (attention), or whole blocks (full). auto is dots, or full where a micro-batch's activations would
-    exceed 2 GiB."""
+    feed-forward part (attention), or whole blocks (full). auto keeps what there is memory for, nothing on a TPU that
+    computes again as fast as it reads (8B on v6e); where the memory is not known, as on a CPU, it is dots, or full
+    where a micro-batch's activations would exceed 2 GiB."""
     attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
     them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU

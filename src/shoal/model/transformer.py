@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
 from shoal.model.linear import Biased, Cast, Weight, cast_product, linear, spread
+from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.types import ShoalError
 
 
@@ -347,7 +348,10 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
           cache: Any) -> tuple[jax.Array, Any]:
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
     a, constrain, kept = model.architecture, model.role.constrain, partial(checkpoint_name, name="attention")
-    h = rms_norm(x, w.attention_norm, a.norm_eps)
+    # Decoding has few rows, whose elementwise operations are better done within the products.
+    is_tpu = model.role.platform == "tpu" and cache is None
+    apart = _apart if is_tpu else lambda x: x
+    h = apart(rms_norm(x, w.attention_norm, a.norm_eps))
     q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
     if cache is not None:
         # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
@@ -355,15 +359,50 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     q, k, v = (_heads(x, a.head_dim) for x in (q, k, v))
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
-    q, k = rotate(q, *rope), rotate(k, *rope)
+    turn = rotate_by_product if is_tpu else rotate
+    q, k = turn(q, *rope), turn(k, *rope)
     if repeats := model.key_heads // a.num_kv_heads - 1:
         k, v = (constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None) for x in (k, v))
+    out: Any
     out, cache = attention(kept(q), kept(k), kept(v), cache)
     x = kept(x + linear(w.o, out.reshape(*out.shape[:-2], -1)))
-    h = rms_norm(x, w.mlp_norm, a.norm_eps)
-    h = jax.nn.silu(linear(w.gate, h)) * linear(w.up, h)
-    x = x + linear(w.down, constrain(h, "rows", None, "mlp"))
-    return constrain(x, "rows", None, None), cache
+    h = apart(rms_norm(x, w.mlp_norm, a.norm_eps))
+    if is_tpu:
+        out = gated_product(model, linear(w.gate, h), linear(w.up, h), w.down)
+    else:
+        out = linear(w.down, constrain(jax.nn.silu(linear(w.gate, h)) * linear(w.up, h), "rows", None, "mlp"))
+    return constrain(x + out, "rows", None, None), cache
+
+
+@jax.custom_vjp
+def _apart(x: jax.Array) -> jax.Array:
+    """x, whose gradient is an array of its own: fused with the products that give it, a norm's backward pass halves
+    their rate."""
+    return x
+
+
+_apart.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
+
+
+def _gated(model: Model, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return model.role.constrain(jax.nn.silu(gate) * up, "rows", None, "mlp")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
+    """The product of `_gated` with down, for TPU: XLA would compute silu and its gradient within products, for each of
+    their blocks again."""
+    return linear(down, jax.lax.optimization_barrier(_gated(model, gate, up)))
+
+
+def _gated_product_backward(model: Model, kept: tuple, gradient: jax.Array) -> tuple:
+    gate, up, down = kept
+    h, of_gated = jax.vjp(partial(_gated, model), *jax.lax.optimization_barrier((gate, up)))
+    of_down, of_h = jax.vjp(linear, down, jax.lax.optimization_barrier(h))[1](gradient)
+    return *jax.lax.optimization_barrier(of_gated(jax.lax.optimization_barrier(of_h))), of_down
+
+
+gated_product.defvjp(lambda model, *inputs: (gated_product(model, *inputs), inputs), _gated_product_backward)
 
 
 def _cast(model: Model, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array | Cast:
@@ -388,43 +427,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return spread(weight, x) * wide.astype(x.dtype)
 
 
-def frequencies(a: Architecture) -> jax.Array:
-    """Rotary frequencies, float32[A/2], scaled by the architecture's rule.
-
-    Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short ones and interpolates
-    between. https://github.com/meta-llama/llama-models, `apply_scaling`.
-    """
-    base = a.rope_theta ** -(jnp.arange(0, a.head_dim, 2, dtype=jnp.float32) / a.head_dim)
-    scaling = a.rope_scaling
-    if scaling is None:
-        return base
-    if scaling.kind == "linear":
-        return base / scaling.factor
-    # Llama 3.1's rule goes by turns, not by wavelengths: the same bounds, without a division.
-    turns = scaling.original_max_position * base / (2 * jnp.pi)  # within the original length
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    share = jnp.clip(share, 0.0, 1.0)
-    return share * base + (1.0 - share) * base / scaling.factor
-
-
-def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of positions[R, T], float32[R, T, 1, A/2]."""
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies(a)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face checkpoints."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
     """hidden[..., D] -> float32[..., V]."""
-    return _project(_head(parameters), hidden.astype(model.dtype))
+    return _project(output_head(parameters), hidden.astype(model.dtype))
 
 
-def _head(parameters: Parameters) -> jax.Array:
+def output_head(parameters: Parameters) -> jax.Array:
+    """[D, V]"""
     return parameters.embed_tokens.T if parameters.lm_head is None else parameters.lm_head
 
 
@@ -433,10 +442,18 @@ def _project(head: Weight, hidden: jax.Array) -> jax.Array:
     return linear(head, hidden, jnp.float32)
 
 
-def head_projection(model: Model, parameters: Parameters) -> Callable[[jax.Array], jax.Array]:
-    """`logits` for many chunks hidden[R, T, D] of a batch: the head is cast and gathered once, before the first, and
-    its gradient is summed over the devices once, after the last."""
-    head, role = _head(parameters), model.role
+def head_slices(head: jax.Array, size: int) -> jax.Array:
+    """A head[D, V] as slices [n, D, v], v at most `size`, by whole registers; the last ones are filled up by zeros."""
+    count = -(-head.shape[1] // size)
+    width = -(-head.shape[1] // (128 * count)) * 128
+    head = jnp.pad(head, ((0, 0), (0, count * width - head.shape[1])))
+    return head.reshape(-1, count, width).swapaxes(0, 1)
+
+
+def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """`logits` for many chunks hidden[R, T, D] of a batch: the head[D, V] is cast and gathered once, before the first,
+    and its gradient is summed over the devices once, after the last."""
+    role = model.role
     shards = role.row_shards
     if shards == 1:
         return partial(_project, _cast(model, head, ("embed", model.vocab_axis)))

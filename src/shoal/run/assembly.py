@@ -41,12 +41,13 @@ from shoal.run.derived import for_devices
 from shoal.run.fingerprint import fingerprint
 from shoal.run.hosts import training_fleet
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.loading import ModelSpec, copy_model_files, make_model, open_run_model, open_teacher
+from shoal.run.loading import ModelSpec, copy_model_files, open_run_model, open_teacher
 from shoal.run.parts import make_learner, make_updater, open_data, open_reference, schedule_of
 from shoal.run.preflight.head import print_head
 from shoal.run.preflight.settings import check_before_weights
 from shoal.run.processes import check_same, open_world
 from shoal.run.profile import Profiler
+from shoal.run.remat import trained_model
 from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
@@ -78,7 +79,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     stack.enter_context(world)
     spec, findings = open_run_model(plan.config.model, plan.run, None), Findings()
     config, roles = open_devices(plan, spec.architecture, console)
-    model = make_model(config.model, spec, roles.trainer, config.batch.micro_tokens)
+    model = trained_model(config, spec, roles)
     data = open_data(config, task, spec.tokenizer, findings.of("data").warning)
     print_head(config, roles, task, None if plan.run else pool, spec, model, data, console, findings)
     # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.

@@ -9,7 +9,7 @@ from shoal.text import count
 from shoal.types import ShoalError
 
 MICRO_TOKENS = 2**12
-"""On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 30.0 of 31.2 GiB (`benchmarks/aot.py`)."""
+"""On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 28.5 of 31.2 GiB (`benchmarks/aot.py`)."""
 
 CPU_MICRO_TOKENS = 2**11
 """Longer rows leave a CPU's caches, and more of a small update is padding."""

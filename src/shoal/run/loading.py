@@ -27,9 +27,6 @@ from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_paramet
 from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
 
-REMAT_BYTES = 2 << 30
-"""Activations of a micro-batch above which blocks are recomputed by default."""
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -143,7 +140,7 @@ def open_teacher(config: Config, student: ModelSpec, role: Role, console: Consol
     if not config.teacher.path:
         return None
     teacher = find_teacher(config, student, console)
-    model = make_model(config.model, teacher, role, config.batch.micro_tokens)
+    model = make_model(config.model, teacher, role)
     return ModelScorer(model, teacher.load(role, model.dtype))
 
 
@@ -155,24 +152,13 @@ def compute_dtype(name: str, platform: str) -> Any:
     return jnp.dtype(name)
 
 
-def make_model(section: ModelSection, spec: ModelSpec, role: Role, micro_tokens: int) -> Model:
-    """The `Model` on a role's devices; `micro_tokens` (0 without training) decides `model.remat=auto`."""
-    dtype, remat = compute_dtype(section.dtype, role.platform), section.remat
-    if remat == "auto":
-        # Not `attention`: what it keeps beside the masters of 8B on 8 v6e is more than these have.
-        remat = "full" if activation_bytes(spec.architecture, micro_tokens, dtype) > REMAT_BYTES else "dots"
+def make_model(section: ModelSection, spec: ModelSpec, role: Role) -> Model:
+    """The `Model` on a role's devices; one that is trained is `trained_model`'s."""
+    dtype = compute_dtype(section.dtype, role.platform)
     if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "highest")
+    remat = "dots" if section.remat == "auto" else section.remat
     return Model(spec.architecture, role, dtype, remat, section.attention)
-
-
-def activation_bytes(a: Architecture, tokens: int, dtype: Any, remat: str = "dots") -> int:
-    """Bytes that the backward pass of `tokens` tokens finds stored, besides each layer's input, with a `model.remat`
-    that computes anything again."""
-    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    a_token = {"full": 0, "attention": a.hidden_size + heads + a.num_heads * a.head_dim,
-               "dots": 3 * a.hidden_size + heads + 2 * a.intermediate_size}[remat]
-    return a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize
 
 
 def copy_model_files(model: ModelSpec, target: Path) -> None:

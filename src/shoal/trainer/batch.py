@@ -133,7 +133,7 @@ def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int, coun
     rows = max(1, wanted // max(longest, MOST_ROW_TOKENS))
     each = wanted // rows
     # Round lengths: attention works in blocks that divide them.
-    unit = min(512, 2 ** max(4, (each // 8).bit_length() - 1))
+    unit = min(256, 2 ** max(4, (each // 8).bit_length() - 1))
     whole = max(min(-(-each // unit), micro_tokens // rows // unit), -(-longest // unit)) * unit
     lengths = {-(-whole // (16 * 4**number)) * 16: None for number in range(count)}
     return tuple(Shape(rows * row_shards, length) for length in lengths)

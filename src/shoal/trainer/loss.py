@@ -17,12 +17,12 @@ import jax.numpy as jnp
 
 from shoal.algorithm.correction import correction_weights
 from shoal.algorithm.kl import k3, token_kl
-from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, token_logprobs
+from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, sliced_logprobs, token_logprobs
 from shoal.algorithm.policy_loss import policy_log_ratio, policy_loss
 from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 from shoal.model.segment_attention import segment_attention
-from shoal.model.transformer import Model, forward, head_projection
+from shoal.model.transformer import Model, forward, head_projection, head_slices, output_head
 from shoal.trainer.batch import LearnerBatch
 from shoal.types import Params
 
@@ -75,11 +75,17 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     attention = segment_attention(model, batch.segment, batch.prompt)
     hidden, _ = forward(model, parameters, batch.tokens, batch.position, attention)
     before = jnp.take_along_axis(hidden, batch.before[..., None], axis=1)
-    chunk = chunk_size(-(-rows // model.role.row_shards), size, model.architecture.vocab_size,
-                       chunk_elements or CHUNK_ELEMENTS[model.role.platform])
+    role, rows_here = model.role, -(-rows // model.role.row_shards)
+    budget, head = chunk_elements or CHUNK_ELEMENTS[role.platform], output_head(parameters)
+    chunk = chunk_size(rows_here, size, model.architecture.vocab_size, budget)
     # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the head (docs/LOG.md).
-    values = token_logprobs(before, batch.tokens, batch.temperature, head_projection(model, parameters), chunk,
-                            batch.support_ids, entropy_gradient)
+    inputs = before, batch.tokens, batch.temperature
+    if role.platform == "tpu" and role.tensor == 1 and chunk < size:
+        slices = head_slices(head, max(128, budget // (rows_here * size)))
+        values = sliced_logprobs(*inputs, lambda head, hidden: head_projection(model, head)(hidden), slices,
+                                 model.architecture.vocab_size, batch.support_ids, entropy_gradient)
+    else:
+        values = token_logprobs(*inputs, head_projection(model, head), chunk, batch.support_ids, entropy_gradient)
     return tuple(jnp.where(batch.segment != batch.prompt, x, 0.0) for x in values)
 
 

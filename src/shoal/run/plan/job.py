@@ -31,7 +31,7 @@ from shoal.model.transformer import Architecture, Model, param_shapes, param_spe
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import for_devices, max_support
 from shoal.run.engines import num_hosts, run_engines
-from shoal.run.loading import ModelSpec, known_architecture, make_model, model_path
+from shoal.run.loading import ModelSpec, known_architecture, model_path
 from shoal.run.parts import make_learner, whole_shape
 from shoal.run.plan.links import axis_links
 from shoal.run.preflight.memory import (
@@ -41,6 +41,7 @@ from shoal.run.preflight.memory import (
     held_bytes,
     parameter_count,
 )
+from shoal.run.remat import trained_model
 from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
@@ -80,8 +81,8 @@ class Job:
         self.roles = run_roles(config, self.architecture, devices)
         self.config = for_devices(config, self.roles.trainer.mesh.size, self.roles.trainer.platform)
         spec = ModelSpec(Path(), self.architecture, _no_weights)
-        model = make_model(config.model, spec, self.roles.trainer, self.config.batch.micro_tokens)
-        # After `make_model`: with fewer layers model.remat=auto would choose another program.
+        model = trained_model(self.config, spec, self.roles)
+        # After `trained_model`: with fewer layers model.remat=auto would choose another program.
         a = replace(self.architecture, num_layers=layers) if layers else self.architecture
         self.model: Model = replace(model, architecture=a)
         self.sampler_model = self.model.on(self.roles.sampler)

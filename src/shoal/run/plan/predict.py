@@ -10,10 +10,10 @@ from typing import Any
 from shoal.config.schema import Config
 from shoal.mesh.layout import AXES
 from shoal.model.transformer import Architecture
-from shoal.run.loading import activation_bytes
 from shoal.run.plan.figures import Figures
 from shoal.run.plan.job import planned_architecture
 from shoal.run.preflight.estimate import UPDATE_WORK
+from shoal.run.remat import activation_bytes
 from shoal.sampler.programs import CHUNK
 
 LATENCY = 1e-5

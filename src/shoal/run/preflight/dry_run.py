@@ -80,12 +80,13 @@ def check_dry_run(config: Any) -> list[Finding]:
             check_idle(config.mesh, roles, len(devices), findings)
         if is_training and model_is_here and not topology:
             from shoal.run.engines import run_engines
-            from shoal.run.loading import make_model, open_model
+            from shoal.run.loading import open_model
             from shoal.run.preflight.memory import check_memory
+            from shoal.run.remat import trained_model
 
             loaded = open_model(config.model, None)
             roles = run_roles(config, loaded.architecture, available_devices(config.mesh))
-            model = make_model(config.model, loaded, roles.trainer, config.batch.micro_tokens)
+            model = trained_model(config, loaded, roles)
             findings.extend([check_memory(config, model, roles, run_engines(config, model, roles, loaded.tokenizer))])
     return findings.at("wrong", "warning")
 

@@ -11,10 +11,10 @@ from shoal.mesh import Roles
 from shoal.model.transformer import Model
 from shoal.report.findings import seconds_text
 from shoal.run.derived import num_updates
-from shoal.run.loading import activation_bytes
 from shoal.run.parts import whole_shape
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
 from shoal.run.preflight.step_trial import StepTrial
+from shoal.run.remat import activation_bytes
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.trainer.update import needs_all_groups, num_scorings
 

@@ -1,0 +1,57 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of a head's dimensions turned by angles that grow with the
+position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Architecture
+
+
+def frequencies(a: Architecture) -> jax.Array:
+    """Rotary frequencies, float32[A/2], scaled by the architecture's rule.
+
+    Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short ones and interpolates
+    between. https://github.com/meta-llama/llama-models, `apply_scaling`.
+    """
+    base = a.rope_theta ** -(jnp.arange(0, a.head_dim, 2, dtype=jnp.float32) / a.head_dim)
+    scaling = a.rope_scaling
+    if scaling is None:
+        return base
+    if scaling.kind == "linear":
+        return base / scaling.factor
+    # Llama 3.1's rule goes by turns, not by wavelengths: the same bounds, without a division.
+    turns = scaling.original_max_position * base / (2 * jnp.pi)  # within the original length
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share = jnp.clip(share, 0.0, 1.0)
+    return share * base + (1.0 - share) * base / scaling.factor
+
+
+def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin) of positions[R, T], float32[R, T, 1, A/2]."""
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies(a)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face checkpoints."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """`rotate` with the halves exchanged by a product with a permutation, exact in any type: XLA for TPU would copy
+    halves of a register's 128 lanes."""
+    half = x.shape[-1] // 2
+    exchange = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
+    cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
+    return (x.astype(jnp.float32) * cos + jnp.matmul(x, exchange).astype(jnp.float32) * sin).astype(x.dtype)
+
+
+rotate_by_product.defvjp(lambda x, cos, sin: (rotate_by_product(x, cos, sin), (cos, sin)),
+                         lambda kept, gradient: (rotate_by_product(gradient, kept[0], -kept[1]), None, None))

@@ -47,6 +47,10 @@ class ShoalError(Exception):
     The command line prints the text alone, without a traceback."""
 
 
+class HostLost(Exception):
+    """A host does not answer any more, or answered wrongly: its process has ended, or cannot be reached."""
+
+
 class StopRequested(KeyboardInterrupt):
     """Raised where a run can be left after somebody asked it to stop; the step under way is given up."""
 

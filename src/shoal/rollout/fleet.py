@@ -20,7 +20,7 @@ import jax
 from shoal.rollout.group import sample_request
 from shoal.rollout.judge import Judge
 from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses
-from shoal.rollout.publish import MemoryChannel
+from shoal.rollout.publish import Channel
 from shoal.types import Group, GroupRequest, Host, HostProgress, Params, Purpose, RolloutStats, StopSignal
 
 JUDGED_POLL_SECONDS = 0.01
@@ -38,7 +38,7 @@ class Fleet:
     `poll` in the caller's thread.
     """
 
-    channel: MemoryChannel
+    channel: Channel
     hosts: Mapping[str, Host]
     judge: Judge
     seed: int
@@ -126,7 +126,7 @@ class Fleet:
         """Addresses of pending training groups, and the weights that are still sampled from."""
         with self._changed:
             pending = pending_addresses(one.request for one in self.ledger.entries.values())
-            return {"pending": pending, "published": dict(self.channel.versions)}
+            return {"pending": pending, "published": self.channel.versions}
 
     def restore(self, state: dict[str, Any]) -> None:
         check_pending(state, self.state()["pending"])

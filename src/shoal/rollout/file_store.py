@@ -108,6 +108,9 @@ class StoredFiles:
     def exists(self) -> bool:
         return (self.place / MANIFEST).is_file()
 
+    def forget(self) -> None:
+        pass
+
     def fetch(self, model: Model) -> Params:
         """The parameters; on a CPU, of a file system in memory, the mapped file itself."""
         if not self.place.parent.is_dir():

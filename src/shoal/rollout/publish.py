@@ -85,6 +85,10 @@ class Stored(Protocol):
         """The weights, laid out for `model` and verified. LookupError once it is gone."""
         ...
 
+    def forget(self) -> None:
+        """Lets go of what this process refers to."""
+        ...
+
 
 class Store(Protocol):
     """Writes versions."""

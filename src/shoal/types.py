@@ -48,7 +48,7 @@ class ShoalError(Exception):
 
 
 class HostLost(Exception):
-    """A host does not answer any more, or answered wrongly: its process has ended, or cannot be reached."""
+    """A host does not answer any more: its process has ended, or cannot be reached. Its text says why."""
 
 
 class StopRequested(KeyboardInterrupt):
@@ -311,6 +311,9 @@ class RolloutStats:
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
     failures: list[Failure] = field(default_factory=list)
     unchanged: int = 0  # publications of the weights of the publication before
+    sampler_idle: float | None = None  # share of the places, over the time since, that drew nothing; None: not counted
+    queue: dict[str, int] = field(default_factory=dict)  # groups that wait, run, or are sampled and not handed over
+    fleet: dict[str, int] = field(default_factory=dict)  # hosts now; hosts lost, groups asked again, second answers
 
 
 class Manifest(Protocol):
@@ -343,7 +346,8 @@ class Host(Protocol):
     """Samples completions by itself, wherever it is, from the versions of the weights that it was told of; it knows
     nothing of rewards.
 
-    `Fleet` calls all of these from one thread at a time, and none of them waits for another host. A process elsewhere
+    `Fleet` calls all of these from one thread at a time, and none of them waits for another host. Each may raise
+    HostLost; the fleet then closes the host, asks its groups again elsewhere and makes it anew. A process elsewhere
     implements it as well as `EngineHost` does: docs/architecture.md, "A sampler on another machine".
     """
 

@@ -20,11 +20,11 @@ from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
-from shoal.rollout import fleet, host
+from shoal.rollout import fleet, host, member
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
+from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.judge import Judge
 from shoal.rollout.publish import MemoryChannel, MemoryManifest
 from shoal.run import assembly
 from shoal.tasks.task import Task
@@ -97,7 +97,7 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
 
 
 @pytest.mark.parametrize(("protocol", "name", "users"), [
-    (types.Host, r"(?:hosts\[[\w.]+\]|host)", (fleet,)),
+    (types.Host, "host", (fleet, member)),
     (types.Manifest, r"(?:_manifests\[\w+\]|one)", (host,)),
     (types.RolloutSource, "source", (loop, evaluation, assembly)),
     (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
@@ -113,10 +113,10 @@ def test_every_member_of_a_protocol_is_used(protocol, name, users):
 def test_a_host_needs_no_more_than_the_protocol():
     """Groups, their order, versions, rewards and figures come from a host that knows the protocol alone."""
     task = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
-    judge = Judge(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
+    rewards = GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
     shown: list[tuple[str, int, int]] = []
     model, elsewhere = Model(PLAINEST, roles().sampler), Elsewhere()
-    source = Fleet(MemoryChannel(model, {"far": model}), {"far": elsewhere}, judge, seed=0,
+    source = Fleet(MemoryChannel(model, {"far": model}), {"far": elsewhere}, rewards, seed=0,
                    on_progress=lambda *now: shown.append(now))
     with closing(source):
         source.publish(7, random_parameters(PLAINEST))

@@ -41,7 +41,8 @@ from shoal.sampler.engine import Engine
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.curriculum import PassRates
-from shoal.trainer.loop import Run, Schedule
+from shoal.trainer.loop import Run
+from shoal.trainer.schedule import Schedule
 from shoal.trainer.step import Learner
 from shoal.trainer.update import Updater
 from shoal.types import ShoalError, StopRequested

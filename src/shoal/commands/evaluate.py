@@ -15,7 +15,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import failed_figures
-from shoal.rollout.judge import Judge
+from shoal.rollout.group_rewards import GroupRewards
 from shoal.run.engines import sampling_engine_maker
 from shoal.run.hosts import local_fleet
 from shoal.run.loading import make_model, open_model
@@ -57,7 +57,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         size, asked = max(1, config.pass_k), max(map(len, sets.values()), default=0)
         make = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size, size,
                                      asked * size)
-        source = local_fleet(model, make, Judge(task, pool, tokenizer.decode), config.seed, console.answered)
+        source = local_fleet(model, make, GroupRewards(task, pool, tokenizer.decode), config.seed, console.answered)
         source.publish(0, opened.load(roles.sampler, model.dtype))
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)

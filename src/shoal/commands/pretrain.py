@@ -17,7 +17,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
-from shoal.rollout.judge import Judge
+from shoal.rollout.group_rewards import GroupRewards
 from shoal.run.engines import sampling_engine_maker
 from shoal.run.hosts import local_fleet
 from shoal.run.parts import prepare_sets
@@ -50,7 +50,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         model = Model(architecture, roles.sampler)
         make = sampling_engine_maker(model, tokenizer, sampling, 128, 1, 128)
         pool = RewardPool(task.rewards, RewardSection(workers=0))
-        source = local_fleet(model, make, Judge(task, pool, tokenizer.decode), config.seed)
+        source = local_fleet(model, make, GroupRewards(task, pool, tokenizer.decode), config.seed)
 
         def batch_of(step: int) -> LearnerBatch:
             rows = range(step * config.batch, (step + 1) * config.batch)

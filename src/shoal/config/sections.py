@@ -384,7 +384,15 @@ class TrainSection:
     weight_sync_interval: int = 1
     """Steps between two weight updates of the sampler; with n above 1, samples are up to n-1 versions old."""
     max_staleness: int = -1
-    """Largest age of samples, in versions of the weights: weight_sync_interval - 1 or more; -1 for exactly that."""
+    """Largest age of samples, in versions of the weights: weight_sync_interval - 1 or more; -1 for exactly that. What
+    exceeds it lets a sampler with devices of its own go on while the trainer learns."""
+    versions: Literal["fixed", "newest"] = "fixed"
+    """Which weights samples are from. fixed: those that a step's number and max_staleness name, the same in every run.
+    newest: the newest that a sampler has, changed while completions go on; none start on older ones than max_staleness
+    allows."""
+    ahead: int = 0
+    """Steps whose samples are asked for before their turn, with versions=newest; 0 for as few as keep the trainer from
+    waiting, up to max_staleness."""
     retire_above: float = 1.0
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
@@ -399,56 +407,13 @@ class TrainSection:
         at_least(self, "train.", 1, "weight_sync_interval")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
                 self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")
-
-
-@dataclass(frozen=True)
-class MeshSection:
-    data: int = 1
-    """Data-parallel copies of the model, each with a part of a batch's rows."""
-    fsdp: int = 1
-    """Devices that share parameters, optimizer state and rows (FSDP); -1 for all that remain."""
-    tensor: int = 1
-    """Devices that share heads and feed-forward layers (tensor parallelism)."""
-    trainer: str = ""
-    """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers ([0,1]); empty for
-    all. A fraction or count takes the first devices."""
-    sampler: str = ""
-    """Devices of the sampler, in the same forms: the trainer's, or others. A fraction or count takes the last devices.
-    Empty for the trainer's."""
-    reference: str = ""
-    """Devices of the reference and of a teacher, in the same forms. Empty for the sampler's."""
-    sampler_tensor: int = 0
-    """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more where a replica does
-    not fit the memory of so few."""
-    dcn_data: int = 1
-    """Slices (or hosts) that each have a copy of the model, times mesh.data copies within each."""
-    dcn_fsdp: int = 1
-    """Slices (or hosts) that share parameters, times mesh.fsdp devices within each."""
-    coordinator: str = ""
-    """Of a run in several processes: HOST:PORT where process 0 waits for the others. Slurm and TPU slices give it."""
-    processes: int = 0
-    """Number of processes, each with its own devices and started with the same command; 0 for one, or as Slurm or a TPU
-    slice says."""
-    process: int = -1
-    """Number of this process, from 0; process 0 writes the run folder. Slurm and TPU slices give it."""
-    pathways: bool = False
-    """Use the devices of all hosts from this one process, through Pathways' proxy at JAX_BACKEND_TARGET; as
-    JAX_PLATFORMS=proxy does."""
-    compiler_options: tuple[str, ...] = ()
-    """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the platform."""
-
-    def __post_init__(self) -> None:
-        for option in self.compiler_options:
-            require("=" in option, "mesh.compiler_options", option, "NAME=VALUE")
-        at_least(self, "mesh.", 0, "sampler_tensor", note="auto")
-        at_least(self, "mesh.", 0, "processes", note="one")
-        at_least(self, "mesh.", -1, "process", note="one process")
-        at_least(self, "mesh.", 1, "dcn_data")
-        at_least(self, "mesh.", 1, "dcn_fsdp")
-        for name in ("data", "fsdp", "tensor"):
-            value = getattr(self, name)
-            rest = ", or -1 for all devices that mesh.data and mesh.tensor leave" if name == "fsdp" else ""
-            require(value >= 1 or (rest != "" and value == -1), f"mesh.{name}", value, f"1 or more{rest}")
+        if self.versions == "newest":
+            require(self.max_staleness >= self.weight_sync_interval, "train.max_staleness", self.max_staleness,
+                    f"weight_sync_interval = {self.weight_sync_interval} or more with train.versions=newest: samples "
+                    "that are asked for ahead are of older weights")
+        most = max(0, self.max_staleness) if self.versions == "newest" else 0
+        require(0 <= self.ahead <= most, "train.ahead", self.ahead,
+                f"0 (auto) to max_staleness = {most}" if most else "0: it is for train.versions=newest")
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,15 @@ class Roles:
         """True if the sampler has devices of its own."""
         return set(self.trainer.mesh.devices.flat).isdisjoint(self.sampler.mesh.devices.flat)
 
+    @property
+    def hosts(self) -> list[Role]:
+        """The sampler's role on the devices of each of its hosts in this process: one with all, or, where these are its
+        own, one for each replica, which then waits for no other."""
+        local = self.sampler.local
+        if not self.disaggregated:
+            return [local]
+        return [replace(local, mesh=as_mesh(replica[None], local.mesh.axis_names)) for replica in local.mesh.devices]
+
 
 def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidden_size: int = 0) -> Roles:
     """The roles on their devices; two that share devices may divide them differently.

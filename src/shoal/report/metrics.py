@@ -87,6 +87,15 @@ tokens/sampled | tokens | sum | tokens sampled
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/padding | share | mean | padding among the tokens that the updates computed
 sampler/places_drawing | share | mean | places of the sampler that draw, over the tokens of decoding; others have ended
+idle/trainer | share | mean | of the step, in which the trainer waited for groups; where the sampler runs by itself
+idle/sampler | share | mean | of the sampler's places, over the time of the step, that drew nothing
+queue/waiting | groups | last | groups that wait for a host of the sampler with room
+queue/running | groups | last | groups at a host
+queue/sampled | groups | last | groups that are sampled, or have rewards, and that no step has taken yet
+fleet/hosts | hosts | last | hosts of the sampler that work
+fleet/lost | hosts | sum | hosts lost since the last step
+fleet/asked_again | groups | sum | groups asked for again because their host was lost
+fleet/duplicates | groups | sum | second answers for a group, dropped
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
 time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples

@@ -106,6 +106,12 @@ class Recorder:
         metrics.add("time/reward_seconds", stats.reward_seconds)
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)
         metrics.add("time/step_seconds", record.seconds)
+        if stats.sampler_idle is not None:
+            metrics.add("idle/trainer", min(1.0, (stats.sample_seconds + stats.reward_seconds) / record.seconds))
+            metrics.add("idle/sampler", stats.sampler_idle)
+            for group, figures in ("queue", stats.queue), ("fleet", stats.fleet):
+                for name, value in figures.items():
+                    metrics.add(f"{group}/{name}", value)
         metrics.add("memory/peak_bytes", self.peak_bytes())
         metrics.add("compilations", self.compilations())
         result = metrics.result()

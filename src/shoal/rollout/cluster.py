@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray._private.worker import global_worker as _global_worker  # there is no public name for the folder of logs
 from ray.exceptions import ObjectStoreFullError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -132,9 +133,9 @@ class RayHost:
             if not self._joining.done():
                 self._cluster.check_late(self)
                 return {}
-            self._joined = self._result(self._joining)
-            self._cluster.join(self.name, self._joined.proof)
-            self._progress.capacity = self._joined.capacity
+            joined = self._joined = self._result(self._joining)
+            self._cluster.join(self.name, joined.proof)
+            self._progress.capacity = joined.capacity
         for one in [one for one in self._sent if one.done()]:
             self._result(one)
             self._sent.remove(one)
@@ -247,7 +248,7 @@ class Cluster:
         if "creation task" in text:  # the traceback of what it raised
             return f"it could not start: {text.splitlines()[-1]}"
         if found := re.search(r"pid[:=] ?(\d+)", text):
-            folder = Path(ray.get_runtime_context().get_session_dir()) / "logs"
+            folder = Path(_global_worker.node.get_logs_dir_path())
             lines = [line for ending in ("out", "err") for file in folder.glob(f"worker-*-{found[1]}.{ending}")
                      for line in file.read_text(errors="replace").splitlines() if not line.startswith(":")]
             if lines:
@@ -274,8 +275,8 @@ def connect(address: str, local_cpus: int) -> tuple[str, str, bool]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
     try:
-        started = ray.init(address or "local", log_to_driver=False, logging_level="ERROR",
-                           **({} if address else {"num_cpus": max(os.cpu_count() or 1, local_cpus)}))
+        started: Any = ray.init(address or "local", log_to_driver=False, logging_level="ERROR",  # type: ignore[arg-type]
+                                num_cpus=None if address else max(os.cpu_count() or 1, local_cpus))
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = " ".join(str(error).split())[:300]
         raise ShoalError(f"ray.address={address}: {first}; start Ray there with the same Python and the same version "
@@ -320,13 +321,13 @@ def hold_accelerators(kind: str, most: int, seconds: float) -> Any:
     if kind not in VISIBLE or not count or os.environ.get(VISIBLE[kind]):
         return None
     needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
-    holder = ray.remote(_Holder).options(**needs, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
+    holder: Any = ray.remote(_Holder).options(**needs, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
         node, soft=False)).remote()
     try:
         found = ray.get(holder.ids.remote(kind), timeout=seconds)
     except RayError as error:
-        raise ShoalError(f"the trainer asks for {count} {kind} of this machine, which others of the cluster hold: lower "
-                         "mesh.trainer, or wait for them") from error
+        raise ShoalError(f"the trainer asks for {count} {kind} of this machine, which others of the cluster hold: "
+                         "lower mesh.trainer, or wait for them") from error
     os.environ[VISIBLE[kind]] = ",".join(found)
     return holder
 
@@ -387,6 +388,7 @@ class StoredObjects:
         shapes, refs = tensor_names(model), dict(self.refs)
 
         def read(name: str) -> np.ndarray:
-            return ray.get(refs[name]).view(np.dtype(model.dtype)).reshape(shapes[name])
+            values: Any = ray.get(refs[name])
+            return values.view(np.dtype(model.dtype)).reshape(shapes[name])
 
         return from_host(model, read, self.checksums, "Ray's object store")

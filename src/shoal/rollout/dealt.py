@@ -80,8 +80,8 @@ class DealtSource:
         taken = {id(request) for request, _ in wanted}
         self.requested = [pair for pair in self.requested if id(pair[0]) not in taken]
         self.dealt = {asked: number for asked, number in self.dealt.items() if asked[1] >= step}
-        drawn = [iter(_groups(table)) for _, table in parts]
-        return [_restored(next(drawn[holder]), request) for request, holder in wanted]
+        played = [iter(_groups(table)) for _, table in parts]
+        return [_restored(next(played[holder]), request) for request, holder in wanted]
 
     def _take_mine(self, purpose: Purpose, step: int, has_share: bool) -> tuple[list[Group], dict[str, Any]]:
         """This process's groups, and what ended it."""

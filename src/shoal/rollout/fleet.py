@@ -1,6 +1,6 @@
-"""The one `RolloutSource`: asks hosts for groups by address, has them judged, hands them over in the order asked.
+"""The one `RolloutSource`: asks hosts for groups by address, has them rewarded, hands them over in the order asked.
 
-    request -> ledger -> a host with room -> completions -> judge -> ledger -> take
+    request -> ledger -> a host with room -> completions -> rewards -> ledger -> take
 
 With a host in the caller's thread all of this happens in `take`. With hosts that run by themselves a thread of the
 fleet's does it while the caller learns; only one thread at a time touches the ledger.
@@ -13,20 +13,39 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from shoal.rollout.group import sample_request
-from shoal.rollout.judge import Judge
+from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses
+from shoal.rollout.member import Member, wrong_answer
 from shoal.rollout.publish import Channel
-from shoal.types import Group, GroupRequest, Host, HostProgress, Params, Purpose, RolloutStats, StopSignal
+from shoal.text import count
+from shoal.types import (
+    Completion,
+    Group,
+    GroupRequest,
+    Host,
+    HostLost,
+    HostProgress,
+    Params,
+    Purpose,
+    RolloutStats,
+    ShoalError,
+    StopSignal,
+)
 
-JUDGED_POLL_SECONDS = 0.01
-"""How often the fleet's thread looks for rewards while some are awaited."""
+Answer = TypeVar("Answer")
+
+POLL_SECONDS = 0.01
+"""How often the fleet's thread looks for answers and rewards while some are awaited."""
 WAIT_SECONDS = 0.5
 """How long a wait lasts before it looks again, though nobody has woken it."""
+
+QUEUES = {"waiting": (Stage.WAITING,), "running": (Stage.RUNNING,), "sampled": (Stage.SAMPLED, Stage.REWARDED)}
+"""Metric -> stages of groups."""
 
 
 @dataclass
@@ -40,9 +59,13 @@ class Fleet:
 
     channel: Channel
     hosts: Mapping[str, Host]
-    judge: Judge
+    rewards: GroupRewards
     seed: int
     by_itself: bool = False
+    restart: Callable[[str], Host] | None = None  # makes a host anew that was lost; None where hosts are this process's
+    restarts: int = 3  # of each host
+    stall_seconds: float = 0.0  # that a host may make no progress; 0 for auto
+    on_note: Callable[[str], None] = lambda text: None
     stop: StopSignal = field(default_factory=StopSignal)
     on_progress: Callable[[str, int, int], None] | None = None  # (part of an evaluation, groups done, groups in all)
     ledger: Ledger = field(default_factory=Ledger)
@@ -50,9 +73,11 @@ class Fleet:
     woken: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._stats, self._read = RolloutStats(), HostProgress()
+        self._stats, self._read_at = RolloutStats(), time.monotonic()
         self._last: tuple[int, Any] | None = None  # the newest publication: its version, and an array of what was given
-        self._given = dict.fromkeys(self.hosts, 0)  # completions that a host has
+        restarts = None if self.restart is None else self.restarts
+        self.members = {name: Member(name, host, restarts, self.stall_seconds) for name, host in self.hosts.items()}
+        self._lost = 0
         self._taking: tuple[Purpose, int] | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -71,8 +96,9 @@ class Fleet:
     def cancel(self, purpose: Purpose, step: int) -> None:
         with self._changed:
             for entry in self.ledger.cancel(purpose, step):
-                self._given[entry.host] -= entry.request.num_completions
-                self.hosts[entry.host].cancel(entry.id)
+                member = self.members[entry.host]
+                if member.given.pop(entry.id, None) is not None:
+                    self._ask(member, lambda host, id=entry.id: host.cancel(id))
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         with self._changed:
@@ -85,7 +111,7 @@ class Fleet:
             last, self._last = self._last, (version, given)
             self._stats.unchanged += last is not None and last[0] != version and last[1] is given
             for name, manifest in manifests.items():
-                self.hosts[name].load(version, manifest)
+                self._ask(self.members[name], lambda host, one=manifest: host.load(version, one))
         self.woken.set()
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
@@ -94,16 +120,19 @@ class Fleet:
             wanted = self.ledger.of(purpose, step)
             if not wanted:
                 raise ValueError(f"{purpose} at step {step} has requested no groups")
-            self._check_versions(wanted)
+            if missing := [one.request.version for one in wanted if not self._is_published(one.request)]:
+                # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
+                raise RuntimeError(f"version {missing[0]} is requested, but only {sorted(self.channel.versions)} are "
+                                   "published")
             self._taking = purpose, step
             try:
-                self._wait_until(wanted, {Stage.DRAWN, Stage.JUDGED})
-                drawn = time.perf_counter()
-                self._wait_until(wanted, {Stage.JUDGED})
+                self._wait_until(wanted, {Stage.SAMPLED, Stage.REWARDED})
+                sampled = time.perf_counter()
+                self._wait_until(wanted, {Stage.REWARDED})
             finally:
                 self._taking = None
-            self._stats.sample_seconds += drawn - started
-            self._stats.reward_seconds += time.perf_counter() - drawn
+            self._stats.sample_seconds += sampled - started
+            self._stats.reward_seconds += time.perf_counter() - sampled
             self._count(wanted)
             groups = self.ledger.hand_over(wanted)
             self._release()
@@ -115,11 +144,23 @@ class Fleet:
     def read_stats(self) -> RolloutStats:
         with self._changed:
             stats, self._stats = self._stats, RolloutStats()
-            before, self._read = self._read, self._total()
-            stats.drawing, stats.places = self._read.drawing - before.drawing, self._read.places - before.places
-            # In the caller's thread rewards that are called there, and texts, are part of sampling.
-            stats.busy_seconds = (self._read.busy_seconds - before.busy_seconds) / len(self.hosts) if self.by_itself \
-                else stats.sample_seconds
+            now, before, self._read_at = time.monotonic(), self._read_at, time.monotonic()
+            for member in self.members.values():
+                self._ask(member, lambda host, member=member: member.look(now))
+                stats.drawing, stats.places = stats.drawing + member.total.drawing, stats.places + member.total.places
+                stats.busy_seconds += member.total.busy_seconds / len(self.members)
+                member.total = HostProgress()
+            if self.by_itself:
+                busy = min(1.0, stats.busy_seconds / max(now - before, 1e-9))
+                stats.sampler_idle = 1.0 - busy * (stats.drawing / stats.places if stats.places else 1.0)
+                stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
+                stats.fleet = {"hosts": sum(member.host is not None for member in self.members.values()),
+                               "lost": self._lost, "asked_again": self.ledger.asked_again,
+                               "duplicates": self.ledger.duplicates}
+                self._lost = self.ledger.asked_again = self.ledger.duplicates = 0
+            else:
+                # In the caller's thread rewards that are called there, and texts, are part of sampling.
+                stats.busy_seconds = stats.sample_seconds
             return stats
 
     def state(self) -> dict[str, Any]:
@@ -137,10 +178,11 @@ class Fleet:
         self.woken.set()
         if self._thread:
             self._thread.join()
-        for host in self.hosts.values():
-            host.close()
+        for member in self.members.values():
+            if member.host is not None:
+                member.host.close()
         self.channel.close()
-        self.judge.pool.close()
+        self.rewards.pool.close()
 
     # -- waiting
 
@@ -153,7 +195,7 @@ class Fleet:
                 with self.stop.raising_at_once():
                     self._changed.wait(WAIT_SECONDS)
             else:
-                # Once all is drawn there is nothing to do but to wait for rewards, which may hang.
+                # Once all is sampled there is nothing to do but to wait for rewards, which may hang.
                 self._turn(self.stop.raising_at_once, wait=all(one.stage is not Stage.RUNNING
                                                                and one.stage is not Stage.WAITING for one in entries))
 
@@ -167,62 +209,128 @@ class Fleet:
                         return
                     self._turn()
                     self._changed.notify_all()
-                    scoring = self.ledger.count(Stage.DRAWN) > 0
+                    awaits = self.ledger.count(Stage.RUNNING, Stage.SAMPLED) > 0
             except BaseException as error:  # raised by `take`: whoever waits for these groups must learn of it
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
                 return
-            self.woken.wait(JUDGED_POLL_SECONDS if scoring else WAIT_SECONDS)
+            self.woken.wait(POLL_SECONDS if awaits else WAIT_SECONDS)
 
     # -- what is done with the ledger's lock held
 
     def _turn(self, guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
               wait: bool = False) -> None:
-        """Gives groups to hosts, gathers their answers, has them judged. `guard` is around what may hang."""
+        """Gives groups to hosts, gathers their answers, has them rewarded. `guard` is around what may hang."""
+        now = time.monotonic()
+        for member in self.members.values():
+            self._tend(member, now)
         self._assign()
-        for host in self.hosts.values():
-            for id, completions in host.poll().items():
-                entry = self.ledger.entries.get(id)
-                if entry is not None and entry.stage is Stage.RUNNING:
-                    self._given[entry.host] -= entry.request.num_completions
-                if (entry := self.ledger.answer(id, completions)) is not None:
-                    with guard():  # functions that are called in this process
-                        self.judge.submit(entry, self.ledger)
-                    self._show_progress(entry)
+        for member in list(self.members.values()):
+            if not self.by_itself and not member.given:
+                continue
+            for id, completions in (self._ask(member, lambda host: host.poll()) or {}).items():
+                self._enter(member, id, completions, guard)
         with guard():
-            self.judge.collect(self.ledger, wait)
+            self.rewards.collect(self.ledger, wait)
+
+    def _enter(self, member: Member, id: int, completions: Sequence[Completion],
+               guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """Enters a host's answer and has it rewarded. A host whose answer is wrong is lost, with all that it has."""
+        member.given.pop(id, None)
+        if (entry := self.ledger.entries.get(id)) is not None:
+            reason = wrong_answer(sample_request(entry.request, id, self.seed), completions,
+                                  self.channel.model.architecture.vocab_size, self.channel.versions)
+            if reason:
+                self._lose(member, f"it answered with {reason}")
+                return
+        if (entry := self.ledger.answer(id, completions)) is not None:
+            for other in self.members.values():
+                if other is not member and other.given.pop(id, None) is not None:
+                    self._ask(other, lambda host: host.cancel(id))
+            with guard():  # functions that are called in this process
+                self.rewards.submit(entry, self.ledger)
+            self._show_progress(entry)
 
     def _assign(self) -> None:
         """Gives what waits to hosts, the oldest first, each to the one with the most room."""
-        capacity = {name: host.progress().capacity for name, host in self.hosts.items()}
-        taken = None if self.by_itself else lambda entry: (entry.request.purpose, entry.request.step) == self._taking
         batches: dict[str, list[Entry]] = {}
-        while (entry := self.ledger.first_waiting(taken)) is not None:
-            room = {name: size - self._given[name] if size else 1 for name, size in capacity.items()}
-            name = max(room, key=lambda name: room[name], default="")
+        room = {name: member.room() for name, member in self.members.items()}
+        for entry in self.ledger.waiting():
+            if not self._may_start(entry):
+                continue
+            name = max(room, key=room.__getitem__, default="")
             if not name or room[name] <= 0:
                 break
             self.ledger.start(entry, name)
-            self._given[name] += entry.request.num_completions
+            member = self.members[name]
+            member.given[entry.id] = entry.request.num_completions
+            room[name] -= entry.request.num_completions if member.progress.capacity else 0
             batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
-            self.hosts[name].submit([sample_request(one.request, one.id, self.seed) for one in entries])
+            requests = [sample_request(one.request, one.id, self.seed) for one in entries]
+            self._ask(self.members[name], lambda host, requests=requests: host.submit(requests))
 
-    def _check_versions(self, entries: Sequence[Entry]) -> None:
-        known = sorted(self.channel.versions)
-        for request in {(one.request.version, one.request.exact) for one in entries}:
-            version, exact = request
-            if (version not in known) if exact else (not known or version > known[-1]):
-                # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
-                raise RuntimeError(f"version {version} is requested, but only {known} are published")
+    # -- hosts that come and go
+
+    def _tend(self, member: Member, now: float) -> None:
+        """Looks whether a host makes progress, and makes a lost one anew when its time has come."""
+        if member.host is not None:
+            self._ask(member, lambda host: member.look(now))
+            if member.restarts is not None and (idle := member.stalled_seconds(now)):
+                self._lose(member, f"it has made no progress for {idle:.0f} s")
+        elif self.restart is not None and not member.is_gone and now >= member.retry_at:
+            try:
+                member.begin(self.restart(member.name), now)
+                member.look(now)
+            except (HostLost, ShoalError) as error:
+                self._lose(member, str(error))
+                return
+            for version in sorted(self.channel.versions):
+                manifest = self.channel.manifest(version, member.name)
+                self._ask(member, lambda host, version=version, one=manifest: host.load(version, one))
+
+    def _ask(self, member: Member, call: Callable[[Host], Answer]) -> Answer | None:
+        """What a host answers to a call; None where it is lost."""
+        if member.host is None:
+            return None
+        try:
+            return call(member.host)
+        except HostLost as reason:
+            self._lose(member, str(reason))
+            return None
+
+    def _lose(self, member: Member, reason: str) -> None:
+        """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""
+        text = f"sampler host {member.name} is lost: {reason}"
+        if member.restarts is None:
+            raise RuntimeError(text)
+        if member.host is not None:
+            with contextlib.suppress(HostLost):
+                member.host.close()
+        member.lose(time.monotonic())
+        asked = self.ledger.lose(member.name)
+        self._lost += 1
+        self.on_note(f"{text}; {count(len(asked), 'group')} asked again" + (
+            ", its last restart is used up (sampler.restarts)" if member.is_gone else ""))
+        if all(one.is_gone for one in self.members.values()):
+            raise ShoalError(f"no sampler host is left: {text}; see what ended them, then resume the run")
+
+    def _may_start(self, entry: Entry) -> bool:
+        """Whether its version is published, and, in the caller's thread, its step is being taken."""
+        request = entry.request
+        return (self.by_itself or (request.purpose, request.step) == self._taking) and self._is_published(request)
+
+    def _is_published(self, request: GroupRequest) -> bool:
+        versions = self.channel.versions
+        return request.version in versions if request.exact else max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: Entry) -> None:
         request = entry.request
         if self.on_progress and request.purpose is Purpose.EVALUATE:
             kind = "greedy" if request.params.temperature == 0 else "sampled"
             batch = self.ledger.of_batch(entry.batch)
-            done = sum(one.stage in (Stage.DRAWN, Stage.JUDGED) for one in batch)
+            done = sum(one.stage in (Stage.SAMPLED, Stage.REWARDED) for one in batch)
             self.on_progress(f"{request.subset}, {kind}", done, len(batch))
 
     def _count(self, entries: Sequence[Entry]) -> None:
@@ -233,11 +341,6 @@ class Fleet:
                 stats.failures.extend(one.scores.failures)
                 for name, values in one.scores.metrics.items():
                     stats.logged.setdefault(name, []).extend(values)
-
-    def _total(self) -> HostProgress:
-        found = [host.progress() for host in self.hosts.values()]
-        return HostProgress(drawing=sum(one.drawing for one in found), places=sum(one.places for one in found),
-                            busy_seconds=sum(one.busy_seconds for one in found))
 
     def _release(self) -> None:
         """Drops weights that no pending request names and no later one may name."""

@@ -66,7 +66,7 @@ class EngineHost:
         engine = self._engine
         if engine is None or engine.idle:
             return {}
-        if not self._exact:
+        if not self._exact and max(self._manifests, default=-1) > engine.version:
             self._load(engine, max(self._manifests))
         answers = {id: one for id, one in engine.step().items() if id in self._running}
         self._running -= answers.keys()
@@ -103,17 +103,26 @@ class EngineHost:
             same = engine.version == request.version if request.exact else newest >= request.version
             return self._exact == request.exact and same
         version = request.version if request.exact else newest
-        if version < request.version or version not in self._manifests:
+        if not request.exact and version < request.version:
+            return False  # a newer one is on its way
+        if version not in self._manifests:
             # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
             raise RuntimeError(f"version {request.version} is requested, but only {sorted(self._manifests)} are "
                                "published")
         self._exact = request.exact
-        self._load(engine, version)
-        return True
+        return self._load(engine, version)
 
-    def _load(self, engine: Engine, version: int) -> None:
+    def _load(self, engine: Engine, version: int) -> bool:
+        """Loads a version; False where it is gone, which of newest weights means that others are on their way."""
         if engine.parameters is None or engine.version != version:
-            engine.load(version, self._manifests[version].fetch())
+            try:
+                engine.load(version, self._manifests[version].fetch())
+            except LookupError:
+                if self._exact:
+                    raise
+                del self._manifests[version]
+                return False
+        return True
 
 
 class ThreadHost:

@@ -1,6 +1,6 @@
 """What became of each group that was asked for: an entry each, moved by one table of transitions.
 
-    waiting -> running -> drawn -> judged -> handed over
+    waiting -> running -> sampled -> rewarded -> handed over
        ^          |
        +---lost---+
 
@@ -10,8 +10,7 @@ Whatever hosts answer, in whatever order and however often, a group is handed ov
 from __future__ import annotations
 
 import enum
-import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,18 +21,18 @@ from shoal.types import Completion, Group, GroupRequest, Purpose, ShoalError
 class Stage(enum.StrEnum):
     WAITING = "waiting"  # for a host with room
     RUNNING = "running"  # at a host
-    DRAWN = "drawn"  # all completions are there
-    JUDGED = "judged"  # rewards are there
+    SAMPLED = "sampled"  # all completions are there
+    REWARDED = "rewarded"  # rewards are there
     HANDED_OVER = "handed over"
     CANCELLED = "cancelled"
 
 
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     # An answer may come when the group waits again: its host had been given up too early.
-    Stage.WAITING: frozenset({Stage.RUNNING, Stage.DRAWN, Stage.CANCELLED}),
-    Stage.RUNNING: frozenset({Stage.WAITING, Stage.DRAWN, Stage.CANCELLED}),
-    Stage.DRAWN: frozenset({Stage.JUDGED, Stage.CANCELLED}),
-    Stage.JUDGED: frozenset({Stage.HANDED_OVER, Stage.CANCELLED}),
+    Stage.WAITING: frozenset({Stage.RUNNING, Stage.SAMPLED, Stage.CANCELLED}),
+    Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED, Stage.CANCELLED}),
+    Stage.SAMPLED: frozenset({Stage.REWARDED, Stage.CANCELLED}),
+    Stage.REWARDED: frozenset({Stage.HANDED_OVER, Stage.CANCELLED}),
     Stage.HANDED_OVER: frozenset(),
     Stage.CANCELLED: frozenset(),
 }
@@ -71,13 +70,11 @@ class Ledger:
     next_batch: int = 0
     duplicates: int = 0  # answers to groups that had been answered
     asked_again: int = 0  # groups whose host was lost
-    _waiting: list[int] = field(default_factory=list)  # a heap, with ids that wait no more between
 
     def add(self, requests: Iterable[GroupRequest]) -> None:
         """Enters the groups of one call."""
         for request in requests:
             self.entries[self.next_id] = Entry(self.next_id, request, self.next_batch)
-            heapq.heappush(self._waiting, self.next_id)
             self.next_id += 1
         self.next_batch += 1
 
@@ -88,17 +85,9 @@ class Ledger:
     def of_batch(self, batch: int) -> list[Entry]:
         return [one for one in self.entries.values() if one.batch == batch]
 
-    def first_waiting(self, fits: Callable[[Entry], bool] | None = None) -> Entry | None:
-        """The oldest group that waits, or of those that `fits` takes."""
-        while self._waiting and not self._waits(self._waiting[0]):
-            heapq.heappop(self._waiting)
-        if fits is None:
-            return self.entries[self._waiting[0]] if self._waiting else None
-        return next((self.entries[id] for id in sorted(self._waiting)
-                     if self._waits(id) and fits(self.entries[id])), None)
-
-    def _waits(self, id: int) -> bool:
-        return id in self.entries and self.entries[id].stage is Stage.WAITING
+    def waiting(self) -> list[Entry]:
+        """Groups that wait for a host, the oldest first."""
+        return [one for one in self.entries.values() if one.stage is Stage.WAITING]
 
     def start(self, entry: Entry, host: str) -> None:
         """A host gets the group."""
@@ -111,12 +100,12 @@ class Ledger:
         if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
             self.duplicates += id < self.next_id
             return None
-        entry.move(Stage.DRAWN)
+        entry.move(Stage.SAMPLED)
         entry.completions = completions
         return entry
 
-    def judge(self, entry: Entry, group: Group, scores: Scores | None) -> None:
-        entry.move(Stage.JUDGED)
+    def reward(self, entry: Entry, group: Group, scores: Scores | None) -> None:
+        entry.move(Stage.REWARDED)
         entry.group, entry.scores = group, scores
 
     def lose(self, host: str) -> list[Entry]:
@@ -124,7 +113,6 @@ class Ledger:
         lost = [one for one in self.entries.values() if one.stage is Stage.RUNNING and one.host == host]
         for one in lost:
             one.move(Stage.WAITING)
-            heapq.heappush(self._waiting, one.id)
         self.asked_again += len(lost)
         return lost
 

@@ -22,7 +22,10 @@ class Channel(Protocol):
     """How the trainer's weights reach hosts."""
 
     @property
+    def model(self) -> Model: ...
+    @property
     def versions(self) -> Mapping[int, Params]: ...
+    def manifest(self, version: int, host: str) -> Manifest: ...
     def publish(self, version: int, params: Params) -> dict[str, Manifest]: ...
     def release(self, needed: Callable[[int], bool]) -> None: ...
     def published_shapes(self) -> Params: ...
@@ -44,7 +47,11 @@ class MemoryChannel:
         """Copies the weights where the sampler has other devices, types or layouts (compared by checksum); the manifest
         of each host."""
         self.versions[version] = publish_to(self.model, params)
-        return {name: MemoryManifest(version, self, model) for name, model in self.parts.items()}
+        return {name: self.manifest(version, name) for name in self.parts}
+
+    def manifest(self, version: int, host: str) -> Manifest:
+        """Where a host fetches a version that exists."""
+        return MemoryManifest(version, self, self.parts[host])
 
     def release(self, needed: Callable[[int], bool]) -> None:
         """Forgets the versions that are not needed; a host that samples from one keeps it."""
@@ -117,7 +124,10 @@ class StoredChannel:
                                                                                                  params)}
         if before is not None:
             self.store.remove(before)
-        return {name: StoredManifest(self.stored[version], model) for name, model in self.parts.items()}
+        return {name: self.manifest(version, name) for name in self.parts}
+
+    def manifest(self, version: int, host: str) -> Manifest:
+        return StoredManifest(self.stored[version], self.parts[host])
 
     def release(self, needed: Callable[[int], bool]) -> None:
         for version in [version for version in self.stored if not needed(version)]:

@@ -102,28 +102,34 @@ def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: Sampling
 
 
 def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
-    """The places of a training run's sampler, in each process."""
-    role, size = roles.sampler.local, config.batch.group_size
-    step = -(-config.batch.prompts_per_step // jax.process_count()) * size
+    """The places of a host of a training run's sampler."""
+    role, size = roles.hosts[0], config.batch.group_size
+    step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
     return choose_places(config.sampling, role, slots, size, step, free_cache_tokens(config, roles, a))
+
+
+def num_hosts(roles: Roles) -> int:
+    """Hosts that share a step's groups."""
+    return len(roles.hosts) * jax.process_count()
 
 
 def places_text(config: Config, roles: Roles, a: Architecture) -> str:
     """How many completions are sampled at once; empty where these are all of a step, each group in a row."""
     places, size = training_places(config, roles, a), config.batch.group_size
-    if places.siblings == size and places.slots * jax.process_count() >= config.batch.prompts_per_step * size:
+    if places.siblings == size and places.slots * num_hosts(roles) >= config.batch.prompts_per_step * size:
         return ""
     shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"
-    return f"{count(places.slots, 'completion')} at once, {shared}"
+    each = " at each host" if len(roles.hosts) > 1 else ""
+    return f"{count(places.slots, 'completion')} at once{each}, {shared}"
 
 
 def training_engine_maker(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,
-                          architecture: Architecture | None = None) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engines of a training run. `architecture`: of the model that memory is reckoned with,
-    if it is not that of `model`."""
+                          architecture: Architecture | None = None, host: int = 0) -> Callable[[Purpose, int], Engine]:
+    """A function that makes the engines of a host of a training run. `architecture`: of the model that memory is
+    reckoned with, if it is not that of `model`."""
     places = training_places(config, roles, architecture or model.architecture)
-    return engine_maker(model.on(roles.sampler.local), tokenizer, config.sampling, places, config.batch.group_size,
+    return engine_maker(model.on(roles.hosts[host]), tokenizer, config.sampling, places, config.batch.group_size,
                         max_support(config))
 
 

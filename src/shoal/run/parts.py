@@ -16,7 +16,7 @@ from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.trainer.batch import Shape
 from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
-from shoal.trainer.loop import Schedule
+from shoal.trainer.schedule import Schedule
 from shoal.trainer.step import Learner, ModelScorer, Objective
 from shoal.trainer.update import Updater, update_shapes
 from shoal.types import Params, ShoalError
@@ -26,7 +26,7 @@ def schedule_of(t: TrainSection) -> Schedule:
     """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
     # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
     lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
-    return Schedule(lag, t.weight_sync_interval)
+    return Schedule(lag, t.weight_sync_interval, t.versions == "newest", t.ahead)
 
 
 def make_learner(config: Config, model: Model) -> Learner:

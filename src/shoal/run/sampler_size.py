@@ -26,6 +26,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor` decided: `mesh.tensor`
     where a replica fits so, else the least that fits. It stays `mesh.tensor` where a device's memory is not known, as
     on a CPU."""
+    if config.sampler.kind == "ray":  # whose workers have devices of their own; here the trainer's stand for them
+        config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     scored = scored_models(config, a)
     hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
     roles = make_roles(config.mesh, devices, hidden_size)
@@ -48,8 +50,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
 
 
 def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """Tokens for whose keys and values the sampler's devices of a process have memory beside weights; 0 where it is not
-    known, as on a CPU."""
+    """Tokens for whose keys and values the devices of a host of the sampler have memory beside weights; 0 where it is
+    not known, as on a CPU."""
     role, memory = roles.sampler, device_memory(roles.sampler.mesh.devices.flat[0])
     if not memory:
         return 0
@@ -58,7 +60,7 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     free = CACHE_SHARE * memory - weights - other_weights(roles, a, scored_models(config, a), dtype)
     heads = max(a.num_kv_heads, role.tensor) // role.tensor
     token = 2 * a.num_layers * heads * a.head_dim * jnp.dtype(dtype).itemsize
-    return max(1, int(free / token)) * role.local.row_shards
+    return max(1, int(free / token)) * roles.hosts[0].row_shards
 
 
 def scored_models(config: Config, a: Architecture) -> list[Architecture]:

@@ -21,6 +21,7 @@ from shoal.tasks.library import PENALTY
 from shoal.trainer.checkpoint import Checkpoints, Restored
 from shoal.trainer.curriculum import DataExhausted, PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.schedule import Lookahead, Schedule
 from shoal.trainer.step import TrainState, is_intact
 from shoal.trainer.step_table import is_useful
 from shoal.trainer.update import Updater, UpdateResult
@@ -36,25 +37,6 @@ from shoal.types import (
 )
 
 NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Which version each step samples from: n * floor(max(0, step - lag) / n), with n = `weight_sync_interval`."""
-
-    lag: int = 0
-    weight_sync_interval: int = 1
-
-    def version(self, step: int) -> int:
-        return self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
-
-    def older_versions(self, version: int) -> list[int]:
-        """Versions before this one from which the steps that follow it sample."""
-        steps = range(version, version + self.lag + self.weight_sync_interval)
-        return sorted({self.version(step) for step in steps if self.version(step) < version})
-
-    def publishes(self, version: int) -> bool:
-        return version % self.weight_sync_interval == 0
 
 
 @dataclass
@@ -80,6 +62,9 @@ class Run:
     pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
     saved: int = -1  # the newest version that has a checkpoint
 
+    def __post_init__(self) -> None:
+        self.lookahead = Lookahead(self.schedule)
+
     def train(self) -> dict[str, Any]:
         """All steps that remain, and the summary. Raises KeyboardInterrupt, whose text says how to resume, where
         somebody asked the run to stop."""
@@ -97,18 +82,21 @@ class Run:
             started = time.perf_counter()
             with self.saved_if_given_up(step, state):
                 self.stop.check()
-            self.request_published(step)
+            self.request_published(step)  # those of the first step; of the others nothing is left
             if step not in self.pending:  # the data is exhausted
                 last = step
                 break
             with self.around_step(step + 1):
                 with self.saved_if_given_up(step, state):
                     groups, discarded = self.take(step)
+                    waited = time.perf_counter() - started
                     state, outcome = self.updater.update(state, groups, step)
                 # After the update: a step that is given up before has changed neither pending requests nor pass rates.
                 self.step_done(step, groups, discarded)
                 if self.publication_due(step + 1):
                     self.publish(step + 1, state.trainable)
+                self.lookahead.note(waited, time.perf_counter() - started)
+                self.request_published(step + 1)
                 metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
             if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
                 self.evaluate(step + 1, state)
@@ -140,7 +128,7 @@ class Run:
         self.requested, self.saved = version + len(self.pending), version
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
-        if extra["version_is_published"] or version == self.config.steps:
+        if extra["version_is_published"] or self.schedule.newest or version == self.config.steps:
             self.publish(version, state.trainable)
         self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"])
@@ -199,9 +187,10 @@ class Run:
         return f"stopped after step {self.saved} of {self.config.steps}, which is saved; resume: {self.resume_command}"
 
     def request_published(self, version: int) -> None:
-        """Requests the groups of every step that samples from `version` or an older one; none once the data is
+        """Requests the groups of every step that may sample from `version` or an older one; none once the data is
         exhausted."""
-        while self.requested < self.config.steps and self.schedule.version(self.requested) <= version:
+        while self.requested < min(self.config.steps, version + self.lookahead.steps + 1) \
+                and self.schedule.version(self.requested) <= version:
             try:
                 prompts = self.prompts.next(self.config.batch.prompts_per_step)
             except DataExhausted as exhausted:
@@ -222,8 +211,8 @@ class Run:
     def group_requests(self, step: int, prompts: Sequence[TokenizedExample]) -> list[GroupRequest]:
         size, params = self.config.batch.group_size, self.config.sampling.params
         version = self.schedule.version(step)
-        return [GroupRequest(Purpose.TRAIN, step, version, prompt.example, prompt.prompt_ids, size, params)
-                for prompt in prompts]
+        return [GroupRequest(Purpose.TRAIN, step, version, prompt.example, prompt.prompt_ids, size, params,
+                             exact=not self.schedule.newest) for prompt in prompts]
 
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
         """The step's groups, and those that were discarded. With dynamic sampling more groups replace those without
@@ -264,7 +253,7 @@ class Run:
     def publish(self, version: int, params: Params, step: int | None = None) -> None:
         """Publishes weights before `step` (None: the version's own). The version that this step samples from is kept,
         since the step may ask for more groups, or be given up and start again."""
-        self.source.publish(version, params, keep_from=self.schedule.version(version if step is None else step))
+        self.source.publish(version, params, keep_from=self.schedule.keep_from(version if step is None else step))
 
     def publication_due(self, version: int) -> bool:
         """On schedule, and where the version is to be evaluated."""

@@ -168,6 +168,9 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
     """(published versions whose weights are held, those of them that are older than the trainer's) while each of some
     later steps samples and updates."""
     schedule = schedule_of(config.train)
+    if schedule.newest:  # the version that is sampled from, and the next, which is there before it is loaded
+        yield 2, 1
+        return
     newest = schedule.weight_sync_interval * (schedule.lag + 1)
     held = list(filter(schedule.publishes, range(schedule.version(newest), newest + 1)))
     for step in range(newest, newest + schedule.weight_sync_interval):  # until the next is published

@@ -1,0 +1,112 @@
+"""A host as its fleet sees it: what it has, whether it makes progress, when it is made anew; and what is no answer."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from shoal.types import Completion, Host, HostProgress, SampleRequest
+
+FIRST_SECONDS = 600.0
+"""How long a host may take for its first compiled step: it reads weights and compiles."""
+LEAST_SECONDS = 30.0
+"""How long a host may always go without progress."""
+MEDIANS = 20
+"""As many medians of the time of a compiled step a host may go without progress."""
+MOST_PAUSE_SECONDS = 60.0
+ROUNDING = 1e-3
+"""How far above 0 the log-prob of a certain token may be."""
+
+
+@dataclass
+class Member:
+    """One host. `restarts`: how often it may yet be made anew; with None it is this process's own, and a fault in it is
+    one of the program."""
+
+    name: str
+    host: Host | None  # None between a loss and the restart
+    restarts: int | None = None
+    stall_seconds: float = 0.0  # 0 for auto: MEDIANS, at least LEAST_SECONDS
+    given: dict[int, int] = field(default_factory=dict)  # id -> completions of the groups that it has
+    retry_at: float = 0.0
+    progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
+    losses: int = 0
+    total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
+    _moved_at: float = field(default_factory=time.monotonic)
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
+
+    def room(self) -> int:
+        """Completions that it could take on."""
+        if self.host is None:
+            return 0
+        return self.progress.capacity - sum(self.given.values()) if self.progress.capacity else 1
+
+    def look(self, now: float) -> None:
+        """Notes what the host has done since it was last looked at."""
+        assert self.host is not None
+        before, self.progress = self.progress, self.host.progress()
+        for name in ("tokens", "drawing", "places", "busy_seconds"):
+            grown = getattr(self.progress, name) - getattr(before, name)
+            setattr(self.total, name, getattr(self.total, name) + grown)
+        if steps := self.progress.dispatches - before.dispatches:
+            if before.dispatches:
+                self._seconds.append((now - self._moved_at) / steps)
+            self._moved_at = now
+        elif not self.given:
+            self._moved_at = now
+
+    def stalled_seconds(self, now: float) -> float:
+        """How long the host has made no progress, where that is too long; else 0."""
+        if not self.given:
+            return 0.0
+        known = self.stall_seconds if self.progress.dispatches or self.stall_seconds else FIRST_SECONDS
+        limit = known or max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
+        idle = now - self._moved_at
+        return idle if idle > limit else 0.0
+
+    def lose(self, now: float) -> None:
+        """Takes the host out. Its name is free for another after a pause, which doubles from loss to loss."""
+        assert self.restarts is not None
+        self.host, self.given, self.progress = None, {}, HostProgress()
+        self.losses += 1
+        self.restarts -= 1
+        self.retry_at = now + min(2.0 ** (self.losses - 1), MOST_PAUSE_SECONDS)
+
+    def begin(self, host: Host, now: float) -> None:
+        """Puts a new host in."""
+        self.host, self._moved_at = host, now
+        self._seconds.clear()
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the host was lost and no other comes."""
+        return self.host is None and self.restarts is not None and self.restarts < 0
+
+
+def wrong_answer(request: SampleRequest, completions: Sequence[Completion], vocab_size: int,
+                 published: Mapping[int, object]) -> str:
+    """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does."""
+    if [one.index for one in completions] != list(range(request.num_completions)):
+        return f"{len(completions)} completions in place of {request.num_completions}"
+    newest = max(published, default=-1)
+    for one in completions:
+        size = len(one.token_ids)
+        if not len(one.logprobs) == len(one.loss_mask) == len(one.versions) == size:
+            return "arrays of different lengths"
+        if not 1 <= size <= request.params.max_tokens:
+            return f"a completion of {size} tokens, expected 1 to {request.params.max_tokens}"
+        if one.token_ids.min() < 0 or one.token_ids.max() >= vocab_size:
+            return f"a token that is not in the vocabulary of {vocab_size}"
+        if not np.all(np.isfinite(one.logprobs) & (one.logprobs <= ROUNDING)):
+            return "a log-prob that is not a finite number of at most 0"
+        oldest, latest = int(one.versions.min()), int(one.versions.max())
+        if request.exact and not oldest == latest == request.version:
+            return f"tokens of version {oldest if oldest != request.version else latest}, not {request.version}"
+        if oldest < request.version or latest > newest:
+            return f"tokens of versions {oldest} to {latest}, expected {request.version} to {newest}"
+    return ""

@@ -1,0 +1,399 @@
+"""The fleet: groups in the order asked whatever hosts do, lost hosts, wrong answers, newest weights, own devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from small import PLAINEST, random_parameters, roles
+from tiny_runs import Workshop, groups, metrics
+
+from shoal.config.schema import RewardSection
+from shoal.model.transformer import Model
+from shoal.rewards.pool import RewardPool
+from shoal.rollout import member
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.ledger import Stage
+from shoal.rollout.member import Member, wrong_answer
+from shoal.rollout.publish import MemoryChannel
+from shoal.sampler.engine import Engine
+from shoal.tasks.task import Task
+from shoal.types import (
+    Address,
+    Completion,
+    Example,
+    GroupRequest,
+    HostLost,
+    HostProgress,
+    Manifest,
+    Purpose,
+    RewardFunction,
+    SampleRequest,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+)
+
+pytestmark = pytest.mark.compile_quickly
+
+PARAMS = SamplingParams(max_tokens=3)
+TASK = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
+
+
+def answer(request: SampleRequest, version: int | None = None) -> list[Completion]:
+    """What a host gives: a token of the row and the completion, by the address alone."""
+    size = request.params.max_tokens
+    return [Completion(request.id, index, np.full(size, (request.address.row + index) % 8, np.int32),
+                       np.full(size, -0.5, np.float32), np.ones(size, bool),
+                       np.full(size, request.version if version is None else version, np.int32), StopReason.LENGTH)
+            for index in range(request.num_completions)]
+
+
+class FakeHost:
+    """Answers what it has, the last first, a group at a call; `fault` is asked first."""
+
+    def __init__(self, fault: Callable[[FakeHost], Any] = lambda host: None, capacity: int = 8) -> None:
+        self.fault, self.capacity = fault, capacity
+        self.queued: list[SampleRequest] = []
+        self.versions: list[int] = []
+        self.answered, self.closed, self.cancelled = 0, False, []
+
+    def load(self, version: int, manifest: Manifest) -> None:
+        assert manifest.exists
+        self.versions.append(version)
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        assert all(one.version in self.versions for one in requests)
+        self.queued.extend(requests)
+        assert sum(one.num_completions for one in self.queued) <= self.capacity + 3
+
+    def poll(self) -> dict[int, list[Completion]]:
+        if (wrong := self.fault(self)) is not None:
+            return wrong
+        if not self.queued:
+            return {}
+        self.answered += 1
+        request = self.queued.pop()
+        return {request.id: answer(request)}
+
+    def cancel(self, id: int) -> None:
+        self.cancelled.append(id)
+        self.queued = [one for one in self.queued if one.id != id]
+
+    def progress(self) -> HostProgress:
+        return HostProgress(capacity=self.capacity, dispatches=self.answered)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def fleet(hosts: dict[str, Any], **options: Any) -> Iterator[Fleet]:
+    model = Model(PLAINEST, roles().sampler)
+    rewards = GroupRewards(TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
+    channel = MemoryChannel(model, dict.fromkeys(hosts, model))
+    with closing(Fleet(channel, hosts, rewards, seed=0, by_itself=True, **options)) as made:
+        made.publish(0, random_parameters(PLAINEST))
+        yield made
+
+
+def requests(rows: Sequence[int], step: int = 0, version: int = 0, exact: bool = True) -> list[GroupRequest]:
+    return [GroupRequest(Purpose.TRAIN, step, version, Example(row, "q"), np.array([1, 2]), 4, PARAMS, exact=exact)
+            for row in rows]
+
+
+def rows_of(source: Fleet, step: int = 0) -> list[int]:
+    return [group.example.row for group in source.take(Purpose.TRAIN, step)]
+
+
+def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
+    hosts = {"a": FakeHost(), "b": FakeHost(lambda host: {} if time.monotonic() % 0.02 < 0.01 else None)}
+    with fleet(hosts) as source:
+        source.request(requests(range(20)))
+        source.request(requests(range(20, 30), step=1))
+        assert rows_of(source) == list(range(20)) and rows_of(source, 1) == list(range(20, 30))
+        assert sum(host.answered for host in hosts.values()) == 30 and min(h.answered for h in hosts.values()) > 0
+        assert not source.ledger.entries
+        stats = source.read_stats()
+        assert stats.tokens == 30 * 4 * 3 and stats.fleet == {"hosts": 2, "lost": 0, "asked_again": 0, "duplicates": 0}
+        assert stats.queue == {"waiting": 0, "running": 0, "sampled": 0}
+    assert all(host.closed for host in hosts.values())
+
+
+def test_a_second_answer_is_dropped_and_counted():
+    seen: list[SampleRequest] = []
+
+    def twice(host: FakeHost) -> dict[int, list[Completion]] | None:
+        if seen:
+            request = seen.pop()
+            return {request.id: answer(request)}
+        seen.extend(host.queued[-1:])
+        return None
+
+    with fleet({"a": FakeHost(twice)}) as source:
+        source.request(requests(range(6)))
+        assert rows_of(source) == list(range(6))
+        deadline = time.monotonic() + 10
+        while seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+            source.woken.set()
+        assert source.read_stats().fleet["duplicates"] > 0
+
+
+def dies(after: int) -> Callable[[FakeHost], None]:
+    def fault(host: FakeHost) -> None:
+        if host.answered >= after and host.queued:
+            raise HostLost("its process was killed")
+
+    return fault
+
+
+def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew(monkeypatch):
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.01)
+    said, made = [], []
+
+    def restart(name: str) -> FakeHost:
+        made.append(FakeHost())
+        return made[-1]
+
+    first = FakeHost(dies(2))
+    with fleet({"a": first, "b": FakeHost(lambda host: time.sleep(0.002))}, restart=restart,
+               on_note=said.append) as source:
+        source.request(requests(range(40)))
+        assert rows_of(source) == list(range(40))
+        stats = source.read_stats()
+        source.request(requests(range(5), step=1))
+        assert rows_of(source, 1) == list(range(5))
+    assert first.closed and len(made) == 1 and made[0].versions == [0]
+    assert stats.fleet["lost"] == 1 and stats.fleet["asked_again"] >= 1
+    assert said == [f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups asked again"]
+
+
+def test_with_no_host_left_the_run_ends_with_one_error(monkeypatch):
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
+    made = []
+
+    def restart(name: str) -> FakeHost:
+        made.append(name)
+        return FakeHost(dies(0))
+
+    with fleet({"a": FakeHost(dies(1))}, restart=restart, restarts=2) as source:
+        source.request(requests(range(9)))
+        with pytest.raises(ShoalError, match="no sampler host is left: sampler host a is lost: its process was killed"):
+            source.take(Purpose.TRAIN, 0)
+        source.cancel(Purpose.TRAIN, 0)  # what the loop does before it saves
+        source.request(requests(range(9)))
+    assert made == ["a", "a"]
+
+
+def test_a_fault_in_a_host_of_this_process_is_raised_by_take():
+    def fault(host: FakeHost) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with fleet({"a": FakeHost(fault)}) as source:
+        source.request(requests([1]))
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            source.take(Purpose.TRAIN, 0)
+
+
+ONE = SampleRequest(4, np.array([1]), 2, Address(0, "train", 0, 0), PARAMS, version=3)
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda one: one[:1], "1 completions in place of 2"),
+    (lambda one: one[::-1], "2 completions in place of 2"),
+    (lambda one: [replace(one[0], logprobs=one[0].logprobs[:2]), one[1]], "different lengths"),
+    (lambda one: [replace(one[0], token_ids=np.array([1, 2, 99])), one[1]], "not in the vocabulary"),
+    (lambda one: [replace(one[0], token_ids=np.array([1, -2, 9])), one[1]], "not in the vocabulary"),
+    (lambda one: [replace(one[0], logprobs=np.array([-1, np.nan, 0])), one[1]], "finite"),
+    (lambda one: [replace(one[0], logprobs=np.array([-1, 0.5, 0])), one[1]], "at most 0"),
+    (lambda one: [one[0], replace(one[1], versions=np.array([3, 3, 4]))], "version 4, not 3"),
+    (lambda one: [one[0], replace(one[1], versions=np.array([2, 3, 3]))], "version 2, not 3"),
+    (lambda one: [replace(part, token_ids=part.token_ids[:0], logprobs=part.logprobs[:0], versions=part.versions[:0],
+                          loss_mask=part.loss_mask[:0]) for part in one], "0 tokens"),
+])
+def test_a_wrong_answer_is_found(change, reason):
+    right = answer(ONE)
+    assert wrong_answer(ONE, right, 10, {3: None, 4: None}) == ""
+    assert reason in wrong_answer(ONE, change(right), 10, {3: None, 4: None})
+
+
+def test_newest_weights_are_bounded_on_both_sides():
+    request, known = replace(ONE, exact=False), dict.fromkeys((3, 4, 5))
+
+    def of(*versions: int) -> str:
+        return wrong_answer(request, [replace(one, versions=np.array(versions)) for one in answer(request)], 10, known)
+
+    assert of(3, 4, 5) == of(5, 5, 5) == ""
+    assert of(2, 3, 3) and of(4, 5, 6)
+
+
+def test_a_host_that_answers_wrongly_is_lost(monkeypatch):
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
+
+    def rubbish(host: FakeHost) -> dict[int, list[Completion]] | None:
+        return {host.queued[-1].id: answer(host.queued[-1], version=7)} if host.queued else None
+
+    said: list[str] = []
+    with fleet({"a": FakeHost(rubbish)}, restart=lambda name: FakeHost(), on_note=said.append) as source:
+        source.request(requests(range(3)))
+        assert rows_of(source) == [0, 1, 2]
+    assert "it answered with tokens of version 7, not 0" in said[0]
+
+
+def test_health_is_progress_and_not_life():
+    host = FakeHost()
+    one = Member("a", host, restarts=1, given={1: 4})  # type: ignore[arg-type]
+    start = time.monotonic()
+    assert not one.stalled_seconds(start + 500) and one.stalled_seconds(start + 700)  # the first step compiles
+    for number in range(5):
+        host.answered += 1
+        one.look(start + 3.0 * number)
+    assert not one.stalled_seconds(start + 12 + 59) and one.stalled_seconds(start + 12 + 61)  # 20 medians of 3 s
+    one.given.clear()
+    assert not one.stalled_seconds(start + 1e6)
+    one.look(start + 1e6)
+    one.given[2] = 4
+    assert not one.stalled_seconds(start + 1e6 + 59)  # counted from when it had work again
+    one.stall_seconds = 5
+    assert one.stalled_seconds(start + 1e6 + 59)
+
+
+def test_a_cancelled_step_leaves_the_hosts_and_is_asked_again():
+    held = FakeHost(lambda host: {})
+    with fleet({"a": held}) as source:
+        source.request(requests(range(2)))
+        deadline = time.monotonic() + 10
+        while not held.queued and time.monotonic() < deadline:
+            time.sleep(0.01)
+        source.cancel(Purpose.TRAIN, 0)
+        assert len(held.cancelled) == 2 and not source.ledger.entries and not held.queued
+        held.fault = lambda host: None
+        source.request(requests([5]))
+        assert rows_of(source) == [5]
+
+
+# ---- engines
+
+
+def engine_host(**options: Any) -> EngineHost:
+    engine = Engine(Model(PLAINEST, roles().sampler), slots=8, group_size=4, max_prompt_tokens=8,
+                    max_completion_tokens=80, eos_ids=(0,))
+    return EngineHost(lambda purpose, size: engine, **options)
+
+
+class Weights:
+    """A manifest of given weights."""
+
+    def __init__(self, params: Any) -> None:
+        self.params, self.exists, self.fetched = params, True, 0
+
+    def fetch(self) -> Any:
+        self.fetched += 1
+        return self.params
+
+
+def sample(id: int, version: int, exact: bool, max_tokens: int = 80) -> SampleRequest:
+    return SampleRequest(id, np.array([3, 5]), 4, Address(0, "x", 0, id), SamplingParams(max_tokens=max_tokens),
+                         Purpose.TRAIN, version, exact)
+
+
+def run(host: EngineHost, before_poll: Callable[[int], None] = lambda number: None) -> dict[int, list[Completion]]:
+    found: dict[int, list[Completion]] = {}
+    for number in range(1000):
+        if host.idle:
+            return found
+        before_poll(number)
+        found |= host.poll()
+    raise AssertionError("the host never ends")
+
+
+def versions(completions: list[Completion]) -> set[int]:
+    return set(np.concatenate([one.versions for one in completions]).tolist())
+
+
+def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_taken_on_the_way():
+    host, weights = engine_host(), [Weights(random_parameters(PLAINEST, seed=seed)) for seed in range(3)]
+    host.load(0, weights[0])
+    host.submit([sample(0, 0, exact=False), sample(1, 0, exact=True), sample(2, 0, exact=False), sample(3, 1, True)])
+    with pytest.raises(RuntimeError, match=r"version 1 is requested, but only \[0\] are published"):
+        run(host)
+    host.load(1, weights[1])
+    found = run(host)
+    assert versions(found.get(3, [])) == {1}
+
+    host = engine_host()
+    host.load(0, weights[0])
+    host.submit([sample(0, 0, exact=False), sample(1, 0, exact=True, max_tokens=5), sample(2, 0, exact=False)])
+    found = run(host, lambda number: host.load(1, weights[1]) if number == 1 else None)
+    assert versions(found[0]) == {0, 1}  # long completions lived through the swap
+    assert all((np.diff(one.versions) >= 0).all() for one in found[0])
+    assert versions(found[1]) == {0} and versions(found[2]) == {1}
+
+
+def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
+    wanted = [sample(number, 0, exact=True) for number in range(6)]
+    here, params = engine_host(), Weights(random_parameters(PLAINEST))
+    here.load(0, params)
+    here.submit(wanted)
+    expected, found, woken = run(here), {}, []
+    with closing(ThreadHost(engine_host(capacity=16, shares_memory=False), lambda: woken.append(1), "t")) as host:
+        host.load(0, params)
+        host.submit(wanted[:3])
+        host.submit(wanted[3:])
+        deadline = time.monotonic() + 60
+        while len(found) < 6 and time.monotonic() < deadline:
+            found |= host.poll()
+            time.sleep(0.005)
+        assert woken and host.progress().tokens == sum(len(one) for group in found.values() for one in group)
+        assert host.progress().capacity == 16
+        for id, group in expected.items():
+            for one, other in zip(group, found[id], strict=True):
+                assert one.token_ids.tolist() == other.token_ids.tolist()
+                assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        host.submit([replace(wanted[0], id=9, prompt_ids=np.zeros(99, np.int32))])
+        with pytest.raises(ShoalError, match="a prompt has 99 tokens"):
+            while time.monotonic() < deadline:
+                host.poll()
+                time.sleep(0.005)
+
+
+# ---- whole runs, trainer and sampler on devices of their own
+
+APART = ("steps=5", "train.pass_k=0", "train.max_staleness=2", "mesh.trainer=1", "sampling.slots_per_device=8")
+
+
+@pytest.fixture(scope="module")
+def together(workshop: Workshop):
+    return workshop.train("together", *APART)
+
+
+def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
+    apart = workshop.train("apart", *APART, "mesh.sampler=[3,4]")
+    rows = metrics(apart)
+    assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
+    assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)
+    for row, other in zip(rows, metrics(together), strict=True):
+        same = [name for name in other if not name.startswith(("time/", "throughput/", "memory/", "mfu", "compil",
+                                                               "sampler/places", "idle/"))]
+        assert {name: row[name] for name in same} == {name: other[name] for name in same}
+    for step in range(1, 6):
+        assert groups(apart, step) == groups(together, step)
+
+
+def test_newest_weights_stay_within_the_bound(workshop):
+    run = workshop.train("newest", *APART, "mesh.sampler=2", "train.versions=newest", "train.ahead=2")
+    rows = metrics(run)
+    assert len(rows) == 5 and all(0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows)
+    assert rows[-1]["staleness/max"] > 0
+
+
+def test_stages_are_words_that_people_read():
+    assert [str(stage) for stage in Stage] == ["waiting", "running", "sampled", "rewarded", "handed over", "cancelled"]

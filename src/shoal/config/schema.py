@@ -112,7 +112,7 @@ class Config:
                     f"a multiple of mesh.sampler_tensor={self.mesh.sampler_tensor}")
             for name, unset in (("sampler", ""), ("processes", 0), ("pathways", False)):
                 value = getattr(self.mesh, name)
-                require(value == unset or name == "processes" and value == 1, f"mesh.{name}", value,
+                require(value == unset or (name == "processes" and value == 1), f"mesh.{name}", value,
                         f"{unset!r} with sampler.kind=ray: its workers have devices of their own, and the trainer is "
                         "one process")
 

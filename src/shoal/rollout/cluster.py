@@ -248,7 +248,8 @@ class Cluster:
         if "creation task" in text:  # the traceback of what it raised
             return f"it could not start: {text.splitlines()[-1]}"
         if found := re.search(r"pid[:=] ?(\d+)", text):
-            folder = Path(_global_worker.node.get_logs_dir_path())
+            node: Any = _global_worker.node
+            folder = Path(node.get_logs_dir_path())
             lines = [line for ending in ("out", "err") for file in folder.glob(f"worker-*-{found[1]}.{ending}")
                      for line in file.read_text(errors="replace").splitlines() if not line.startswith(":")]
             if lines:

@@ -18,19 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.cluster_utils import Cluster as Nodes
 from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
+from shoal.config.cluster_sections import SamplerSection
 from shoal.config.schema import Config
+from shoal.rollout import cluster
 from shoal.rollout.proof import Proof
 from shoal.run.preflight import settings
 from shoal.types import HostLost, ShoalError
-
-ray = pytest.importorskip("ray")
-
-from ray.cluster_utils import Cluster as Nodes
-
-from shoal.rollout import cluster
 
 pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
               pytest.mark.filterwarnings("ignore::ResourceWarning", r"ignore:os\.fork:RuntimeWarning"),
@@ -109,7 +106,8 @@ def attacking(monkeypatch, attacks: dict[int, signal.Signals]) -> list[int]:
 def test_one_worker_that_is_killed_gives_the_bits_of_the_callers_thread(workshop, here, words, nodes, monkeypatch,
                                                                         tmp_path):
     sent = attacking(monkeypatch, {2: signal.SIGKILL})
-    assert_same_run(here, workshop.train("one", *LAGGING, *words("publish.channel=files", f"publish.folder={tmp_path}")))
+    assert_same_run(here, workshop.train("one", *LAGGING, *words("publish.channel=files",
+                                                                 f"publish.folder={tmp_path}")))
     assert sent == [signal.SIGKILL]
     rows = metrics(workshop.runs / "one")
     assert sum(row["fleet/lost"] for row in rows) == 1 and sum(row["fleet/asked_again"] for row in rows) >= 1
@@ -126,25 +124,22 @@ def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(wo
     wait_for(lambda: not workers_of(nodes))  # the one that is stopped, too
 
 
-def test_newest_weights_within_the_bound(workshop, words):
-    run = workshop.train("newest", "steps=4", "train.versions=newest", "train.max_staleness=2",
-                         "train.evaluate_every=-1", *words())
-    assert all(row["staleness/max"] <= 2 for row in metrics(run))
+def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, words, capfd, monkeypatch):
+    submit, start, hosts = cluster.RayHost.submit, cluster.Cluster.start, []
 
+    def late(self, requests):
+        for other in hosts:
+            other.started -= 60.0  # as if that time were over
+        submit(self, requests)
 
-def test_fewer_workers_than_wanted_do_the_work(workshop, words, capfd, monkeypatch):
-    monkeypatch.setattr(cluster.RayHost, "submit", lambda self, requests, submit=cluster.RayHost.submit: (
-        wait_for(lambda: self._cluster._late or self._cluster.check_late(other(self)) or self._cluster._late),
-        submit(self, requests)))
-
-    def other(host: Any) -> Any:
-        return type("Late", (), {"started": 0.0})
-
-    workshop.train("fewer", "steps=1", "train.evaluate_every=-1", *words(
-        "sampler.workers=2", "sampler.resources.CPU=6", "ray.wait_seconds=60"))
-    text = capfd.readouterr().out
+    monkeypatch.setattr(cluster.Cluster, "start", lambda self, name: hosts.append(start(self, name)) or hosts[-1])
+    monkeypatch.setattr(cluster.RayHost, "submit", late)
+    run = workshop.train("fewer", "steps=4", "train.versions=newest", "train.max_staleness=2",
+                         "train.evaluate_every=-1", *words("sampler.workers=2", "sampler.resources.CPU=6",
+                                                           "ray.wait_seconds=60"))
     assert "of sampler.workers=2, which ask for 6 CPU each, 1 started in ray.wait_seconds=60; the cluster has 8 CPU" \
-        in " ".join(text.split())
+        in " ".join(capfd.readouterr().out.split())
+    assert len(metrics(run)) == 4 and all(row["staleness/max"] <= 2 for row in metrics(run))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -168,13 +163,7 @@ def test_an_address_where_nothing_answers_and_ray_that_is_missing(workshop, caps
         assert f"ray.address={address}: nothing answers there" in capsys.readouterr().err
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(ShoalError, match=r"Ray is not installed; pip install 'shoal\[ray\]'"):
-        settings.check_trainable(Config(sampler=cluster_config()))
-
-
-def cluster_config() -> Any:
-    from shoal.config.cluster_sections import SamplerSection
-
-    return SamplerSection(kind="ray")
+        settings.check_trainable(Config(sampler=SamplerSection(kind="ray")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -203,19 +192,19 @@ def test_a_host_that_draws_otherwise_is_refused_or_counted():
     assert proof().difference(proof(token=4)) == "it draws other tokens"
     said: list[str] = []
     for strict in (True, False):
-        made = cluster.Cluster("", 2, {}, 1.0, {}, strict, {"python": "3.11"}, said.append)
+        made = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, strict, {"python": "3.11"}, said.append)
         made.join("worker 0", proof())
         made.join("worker 1", proof())
         assert made.alive == {"worker 0", "worker 1"} and not said
         if strict:
-            with pytest.raises(HostLost, match="worker 2 differs from worker 0: device is gpu, not cpu, .*; refused, as "
-                                               "train.versions=fixed promises"):
+            with pytest.raises(HostLost, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; refused, "
+                                               r"as train.versions=fixed promises"):
                 made.join("worker 2", other)
             assert made.alive == {"worker 0", "worker 1"}
         else:
             made.join("worker 2", other)
             made.join("worker 2", other)  # started again
             assert made.alive >= {"worker 2"} and made.different == {"worker 2"} and len(said) == 1
-    fresh = cluster.Cluster("", 2, {}, 1.0, {}, True, {"python": "3.12"}, said.append)
-    with pytest.raises(HostLost, match="worker 0 differs from the trainer: python is 3.11, not 3.12"):
+    fresh = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, True, {"python": "3.12"}, said.append)
+    with pytest.raises(HostLost, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
         fresh.join("worker 0", proof())

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -34,6 +34,7 @@ from shoal.rollout.proof import Proof
 from shoal.rollout.publication import from_host, tensor_names, to_host
 from shoal.rollout.publish import Stored, StoredManifest
 from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
+from shoal.workers.watcher import Watcher
 
 NEWS_SECONDS = 1.0
 """How often a worker that has no answers tells its progress."""
@@ -178,11 +179,20 @@ class RayHost:
             raise HostLost(self._cluster.reason(error)) from error
 
 
+class Connection(NamedTuple):
+    """`owned`: made by `connect`. `watcher`: of a cluster that was started here."""
+
+    address: str
+    dashboard: str = ""
+    owned: bool = True
+    watcher: Watcher | None = None
+
+
 @dataclass
 class Cluster:
     """The Ray cluster that a run's workers are in. `strict`: a host whose numbers differ is refused."""
 
-    address: str
+    connection: Connection
     workers: int
     resources: Mapping[str, float]  # of one worker
     wait_seconds: float
@@ -192,7 +202,6 @@ class Cluster:
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
     make: Callable[[], tuple[EngineHost, Model, Proof]] | None = None  # what a worker is made by
-    owned: bool = True  # Ray was started, or joined, by `connect`
     alive: set[str] = field(default_factory=set)  # hosts that have joined
     different: set[str] = field(default_factory=set)  # hosts that draw otherwise
     _first: tuple[str, Proof] | None = None
@@ -257,15 +266,16 @@ class Cluster:
         return "its process has ended" if "died" in text else "it cannot be reached"
 
     def close(self) -> None:
-        if self.owned:
+        if self.connection.owned:
             ray.shutdown()
+        if self.connection.watcher is not None:
+            self.connection.watcher.close()
 
 
-def connect(address: str, local_cpus: int) -> tuple[str, str, bool]:
-    """Joins the cluster at an address, or starts one here; the address, that of its dashboard ("": it has none), and
-    whether this was not done before. ShoalError where none answers."""
+def connect(address: str, local_cpus: int) -> Connection:
+    """Joins the cluster at an address, or starts one here. ShoalError where none answers."""
     if ray.is_initialized():
-        return str(ray.get_runtime_context().gcs_address), "", False
+        return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
     address = address or os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ShoalError(f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto or "
@@ -275,14 +285,23 @@ def connect(address: str, local_cpus: int) -> tuple[str, str, bool]:
         _check_answers(address, host, port)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
+    # Ray ends its workers with this process, but not its own agents where this process is killed.
+    watcher = None if address else Watcher()
+    marked = {} if watcher is None else watcher.environment
     try:
+        os.environ |= marked
         started: Any = ray.init(address or "local", log_to_driver=False, logging_level="ERROR",  # type: ignore[arg-type]
                                 num_cpus=None if address else max(os.cpu_count() or 1, local_cpus))
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if watcher is not None:
+            watcher.close()
         first = " ".join(str(error).split())[:300]
         raise ShoalError(f"ray.address={address}: {first}; start Ray there with the same Python and the same version "
                          "of Ray (ray start --head), or leave ray.address out to start it here") from error
-    return str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True
+    finally:
+        for name in marked:
+            del os.environ[name]
+    return Connection(str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True, watcher)
 
 
 def _check_answers(address: str, host: str, port: str) -> None:

@@ -42,16 +42,16 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     from shoal.rollout import cluster
 
     devices, asked = sampler.devices_per_worker, sampler.asked
-    address, dashboard, owned = cluster.connect(config.ray.address, round(sampler.workers * asked.get("CPU", devices)))
+    joined = cluster.connect(config.ray.address, round(sampler.workers * asked.get("CPU", devices)))
     kind = cluster.accelerator()
     made = cluster.Cluster(
-        address, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
-        cluster.worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning, owned=owned)
+        joined, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
+        cluster.worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning)
     stack.callback(made.close)
     wanted = int(config.mesh.trainer) if config.mesh.trainer.isdigit() else 0
     stack.callback(lambda holder: None, cluster.hold_accelerators(kind, wanted, config.ray.wait_seconds))
-    shown = f", dashboard http://{dashboard}" if dashboard else ""
-    console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {address}{shown}")
+    shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
+    console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {joined.address}{shown}")
     return made
 
 

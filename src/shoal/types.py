@@ -396,6 +396,10 @@ class RolloutSource(Protocol):
         """The groups that this step requested, in the order of the requests; waits for them."""
         ...
 
+    def is_ready(self, purpose: Purpose, step: int) -> bool:
+        """False if `take` would wait for what is sampled meanwhile."""
+        ...
+
     def cancel(self, purpose: Purpose, step: int) -> None:
         """Removes what this step requested and has not been handed over."""
         ...
@@ -412,8 +416,8 @@ class RolloutSource(Protocol):
         """Shapes, type and layout of published weights: a checkpoint restores older versions to them."""
         ...
 
-    def read_stats(self) -> RolloutStats:
-        """The figures since they were last read."""
+    def read_stats(self, purpose: Purpose) -> RolloutStats:
+        """The figures of a purpose since they were last read; those of the hosts are with training's."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -169,7 +169,8 @@ def test_each_set_is_asked_once_and_the_first_is_sampled():
 def test_samples_are_left_out(temperature, pass_k, sampled):
     source = Source()
     evaluator = Evaluator({"main": prepared(4)}, SamplingParams(temperature), pass_k, task())
-    figures, groups = evaluator.evaluate(source, 3, 3, sampled)  # pyright: ignore[reportArgumentType]
+    figures, groups = evaluator.score(
+        evaluator.answers(source, 3, 3, sampled))  # pyright: ignore[reportArgumentType]
     assert len(source.asked) == len(groups) == 1 and "sampled_protocol" not in figures["main"]
 
 

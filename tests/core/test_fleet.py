@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -11,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from small import PLAINEST, random_parameters, roles
-from tiny_runs import Workshop, groups, metrics
+from tiny_runs import Workshop, checkpoints, metrics, read_lines
 
+from shoal import cli
 from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
@@ -25,6 +28,7 @@ from shoal.rollout.member import Member, wrong_answer
 from shoal.rollout.publish import MemoryChannel
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
+from shoal.trainer.update import Updater
 from shoal.types import (
     Address,
     Completion,
@@ -121,7 +125,7 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
         assert rows_of(source) == list(range(20)) and rows_of(source, 1) == list(range(20, 30))
         assert sum(host.answered for host in hosts.values()) == 30 and min(h.answered for h in hosts.values()) > 0
         assert not source.ledger.entries
-        stats = source.read_stats()
+        stats = source.read_stats(Purpose.TRAIN)
         assert stats.tokens == 30 * 4 * 3 and stats.fleet == {"hosts": 2, "lost": 0, "asked_again": 0, "duplicates": 0}
         assert stats.queue == {"waiting": 0, "running": 0, "sampled": 0}
     assert all(host.closed for host in hosts.values())
@@ -144,7 +148,7 @@ def test_a_second_answer_is_dropped_and_counted():
         while seen and time.monotonic() < deadline:
             time.sleep(0.01)
             source.woken.set()
-        assert source.read_stats().fleet["duplicates"] > 0
+        assert source.read_stats(Purpose.TRAIN).fleet["duplicates"] > 0
 
 
 def dies(after: int) -> Callable[[FakeHost], None]:
@@ -168,7 +172,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
                on_note=said.append) as source:
         source.request(requests(range(40)))
         assert rows_of(source) == list(range(40))
-        stats = source.read_stats()
+        stats = source.read_stats(Purpose.TRAIN)
         source.request(requests(range(5), step=1))
         assert rows_of(source, 1) == list(range(5))
     assert first.closed and len(made) == 1 and made[0].versions == [0]
@@ -367,29 +371,81 @@ def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
 
 # ---- whole runs, trainer and sampler on devices of their own
 
-APART = ("steps=5", "train.pass_k=0", "train.max_staleness=2", "mesh.trainer=1", "sampling.slots_per_device=8")
+LAGGING = ("steps=5", "train.pass_k=0", "train.max_staleness=2", "train.evaluate_every=2", "checkpoint_period=1",
+           "sampling.slots_per_device=8", "mesh.trainer=1")
+CLOCKS = ("time/", "throughput/", "memory/", "mfu", "compil", "sampler/places", "idle/", "queue/", "fleet/")
 
 
 @pytest.fixture(scope="module")
 def together(workshop: Workshop):
-    return workshop.train("together", *APART)
+    """Trainer and sampler take turns on one device."""
+    return workshop.train("together", *LAGGING)
+
+
+def without_clocks(run: Any) -> list[dict]:
+    return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in metrics(run)]
+
+
+def assert_equal(run: Any, other: Any) -> None:
+    assert without_clocks(run) == without_clocks(other)
+    assert read_lines(run / "evaluations.jsonl") == read_lines(other / "evaluations.jsonl")
+    files = [sorted(path.name for path in (one / "groups").iterdir()) for one in (run, other)]
+    assert files[0] == files[1]
+    for name in files[0]:
+        assert (run / "groups" / name).read_bytes() == (other / "groups" / name).read_bytes(), name
+    sums = [json.loads((one / "checkpoints" / "5" / "extra" / "metadata").read_text())["checksums"]
+            for one in (run, other)]
+    assert sums[0] == sums[1]
 
 
 def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
-    apart = workshop.train("apart", *APART, "mesh.sampler=[3,4]")
+    apart = workshop.train("apart", *LAGGING, "mesh.sampler=[3,4]", "report.timeline=true")
+    events = json.loads((apart / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"trainer", "publication", "sampler 0", "sampler 1"} <= set(lanes.values())
+    spans = [(event["name"], lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"]
+    assert [name for name, lane, _ in spans].count("update") == 5 and min(dur for *_, dur in spans) >= 100
     rows = metrics(apart)
     assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
     assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)
-    for row, other in zip(rows, metrics(together), strict=True):
-        same = [name for name in other if not name.startswith(("time/", "throughput/", "memory/", "mfu", "compil",
-                                                               "sampler/places", "idle/"))]
-        assert {name: row[name] for name in same} == {name: other[name] for name in same}
-    for step in range(1, 6):
-        assert groups(apart, step) == groups(together, step)
+    assert_equal(apart, together)
+
+
+def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, together, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    update, calls = Updater.update, []
+
+    def dies(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:  # an evaluation is under way, and two steps are asked for
+            raise Killed
+        return update(*args)
+
+    words = workshop.words("cut", *LAGGING, "mesh.sampler=[3,4]")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Updater, "update", dies)
+        cli.main(words)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("sampler", "fleet"))]
+    cut = workshop.runs / "cut"
+    assert checkpoints(cut)[-1] == 3
+    cli.main(["train", f"resume={cut}", "mesh.sampler=[5]"])
+    assert_equal(cut, together)
+
+
+def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together, monkeypatch):
+    """None is ready before the end: each is filed under its own version with the answers of that version."""
+    monkeypatch.setattr(Fleet, "is_ready", lambda self, purpose, step: False)
+    late = workshop.train("late", *LAGGING, "mesh.sampler=[3]")
+    extra = json.loads((late / "checkpoints" / "5" / "extra" / "metadata").read_text())
+    assert extra["evaluating"] == [2, 4]
+    assert read_lines(late / "evaluations.jsonl") == read_lines(together / "evaluations.jsonl")
+    assert without_clocks(late) == without_clocks(together)
 
 
 def test_newest_weights_stay_within_the_bound(workshop):
-    run = workshop.train("newest", *APART, "mesh.sampler=2", "train.versions=newest", "train.ahead=2")
+    run = workshop.train("newest", *LAGGING, "mesh.sampler=2", "train.versions=newest", "train.ahead=2")
     rows = metrics(run)
     assert len(rows) == 5 and all(0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows)
     assert rows[-1]["staleness/max"] > 0

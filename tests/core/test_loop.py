@@ -97,10 +97,18 @@ class Diary:
     def num_completions(self, sampled) -> int:
         return 7
 
-    def evaluate(self, source, step, version, sampled):
-        assert source is self and version in self.published
+    def ask(self, source, step, version, sampled) -> None:
+        assert source is self and step == version and version in self.published
         self.events.append(("evaluate", version, sampled))
+
+    def collect(self, source, step, sampled) -> int:
+        return step
+
+    def score(self, version):
         return {"held_out": {"accuracy": version / 10}}, [f"answer {version}"]
+
+    def is_ready(self, purpose, step) -> bool:
+        return True
 
     def step(self, record):
         assert record.seconds >= 0 and {group.step for group in record.groups} == {record.step}

@@ -135,7 +135,8 @@ def test_a_host_needs_no_more_than_the_protocol():
             assert all((one.versions == 7).all() for one in group.completions)
         assert not shown and len(source.take(Purpose.EVALUATE, 7)) == 2
         assert shown == [("train, sampled", 1, 2), ("train, sampled", 2, 2)]
-        assert source.read_stats().tokens == 2 * 4 * 3 + 2 * 3 and source.read_stats().tokens == 0
+        tokens = [source.read_stats(purpose).tokens for purpose in (*requests, *requests)]
+        assert tokens == [2 * 4 * 3, 2 * 3, 0, 0]
         source.request(requests[Purpose.TRAIN])  # a further round of dynamic sampling, of the same weights
         source.take(Purpose.TRAIN, 7)
         assert not elsewhere.cancelled

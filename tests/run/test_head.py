@@ -23,7 +23,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Findings
 from shoal.run import sampler_size
 from shoal.run.assembly import open_devices, open_task
-from shoal.run.derived import for_devices
+from shoal.run.derived import for_devices, staleness_text
 from shoal.run.loading import make_model, open_run_model
 from shoal.run.parts import open_data
 from shoal.run.preflight import memory
@@ -32,6 +32,7 @@ from shoal.run.preflight.memory import AvailableMemory
 from shoal.run.resume import ResumePlan
 from shoal.run.sampler_size import run_roles
 from shoal.tasks.task import DataReport, Task
+from shoal.trainer.loss import Objective
 from shoal.types import ShoalError
 
 
@@ -217,3 +218,25 @@ def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(workshop, t
     assert set(judged) == {tensor}
     note = f"mesh.sampler_tensor={tensor}: a replica of the sampler does not fit fewer devices"
     assert note in " ".join(head_of(workshop, "mesh.fsdp=4"))
+
+
+@pytest.mark.parametrize(("words", "own", "said"), [
+    ([], True, ""),
+    (["train.max_staleness=1"], False, "up to 1 version old, corrected by importance weights (algorithm.correction="),
+    (["train.weight_sync_interval=3", "algorithm.correction=none"], True,
+     "up to 2 versions old, not corrected (algorithm.correction=none); the sampler goes on while the trainer learns"),
+    (["train.max_staleness=2", "train.versions=newest"], True, "takes new weights while completions go on"),
+    (["train.max_staleness=2", "train.versions=newest"], False, "take turns, so with train.versions=newest none is"),
+])
+def test_the_age_of_samples_and_its_correction_are_said(words, own, said):
+    text = staleness_text(compose("train", words)[0], own)
+    assert said in text and bool(said) == bool(text)
+
+
+@pytest.mark.parametrize(("words", "correction"), [
+    ([], "none"), (["train.max_staleness=1"], "tis"), (["train.weight_sync_interval=2"], "tis"),
+    (["train.max_staleness=1", "algorithm.correction=none"], "none"), (["algorithm.correction=icepop"], "icepop")])
+def test_samples_of_older_weights_are_corrected_unless_given_otherwise(words, correction):
+    config = for_devices(compose("train", words)[0], 1, "cpu")
+    assert config.algorithm.correction == correction
+    assert (Objective.of(config.algorithm).correction is None) == (correction == "none")

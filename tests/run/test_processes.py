@@ -251,7 +251,7 @@ class FakeSource:
         self.rows += [one.example.row for one in self.asked]
         return [group(one) for one in self.asked]
 
-    def read_stats(self) -> RolloutStats:
+    def read_stats(self, purpose: Purpose) -> RolloutStats:
         return RolloutStats(1.0, 2.0, 5, 0.5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")])
 
 
@@ -263,7 +263,7 @@ def play(world: World, requests: list[GroupRequest], wrong: dict[int, BaseExcept
     source = dealt_source(world, FakeSource(wrong.get(world.index)))
     source.request(requests)
     played = source.take(requests[0].purpose, requests[0].step)
-    return played, source.read_stats()
+    return played, source.read_stats(Purpose.TRAIN)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -194,8 +194,8 @@ def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
     for stop in (4,):
         run = play(f"ahead_{label}_{stop}", stop)
         waiting = [step for step, _ in saved(run, stop)["pending"]]
-        assert waiting == [step for step in range(stop, 6) if schedule.version(step) < stop]
-        assert saved(run, stop)["published"] == sorted({schedule.version(step) for step in waiting})
+        assert waiting == [step for step in range(stop, 6) if schedule.version(step) <= stop]
+        assert saved(run, stop)["published"] == sorted({schedule.version(step) for step in waiting} - {stop})
         assert_equal_ends(unbroken, play(f"ahead_{label}_{stop}", None))
 
 
@@ -707,15 +707,15 @@ def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch
     run = workshop.runs / f"stopped_in_{stage}"
     reached.with_name("hang_at").write_text(hang_at)
     reached.unlink(missing_ok=True)
-    collect, accumulate = Engine.collect, Learner.accumulate
+    step, accumulate = Engine.step, Learner.accumulate
     ended, asked_at = threading.Event(), []
 
-    def slow_collect(self: Engine):
+    def slow_step(self: Engine):
         if stage == "sampling" and self.version == 4:
             reached.touch()
             time.sleep(1)
             return {}
-        return collect(self)
+        return step(self)
 
     def slow_accumulate(self: Learner, total, state, batch):
         if stage == "update" and int(state.updates) == 4:
@@ -732,7 +732,7 @@ def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch
 
     asking = threading.Thread(target=ask)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "collect", slow_collect)
+        patch.setattr(Engine, "step", slow_step)
         patch.setattr(Learner, "accumulate", slow_accumulate)
         asking.start()
         try:

@@ -21,8 +21,8 @@ from shoal.types import ShoalError
     (["algorithm.kl_coef=1", "algorithm.kl_placement=reward"], "k1 is the unbiased one"),
     (["algorithm.entropy_coef=1", "algorithm.zero_std_groups=exclude"], "exclude has no effect"),
     (["algorithm.advantage=maxrl", "reward.overlong_buffer_tokens=9"], "a group with one below 0"),
-    (["train.weight_sync_interval=3"], "samples may be 2 versions old"),
-    (["train.max_staleness=1", "algorithm.num_epochs=2"], "samples may be 1 version old"),
+    (["train.weight_sync_interval=3", "algorithm.correction=none"], "samples may be 2 versions old"),
+    (["train.max_staleness=1", "algorithm.correction=none", "algorithm.num_epochs=2"], "samples may be 1 version old"),
     (["algorithm=gspo", "algorithm.advantage=none", "teacher.path=x"], "set algorithm.loss=gspo-token"),
     (["algorithm=gmpo", "teacher.path=x"], "averaged over the completion"),
     (["algorithm.dynamic_sampling=true", "reward=f.py:f"], "algorithm.dynamic_sampling_by=reward uses these"),
@@ -42,7 +42,8 @@ def test_what_is_hardly_meant_is_said(words, text):
 @pytest.mark.parametrize("words", [
     [], ["recipe=scalerl"], ["recipe=verl", "algorithm.num_minibatches=1"],
     ["algorithm=gmpo", "algorithm.num_minibatches=1"], ["algorithm=gspo-token", "teacher.path=x"],
-    ["train.max_staleness=1", "algorithm.correction=tis"], ["algorithm.clip_low=0.1", "algorithm.num_epochs=2"],
+    ["train.max_staleness=1"], ["train.max_staleness=1", "algorithm.correction=tis"],
+    ["algorithm.clip_low=0.1", "algorithm.num_epochs=2"],
     ["algorithm.dynamic_sampling=true", "task.name=custom", "task.path=x", "reward=f.py:f"],
     ["algorithm.dynamic_sampling=true", "reward=f.py:f", "algorithm.dynamic_sampling_by=reward"],
     ["algorithm.aggregation_tokens=64", "algorithm.aggregation=seq-mean-token-sum-norm"]])

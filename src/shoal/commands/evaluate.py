@@ -25,7 +25,7 @@ from shoal.run.task import load_task, with_overlong
 from shoal.tasks.data import evaluating, showing_progress
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
-from shoal.types import Failure, Group, ShoalError, ground_truth
+from shoal.types import Failure, Group, Purpose, ShoalError, ground_truth
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 """Fields of the output file, next to one for each set of questions."""
@@ -61,7 +61,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         source.publish(0, opened.load(roles.sampler, model.dtype))
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
-        failures = source.read_stats().failures
+        failures = source.read_stats(Purpose.EVALUATE).failures
         failed = _failures_by_set(answers, failures)
         data = describe_data(config.task, task, tokenizer, bool(config.model.template))
         figures = {subset: evaluator.figures(own) | failed_figures(failed[subset]) | {"data": data}

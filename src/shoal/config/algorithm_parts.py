@@ -121,6 +121,7 @@ AGGREGATIONS: dict[str, Part] = {
 """By the names of `algorithm.aggregation`."""
 
 CORRECTIONS: dict[str, Correction] = {
+    "auto": Correction(""),  # one of the others, once it is known whether samples are of older weights
     "none": Correction(""),  # nothing is computed
     "tis": Correction(f"{_CORRECTION}:tis"),
     "mis": Correction(f"{_CORRECTION}:mis"),

@@ -253,9 +253,10 @@ class AlgorithmSection:
     aggregation_tokens: int = 0
     """seq-mean-token-sum-norm: the constant length to divide by (verl's loss_scale_factor); 0 for
     sampling.max_completion_tokens."""
-    correction: Annotated[str, CORRECTIONS] = "none"
+    correction: Annotated[str, CORRECTIONS] = "auto"
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
-    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds."""
+    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds; none. auto: tis where
+    samples may be of older weights (train.max_staleness, train.weight_sync_interval), else none."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Weight of a token: its own, the product over its completion, or the geometric mean over its completion."""
     correction_cap: float = 2.0
@@ -450,6 +451,8 @@ class ReportSection:
     wandb: WandbSection = field(default_factory=WandbSection)
     print_every: int = 0
     """Steps between two printed lines; 0 for about 40 lines in a run. Metrics are recorded at every step."""
+    timeline: bool = False
+    """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and waited."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 

@@ -22,7 +22,7 @@ from shoal.report.sink import Background, evaluation_scalars
 from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
 from shoal.report.watch import Watch
 from shoal.text import count
-from shoal.types import Failure, Group, RolloutStats
+from shoal.types import Failure, Group, Purpose, RolloutStats
 
 SECONDS_TO_STOP = 3.0
 """What a service for metrics may take to end when somebody asked the run to stop."""
@@ -56,7 +56,7 @@ class Recorder:
     console: Console
     steps: int
     keep_groups: bool
-    read_stats: Callable[[], RolloutStats]
+    read_stats: Callable[[Purpose], RolloutStats]
     compilations: Callable[[], int]
     peak_bytes: Callable[[], int]
     sinks: Sequence[Background] = ()
@@ -88,7 +88,7 @@ class Recorder:
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
-        number, metrics, stats = record.step + 1, record.metrics, self.read_stats()
+        number, metrics, stats = record.step + 1, record.metrics, self.read_stats(Purpose.TRAIN)
         started = time.perf_counter()
         add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
         metrics.add("groups/discarded", record.num_discarded)
@@ -174,7 +174,7 @@ class Recorder:
         self.spent("evaluate", seconds)
         if num_completions and self.compilations() == self._compiled_before:
             self._evaluation_rate = seconds / num_completions
-        self._count_failures(self.read_stats().failures)  # read here: an evaluation's tokens are not the next step's
+        self._count_failures(self.read_stats(Purpose.EVALUATE).failures)
         if version == 0:
             self._wrong_at_first = wrong_answers(groups)
             self.folder.write_first_answers(self._wrong_at_first)

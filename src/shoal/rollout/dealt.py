@@ -11,6 +11,7 @@ continues with what was exchanged, its own groups too, so that all learn from th
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -46,7 +47,7 @@ class DealtSource:
     source: RolloutSource
     world: World
     stop: StopSignal
-    stats: RolloutStats = field(default_factory=RolloutStats)
+    stats: dict[Purpose, RolloutStats] = field(default_factory=lambda: defaultdict(RolloutStats))
     requested: list[tuple[GroupRequest, int]] = field(default_factory=list)  # each with the process that samples it
     dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)  # by purpose and step: requests so far
 
@@ -67,12 +68,12 @@ class DealtSource:
         if not wanted:
             raise ValueError(f"{purpose} at step {step} has requested no groups")
         groups, ended = self._take_mine(purpose, step, any(holder == self.world.index for _, holder in wanted))
-        head = {**ended, "stats": asdict(self.source.read_stats())}
+        head = {**ended, "stats": asdict(self.source.read_stats(purpose))}
         what = f"groups of {purpose} step {step}, {wanted[0][0].subset}"
         parts = [_split(part) for part in self.world.exchange(what, _joined(head, groups))]
         heads = [head for head, _ in parts]
         for head in heads:
-            self._add(head["stats"])
+            self._add(self.stats[purpose], head["stats"])
         if any("stop" in head for head in heads):
             raise StopRequested
         if errors := [head["error"] for head in heads if "error" in head]:
@@ -93,6 +94,9 @@ class DealtSource:
         except ShoalError as error:
             return [], {"error": str(error)}
 
+    def is_ready(self, purpose: Purpose, step: int) -> bool:
+        return True  # groups are exchanged when they are taken
+
     def cancel(self, purpose: Purpose, step: int) -> None:
         self.dealt.pop((purpose, step), None)
         self.requested = [pair for pair in self.requested if (pair[0].purpose, pair[0].step) != (purpose, step)]
@@ -110,21 +114,20 @@ class DealtSource:
     def restore(self, state: dict[str, Any]) -> None:
         check_pending(state, pending_addresses(one for one, _ in self.requested))
 
-    def _add(self, stats: dict) -> None:
+    def _add(self, total: RolloutStats, stats: dict) -> None:
         """Adds a process's figures: the seconds of the one that took longest since they were last read, else sums."""
-        for name in ("sample_seconds", "reward_seconds", "busy_seconds"):
-            setattr(self.stats, name, max(getattr(self.stats, name), stats[name]))
+        for name in ("sample_seconds", "reward_seconds", "busy_seconds", "unchanged"):
+            setattr(total, name, max(getattr(total, name), stats[name]))
         for name in ("tokens", "drawing", "places"):
-            setattr(self.stats, name, getattr(self.stats, name) + stats[name])
-        self.stats.unchanged = max(self.stats.unchanged, stats["unchanged"])
-        self.stats.failures += [Failure(**failure) for failure in stats["failures"]]
+            setattr(total, name, getattr(total, name) + stats[name])
+        total.failures += [Failure(**failure) for failure in stats["failures"]]
         for name, values in stats["logged"].items():
-            self.stats.logged.setdefault(name, []).extend(values)
+            total.logged.setdefault(name, []).extend(values)
 
-    def read_stats(self) -> RolloutStats:
+    def read_stats(self, purpose: Purpose) -> RolloutStats:
         """The figures of all processes since the last call."""
-        self.stats.unchanged = max(self.stats.unchanged, self.source.read_stats().unchanged)
-        stats, self.stats = self.stats, RolloutStats()
+        stats = self.stats.pop(purpose, RolloutStats())
+        stats.unchanged = max(stats.unchanged, self.source.read_stats(purpose).unchanged)
         return stats
 
     def close(self) -> None:

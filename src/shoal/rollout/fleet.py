@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -73,7 +74,7 @@ class Fleet:
     woken: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._stats, self._read_at = RolloutStats(), time.monotonic()
+        self._stats, self._read_at = defaultdict[Purpose, RolloutStats](RolloutStats), time.monotonic()
         self._last: tuple[int, Any] | None = None  # the newest publication: its version, and an array of what was given
         restarts = None if self.restart is None else self.restarts
         self.members = {name: Member(name, host, restarts, self.stall_seconds) for name, host in self.hosts.items()}
@@ -109,7 +110,7 @@ class Fleet:
         with self._changed:
             # An update makes new arrays, so those of the last version are its old weights.
             last, self._last = self._last, (version, given)
-            self._stats.unchanged += last is not None and last[0] != version and last[1] is given
+            self._stats[Purpose.TRAIN].unchanged += last is not None and last[0] != version and last[1] is given
             for name, manifest in manifests.items():
                 self._ask(self.members[name], lambda host, one=manifest: host.load(version, one))
         self.woken.set()
@@ -131,9 +132,10 @@ class Fleet:
                 self._wait_until(wanted, {Stage.REWARDED})
             finally:
                 self._taking = None
-            self._stats.sample_seconds += sampled - started
-            self._stats.reward_seconds += time.perf_counter() - sampled
-            self._count(wanted)
+            stats = self._stats[purpose]
+            stats.sample_seconds += sampled - started
+            stats.reward_seconds += time.perf_counter() - sampled
+            _count(stats, wanted)
             groups = self.ledger.hand_over(wanted)
             self._release()
             return groups
@@ -141,27 +143,35 @@ class Fleet:
     def published_shapes(self) -> Params:
         return self.channel.published_shapes()
 
-    def read_stats(self) -> RolloutStats:
+    def is_ready(self, purpose: Purpose, step: int) -> bool:
         with self._changed:
-            stats, self._stats = self._stats, RolloutStats()
-            now, before, self._read_at = time.monotonic(), self._read_at, time.monotonic()
-            for member in self.members.values():
-                self._ask(member, lambda host, member=member: member.look(now))
-                stats.drawing, stats.places = stats.drawing + member.total.drawing, stats.places + member.total.places
-                stats.busy_seconds += member.total.busy_seconds / len(self.members)
-                member.total = HostProgress()
-            if self.by_itself:
-                busy = min(1.0, stats.busy_seconds / max(now - before, 1e-9))
-                stats.sampler_idle = 1.0 - busy * (stats.drawing / stats.places if stats.places else 1.0)
-                stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
-                stats.fleet = {"hosts": sum(member.host is not None for member in self.members.values()),
-                               "lost": self._lost, "asked_again": self.ledger.asked_again,
-                               "duplicates": self.ledger.duplicates}
-                self._lost = self.ledger.asked_again = self.ledger.duplicates = 0
-            else:
-                # In the caller's thread rewards that are called there, and texts, are part of sampling.
-                stats.busy_seconds = stats.sample_seconds
+            return not self.by_itself or all(one.stage is Stage.REWARDED for one in self.ledger.of(purpose, step))
+
+    def read_stats(self, purpose: Purpose) -> RolloutStats:
+        with self._changed:
+            stats = self._stats.pop(purpose, RolloutStats())
+            if purpose is Purpose.TRAIN or not self.by_itself:
+                self._add_hosts(stats)
             return stats
+
+    def _add_hosts(self, stats: RolloutStats) -> None:
+        """What hosts did since this was last asked for; in the caller's thread that was all for one purpose."""
+        now, before, self._read_at = time.monotonic(), self._read_at, time.monotonic()
+        for member in self.members.values():
+            self._ask(member, lambda host, member=member: member.look(now))
+            stats.drawing, stats.places = stats.drawing + member.total.drawing, stats.places + member.total.places
+            stats.busy_seconds += member.total.busy_seconds / len(self.members)
+            member.total = HostProgress()
+        if not self.by_itself:
+            # In the caller's thread rewards that are called there, and texts, are part of sampling.
+            stats.busy_seconds = stats.sample_seconds
+            return
+        busy = min(1.0, stats.busy_seconds / max(now - before, 1e-9))
+        stats.sampler_idle = 1.0 - busy * (stats.drawing / stats.places if stats.places else 1.0)
+        stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
+        stats.fleet = {"hosts": sum(member.host is not None for member in self.members.values()), "lost": self._lost,
+                       "asked_again": self.ledger.asked_again, "duplicates": self.ledger.duplicates}
+        self._lost = self.ledger.asked_again = self.ledger.duplicates = 0
 
     def state(self) -> dict[str, Any]:
         """Addresses of pending training groups, and the weights that are still sampled from."""
@@ -239,8 +249,10 @@ class Fleet:
         """Enters a host's answer and has it rewarded. A host whose answer is wrong is lost, with all that it has."""
         member.given.pop(id, None)
         if (entry := self.ledger.entries.get(id)) is not None:
+            # Not those that the channel has: it may have none just now, between the last and the next.
+            published = [self._last[0]] if self._last else []
             reason = wrong_answer(sample_request(entry.request, id, self.seed), completions,
-                                  self.channel.model.architecture.vocab_size, self.channel.versions)
+                                  self.channel.model.architecture.vocab_size, published)
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return
@@ -333,16 +345,16 @@ class Fleet:
             done = sum(one.stage in (Stage.SAMPLED, Stage.REWARDED) for one in batch)
             self.on_progress(f"{request.subset}, {kind}", done, len(batch))
 
-    def _count(self, entries: Sequence[Entry]) -> None:
-        stats = self._stats
-        for one in entries:
-            stats.tokens += sum(map(len, one.completions))
-            if one.scores is not None:
-                stats.failures.extend(one.scores.failures)
-                for name, values in one.scores.metrics.items():
-                    stats.logged.setdefault(name, []).extend(values)
-
     def _release(self) -> None:
         """Drops weights that no pending request names and no later one may name."""
         needed = {one.request.version for one in self.ledger.entries.values() if one.request.exact}
         self.channel.release(lambda version: version in needed or version >= self.keep_from)
+
+
+def _count(stats: RolloutStats, entries: Sequence[Entry]) -> None:
+    for one in entries:
+        stats.tokens += sum(map(len, one.completions))
+        if one.scores is not None:
+            stats.failures.extend(one.scores.failures)
+            for name, values in one.scores.metrics.items():
+                stats.logged.setdefault(name, []).extend(values)

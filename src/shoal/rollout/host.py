@@ -129,7 +129,7 @@ class ThreadHost:
     """An `EngineHost` that runs in a thread of its own; `wake` is called there when answers have come."""
 
     def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
-        self._host, self._wake = host, wake
+        self.host, self._wake = host, wake
         self._calls: deque[Callable[[], None]] = deque()  # that the thread is to make
         self._answers: dict[int, list[Completion]] = {}
         self._progress = host.progress()
@@ -140,13 +140,13 @@ class ThreadHost:
         self._thread.start()
 
     def load(self, version: int, manifest: Manifest) -> None:
-        self._call(lambda: self._host.load(version, manifest))
+        self._call(lambda: self.host.load(version, manifest))
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._call(lambda: self._host.submit(requests))
+        self._call(lambda: self.host.submit(requests))
 
     def cancel(self, id: int) -> None:
-        self._call(lambda: self._host.cancel(id))
+        self._call(lambda: self.host.cancel(id))
 
     def poll(self) -> dict[int, list[Completion]]:
         with self._changed:
@@ -172,8 +172,8 @@ class ThreadHost:
     def _run(self) -> None:
         try:
             while self._wait_for_calls():
-                answers = self._host.poll()
-                self._progress = self._host.progress()
+                answers = self.host.poll()
+                self._progress = self.host.progress()
                 if answers:
                     with self._changed:
                         self._answers |= answers
@@ -183,7 +183,7 @@ class ThreadHost:
                 self._failure = error
             self._wake()
         finally:
-            self._host.close()
+            self.host.close()
 
     def _wait_for_calls(self) -> bool:
         """Makes the calls that have come, and waits for some while there is nothing to sample; False once closed."""
@@ -192,7 +192,7 @@ class ThreadHost:
                 calls, self._calls = self._calls, deque()
                 for call in calls:
                     call()
-                if not self._host.idle:
+                if not self.host.idle:
                     return True
                 if not calls:
                     self._changed.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -89,7 +89,7 @@ class Member:
 
 
 def wrong_answer(request: SampleRequest, completions: Sequence[Completion], vocab_size: int,
-                 published: Mapping[int, object]) -> str:
+                 published: Collection[int]) -> str:
     """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does."""
     if [one.index for one in completions] != list(range(request.num_completions)):
         return f"{len(completions)} completions in place of {request.num_completions}"

@@ -52,6 +52,7 @@ from shoal.run.profile import Profiler
 from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
+from shoal.run.timeline import TIMELINE, Timeline, trace
 from shoal.run.workers import open_cluster
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
@@ -121,7 +122,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     stack.enter_context(stop_on_signals(stop, lambda: kept_text(folder.path, command)))
     # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.
     stop = stop if world.count == 1 else StopSignal()
-    return Run(
+    run = Run(
         config=config,
         parameters=None if restored else weights,
         updater=replace(updater, stop=stop),
@@ -138,6 +139,9 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         around_step=Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
                              console.warning).step,
     )
+    if config.report.timeline and world.is_main:
+        trace(run, stack.enter_context(closing(Timeline(folder.path / TIMELINE, console.warning))))
+    return run
 
 
 def open_task(config: Config, reward_functions: Sequence[Callable], stack: ExitStack,

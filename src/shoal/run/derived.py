@@ -16,11 +16,12 @@ CPU_MICRO_TOKENS = 2**11
 
 
 def for_devices(config: Config, devices: int, platform: str) -> Config:
-    """The configuration with what follows from the trainer's devices: `batch.prompts_per_step`, where
-    `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not."""
+    """The configuration with what follows from the trainer's devices, `batch.prompts_per_step`, where
+    `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not; and `algorithm.correction`."""
     # Not with the configuration: devices are known only when JAX has started.
     micro_tokens = config.batch.micro_tokens or (CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS)
-    config = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens))
+    config = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens),
+                     algorithm=replace(config.algorithm, correction=correction_of(config)))
     each, parts = config.batch.prompts_per_device, config.algorithm.num_minibatches
     if not each:
         return config
@@ -29,6 +30,34 @@ def for_devices(config: Config, devices: int, platform: str) -> Config:
                          f"{count(each * devices, 'prompt')} a step, fewer than algorithm.num_minibatches={parts}: "
                          "raise it or lower that")
     return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
+
+
+def oldest_samples(config: Config) -> int:
+    """How many versions old samples may be."""
+    return max(config.train.max_staleness, config.train.weight_sync_interval - 1)
+
+
+def correction_of(config: Config) -> str:
+    """`algorithm.correction`, with auto decided."""
+    chosen = config.algorithm.correction
+    return chosen if chosen != "auto" else "tis" if oldest_samples(config) else "none"
+
+
+def staleness_text(config: Config, own_devices: bool) -> str:
+    """How old samples may be and what follows from it; empty where they are all of the trainer's own weights.
+
+    up to 1 version old, corrected by importance weights (algorithm.correction=tis)
+    """
+    if not (oldest := oldest_samples(config)):
+        return ""
+    correction = correction_of(config)
+    how = "not corrected" if correction == "none" else "corrected by importance weights"
+    text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
+    if own_devices:
+        return text + ("; the sampler takes new weights while completions go on" if config.train.versions == "newest"
+                       else "; the sampler goes on while the trainer learns")
+    return text + ("; sampler and trainer share devices and take turns, so with train.versions=newest none is"
+                   if config.train.versions == "newest" else "")
 
 
 def num_updates(config: Config) -> int:

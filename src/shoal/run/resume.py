@@ -101,8 +101,11 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     elif not (config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name))):
         return ResumePlan(config)
     stored = read_config(run)
-    if not config.batch.micro_tokens:  # as the run began with, whatever devices are here now
+    # What a run decides for itself stays as it began.
+    if not config.batch.micro_tokens:
         config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
+    if config.algorithm.correction == "auto":
+        config = replace(config, algorithm=replace(config.algorithm, correction=stored.algorithm.correction))
     changed = changed_keys(stored, config)
     if config.resume:
         _check_fixed(run, stored, config)

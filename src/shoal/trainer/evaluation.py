@@ -45,25 +45,31 @@ class Evaluator:
         return sum(len(questions) * count for subset, questions in self.sets.items()
                    for count, _ in self.passes(subset, sampled))
 
-    def answers(self, source: RolloutSource, step: int, version: int, sampled: bool) -> dict[str, Answers]:
-        """The answers by data set; nothing where there is no data set."""
-        if not self.sets:
-            return {}
+    def ask(self, source: RolloutSource, step: int, version: int, sampled: bool) -> None:
+        """Requests the answers of one version; `collect` takes them."""
         for subset, questions in self.sets.items():
             for count, params in self.passes(subset, sampled):
                 source.request([GroupRequest(Purpose.EVALUATE, step, version, question.example, question.prompt_ids,
                                              count, params, subset) for question in questions])
+
+    def collect(self, source: RolloutSource, step: int, sampled: bool) -> dict[str, Answers]:
+        """The requested answers by data set; nothing where there is no data set."""
+        if not self.sets:
+            return {}
         taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked, whoever finished first
         return {subset: Answers(*(list(islice(taken, len(questions))) for _ in self.passes(subset, sampled)))
                 for subset, questions in self.sets.items()}
 
+    def answers(self, source: RolloutSource, step: int, version: int, sampled: bool) -> dict[str, Answers]:
+        """The answers by data set, requested and waited for."""
+        self.ask(source, step, version, sampled)
+        return self.collect(source, step, sampled)
+
     def figures(self, answers: Answers) -> dict[str, Any]:
         return score_greedy(answers.greedy, self.task) | score_sampled(answers.sampled, self.params, self.task)
 
-    def evaluate(self, source: RolloutSource, step: int, version: int,
-                 sampled: bool) -> tuple[dict[str, dict[str, Any]], list[Group]]:
-        """Figures by data set, and the greedy groups; nothing where there is no data set."""
-        answers = self.answers(source, step, version, sampled)
+    def score(self, answers: Mapping[str, Answers]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+        """Figures by data set, and the greedy groups."""
         return ({subset: self.figures(found) for subset, found in answers.items()},
                 [group for found in answers.values() for group in found.greedy])
 

@@ -60,6 +60,7 @@ class Run:
     after_step: Callable[[int, dict[str, float]], None] | None = None
     requested: int = 0  # steps whose groups have been requested
     pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
+    evaluating: dict[int, float] = field(default_factory=dict)  # version -> when its answers were asked for
     saved: int = -1  # the newest version that has a checkpoint
 
     def __post_init__(self) -> None:
@@ -100,6 +101,8 @@ class Run:
                 metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
             if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
                 self.evaluate(step + 1, state)
+            elif self.evaluating:
+                self.file_evaluations(step + 1, state)
             self.end_if_warned(step + 1, state)
             if self.save_due(step + 1):
                 self.save(step + 1, state)
@@ -126,12 +129,17 @@ class Run:
         for step, rows in extra["pending"]:
             self.request(step, [self.prompts.of_row(row) for row in rows])
         self.requested, self.saved = version + len(self.pending), version
+        # Before publication, which releases the weights that nobody asks for.
+        under_way = [number for number in extra.get("evaluating", ()) if number in self.restored.published]
+        for number in under_way:
+            self.evaluator.ask(self.source, number, number, sampled=False)
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
         if extra["version_is_published"] or self.schedule.newest or version == self.config.steps:
             self.publish(version, state.trainable)
         self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"])
+        self.evaluating = dict.fromkeys(under_way, time.perf_counter())
         self.restored = None
         missing = self.evaluation_due(version) and version not in self.recorder.evaluations
         if missing and not self.ends_at(version):
@@ -264,13 +272,25 @@ class Run:
         return every > 0 and version % every == 0 and version < self.config.steps
 
     def evaluate(self, version: int, state: TrainState, ends: bool = False) -> None:
-        """Records the figures of one version by data set, and its greedy answers; pass@k only at the run's ends."""
+        """Asks for the figures of one version by data set; pass@k only at the run's ends, which wait for them."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
-            started, count = time.perf_counter(), self.evaluator.num_completions(sampled=ends)
-            self.recorder.begin_evaluation(version, count)
-            figures, groups = self.evaluator.evaluate(self.source, version, version, sampled=ends)
-            self.recorder.evaluation(version, figures, groups, count, time.perf_counter() - started)
+            self.recorder.begin_evaluation(version, self.evaluator.num_completions(sampled=ends))
+            self.evaluator.ask(self.source, version, version, sampled=ends)
+        self.evaluating[version] = time.perf_counter()
+        self.file_evaluations(version, state, ends)
+
+    def file_evaluations(self, now: int, state: TrainState, ends: bool = False) -> None:
+        """Records the evaluations whose answers are there, at the run's ends all; `now` is the version of `state`."""
+        for version, started in list(self.evaluating.items()):
+            if not ends and not self.source.is_ready(Purpose.EVALUATE, version):
+                continue
+            sampled = ends and version == now
+            with self.saved_if_given_up(now, state):
+                figures, groups = self.evaluator.score(self.evaluator.collect(self.source, version, sampled))
+                self.recorder.evaluation(version, figures, groups, self.evaluator.num_completions(sampled),
+                                         time.perf_counter() - started)
+                del self.evaluating[version]
 
     def record(self, step: int, groups: Sequence[Group], discarded: Sequence[Group], outcome: UpdateResult,
                seconds: float) -> dict[str, float]:
@@ -299,12 +319,14 @@ class Run:
             "pending": sorted(self.pending.items()),
             "source": source,
             "evaluated": version in self.recorder.evaluations,
+            "evaluating": sorted(self.evaluating),
             "recorder": self.recorder.state(),
             "config": to_dict(self.config),
             "facts": dict(self.fingerprint),
         }
         self.checkpoints.protected = self.last_good()
-        older = {number: published[number] for number in self.schedule.older_versions(version) if number in published}
+        older = {number: published[number] for number in (*self.schedule.older_versions(version), *self.evaluating)
+                 if number in published and number != version}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
         self.recorder.spent("checkpoint", time.perf_counter() - started)

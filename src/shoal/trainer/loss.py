@@ -58,7 +58,7 @@ class Objective:
             kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
             kl_weighted=a.kl_weighted,
             entropy_coef=a.entropy_coef,
-            correction=None if a.correction == "none" else correction.load(),
+            correction=correction.load() if correction.function else None,
             correction_level=a.correction_level,
             correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)),
         )

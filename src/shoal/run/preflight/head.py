@@ -13,7 +13,7 @@ from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings, seconds_text
 from shoal.rewards.pool import RewardPool
-from shoal.run.derived import step_text
+from shoal.run.derived import staleness_text, step_text
 from shoal.run.engines import places_text, run_engines
 from shoal.run.loading import ModelSpec
 from shoal.run.parts import RunData, whole_shape
@@ -65,6 +65,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
         "sampler": places_text(config, roles, model.architecture),
+        "samples": staleness_text(config, roles.disaggregated),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
         "time": least_time_text(config, roles, model),

@@ -17,7 +17,7 @@ from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSect
 from shoal.files import check_local, check_place
 from shoal.report.findings import Findings
 from shoal.report.folder import is_run, named_folder
-from shoal.run.derived import max_support, num_updates, step_text
+from shoal.run.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS
 from shoal.types import ShoalError
@@ -156,11 +156,11 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         if config.teacher.path:
             yield ("a teacher with truncated samples scores the kept tokens alone: where one is kept it has no "
                    "effect; set sampling.top_k=0, top_p=1, min_p=0")
-    oldest = max(config.train.max_staleness, config.train.weight_sync_interval - 1)
+    oldest = oldest_samples(config)
     if oldest > 0 and a.correction == "none":
         yield (f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
-               "train.weight_sync_interval), and algorithm.correction=none treats them as on-policy: set "
-               "algorithm.correction=tis")
+               "train.weight_sync_interval), and algorithm.correction=none treats them as on-policy: leave it "
+               "out, or set algorithm.correction=tis")
     if config.teacher.path and loss.one_gradient:
         yield (f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of "
                "whose tokens have one gradient; set algorithm.loss=gspo-token, or grpo")

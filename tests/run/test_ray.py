@@ -103,6 +103,13 @@ def attacking(monkeypatch, attacks: dict[int, signal.Signals]) -> list[int]:
     return sent
 
 
+def test_files_give_the_bits_of_arrays(workshop, here, tmp_path):
+    words = (*LAGGING, "publish.channel=files", f"publish.folder={tmp_path}")
+    workshop.train("files", *words, "steps=2")
+    assert_same_run(here, workshop.train("files", *words))  # resumed: older weights are in the checkpoint
+    assert not list(tmp_path.iterdir()), "published files stay behind"
+
+
 def test_one_worker_that_is_killed_gives_the_bits_of_the_callers_thread(workshop, here, words, nodes, monkeypatch,
                                                                         tmp_path):
     sent = attacking(monkeypatch, {2: signal.SIGKILL})
@@ -111,7 +118,6 @@ def test_one_worker_that_is_killed_gives_the_bits_of_the_callers_thread(workshop
     assert sent == [signal.SIGKILL]
     rows = metrics(workshop.runs / "one")
     assert sum(row["fleet/lost"] for row in rows) == 1 and sum(row["fleet/asked_again"] for row in rows) >= 1
-    assert not list(tmp_path.iterdir()), "published files stay behind"
     wait_for(lambda: not workers_of(nodes))
 
 

@@ -41,7 +41,7 @@ NEWS_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
 LAST_LINES = 5
 """Of a worker's own output that are shown when it has ended."""
-ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "NVIDIA_TF32_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "NPROC")
+ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "NPROC")
 """Beginnings of the environment's names that decide numbers, threads and memory: a worker has the trainer's."""
 VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "TPU": "TPU_VISIBLE_CHIPS"}
 """Ray's name of an accelerator -> the variable that says which of them a process may use."""

@@ -57,7 +57,8 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
         return 0
     dtype = compute_dtype(config.model.dtype, role.platform)
     weights = max(held for held, _ in held_versions(config)) * weight_bytes(a, role, dtype)
-    free = CACHE_SHARE * memory - weights - other_weights(roles, a, scored_models(config, a), dtype)
+    others = 0 if config.sampler.kind == "ray" else other_weights(roles, a, scored_models(config, a), dtype)
+    free = CACHE_SHARE * memory - weights - others
     heads = max(a.num_kv_heads, role.tensor) // role.tensor
     token = 2 * a.num_layers * heads * a.head_dim * jnp.dtype(dtype).itemsize
     return max(1, int(free / token)) * roles.hosts[0].row_shards

@@ -115,6 +115,31 @@ def test_what_matters_in_verls_files_is_no_pattern(line, tmp_path):
         compose("train", [str(file)])
 
 
+def test_verls_file_of_fully_asynchronous_training_loads(tmp_path):
+    file = tmp_path / "async.yml"
+    file.write_text("""\
+async_training: {staleness_threshold: 0.1, trigger_parameter_sync_step: 4, require_batches: 1, partial_rollout: true,
+  use_trainer_do_validate: false, use_dynamic_resource_scheduling: false, dynamic_schedule_policy: default,
+  dynamic_schedule_deactivate_ratio: 0.3, concurrent_samples_per_replica: 16}
+rollout: {nnodes: 1, n_gpus_per_node: 8, n: 4, total_rollout_steps: 100}
+data: {gen_batch_size: 1, train_batch_size: 0}
+actor_rollout_ref:
+  rollout: {calculate_log_probs: true, standalone_gpu_memory_utilization: null, checkpoint_engine: {backend: nccl}}
+  actor: {use_rollout_log_probs: true, ppo_mini_batch_size: 8}
+  model: {use_remove_padding: true}
+algorithm.rollout_correction.bypass_mode: true
+""")
+    with pytest.raises(ShoalError) as caught:
+        compose("train", [str(file)])
+    assert str(caught.value).count("the ratio is to the trainer's own log-probs") == 2
+    assert str(caught.value).count("async.yml:") == 2
+    own = ("algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.use_rollout_log_probs=false")
+    config, _ = compose("train", [str(file), *own])
+    assert difference_from_defaults(config) == {
+        "steps": 12, "batch.prompts_per_step": 8, "train.weight_sync_interval": 4, "train.max_staleness": 4,
+        "train.versions": "newest", "mesh.sampler": "8"}
+
+
 def test_patterns_of_names_count_in_their_own_files_alone(tmp_path):
     file = tmp_path / "mine.yml"
     file.write_text("base_output_dir: x\nsteps: 3\n")  # `base_*` is MaxText's

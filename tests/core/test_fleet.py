@@ -16,7 +16,8 @@ from small import PLAINEST, random_parameters, roles
 from tiny_runs import Workshop, checkpoints, metrics, read_lines
 
 from shoal import cli
-from shoal.config.schema import RewardSection
+from shoal.commands.replay import replay
+from shoal.config.schema import ReplayConfig, RewardSection
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member
@@ -476,6 +477,8 @@ def test_newest_weights_stay_within_the_bound(workshop):
     rows = metrics(run)
     assert len(rows) == 5 and all(0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows)
     assert rows[-1]["staleness/max"] > 0
+    for number in range(2):  # what was sampled before the weights changed is sampled again to the bit
+        assert replay(ReplayConfig(run=str(run), step=4, group=number))["identical"]
 
 
 def test_stages_are_words_that_people_read():

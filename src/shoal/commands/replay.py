@@ -47,8 +47,13 @@ def replay(config: ReplayConfig, console: Console | None = None, name: str = "st
             console.warning(f"the prompt: {prompt['reason']}")
         params, origin = player.weights(group.version)
         sampled = player.sample(group, params)
-        differences = [describe_completion_difference(*pair, player.tokenizer)
-                       for pair in zip(group.completions, sampled, strict=True)]
+        kept = tokens_of_first_version(group)
+        if kept != list(map(len, group.completions)):
+            console.warning(f"the weights changed while this group was sampled (train.versions=newest): {sum(kept)} of "
+                            f"{sum(map(len, group.completions))} tokens are of version {group.version} and compared, "
+                            "the others are of newer ones")
+        differences = [describe_completion_difference(one, other, player.tokenizer, size)
+                       for one, other, size in zip(group.completions, sampled, kept, strict=True)]
         difference = next(filter(None, differences), None)
         result = json_ready({
             "run": str(run), "step": config.step, "group": config.group, "version": group.version,
@@ -89,11 +94,19 @@ def check_prompt(run: Path, config: Config, group: Group) -> dict[str, Any]:
 # ---- the report
 
 
-def describe_completion_difference(stored: Completion, sampled: Completion,
-                                   tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The first difference of two completions as a record; None where they are equal bit for bit."""
+def tokens_of_first_version(group: Group) -> list[int]:
+    """By completion, the tokens that were sampled from the group's version before any from a newer one."""
+    if len(set(np.concatenate([one.versions for one in group.completions]).tolist())) == 1:
+        return list(map(len, group.completions))
+    return [int((one.versions == group.version).cumprod().sum()) for one in group.completions]
+
+
+def describe_completion_difference(stored: Completion, sampled: Completion, tokenizer: Tokenizer,
+                                   size: int | None = None) -> dict[str, Any] | None:
+    """The first difference of two completions, of the first `size` tokens of `stored` (None: all, and how it ends), as
+    a record; None where they are equal bit for bit."""
     found = completion_difference(stored, sampled)
-    if found is None:
+    if found is None or (size is not None and size < len(stored) and found[1] >= size):
         return None
     kind, at = found
     tokens = {name: {"id": int(one.token_ids[at]), "text": tokenizer.token_text(int(one.token_ids[at])),

@@ -101,7 +101,7 @@ class Replayer:
             for step in range(start, version):
                 state = self._retrain(self._updater(step, first), state, read_stored(self.run, step + 1), step, origin)
             origin.updates_retrained, origin.verified = int(state.updates) - before, None
-        params = publish_to(self.model(self.config).on(self.roles.sampler), state.trainable)
+        params = publish_to(self.model(self.config).on(self.roles.hosts[0]), state.trainable)
         if retrains and (file := group_files(self.run).get(version + 1)):  # its log-probs are those before its update
             self._retrain(self._updater(version, first), state, read_file(file), version, origin)
         return params, origin

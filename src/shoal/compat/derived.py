@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from shoal.compat.flags import NOTHING, Given, Values, last_part, to_float, to_int
+from shoal.compat.flags import NOTHING, Given, Values, last_part, to_bool, to_float, to_int
 from shoal.config.translator import Get
 from shoal.tasks.data_file import read_file
 from shoal.text import count
@@ -126,13 +126,63 @@ def derive_micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def derive_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: prompts of an update; a step of fewer is one update."""
-    *_, (name, text) = given.items()
-    prompts = get("batch.prompts_per_step")
-    size = min(to_int(name, text), prompts)
+    """verl: prompts of an update; a step of fewer is one update. In fully_async_policy a step is require_batches
+    updates."""
+    named = last_part(given)
+    if "ppo_mini_batch_size" not in named:
+        raise ShoalError(f"async_training.require_batches={named['require_batches']} needs "
+                         "actor_rollout_ref.actor.ppo_mini_batch_size, the prompts of an update")
+    name, text = "actor_rollout_ref.actor.ppo_mini_batch_size", named["ppo_mini_batch_size"]
+    size, values = to_int(name, text), {}
+    if "require_batches" in named:
+        prompts = size * to_int("async_training.require_batches", named["require_batches"])
+        values["batch.prompts_per_step"] = str(prompts)
+    elif not (prompts := get("batch.prompts_per_step")):
+        raise ShoalError("data.train_batch_size=0 needs async_training.require_batches, the updates of a step")
+    size = min(size, prompts)
     if prompts % size:
         raise ShoalError(f"{name}={text}: expected a divisor of batch.prompts_per_step={prompts}")
-    return {"algorithm.num_minibatches": str(prompts // size)}, f"{count(prompts, 'prompt')} a step, {size} an update"
+    return {"algorithm.num_minibatches": str(prompts // size), **values}, \
+        f"{count(prompts, 'prompt')} a step, {size} an update"
+
+
+def derive_verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
+    """verl's fully_async_policy: the share of the steps between two weight updates that is sampled before the first of
+    them, and whether completions go on through it."""
+    name, partial = "async_training.staleness_threshold", "async_training.partial_rollout"
+    interval, values, reasons = get("train.weight_sync_interval"), {}, []
+    if name in given:
+        share = to_float(name, given[name])
+        if share < 0:
+            raise ShoalError(f"{name}={given[name]}: expected 0 or more")
+        ahead = math.ceil(round(share * interval, 6))
+        values["train.max_staleness"] = str(interval - 1 + ahead)
+        reasons.append(f"{ahead} of {count(interval, 'step')} sampled before the sampler's weight update")
+    else:
+        ahead = get("train.max_staleness") - interval + 1
+    if partial in given:
+        wanted = to_bool(partial, given[partial])
+        values["train.versions"] = "newest" if wanted and ahead > 0 else "fixed"
+        reasons += ["nothing is sampled ahead, so no completion is partial"] * (wanted and ahead <= 0)
+    return values, "; ".join(reasons)
+
+
+VERL_COUNTS = {"trainer.save_freq": "checkpoint.every", "trainer.test_freq": "train.evaluate_every",
+               "rollout.test_freq": "train.evaluate_every"}
+
+
+def derive_verl_counts(given: Given, get: Get) -> tuple[Values, str]:
+    """verl counts weight updates of the sampler, between which there may be several steps; -1 is our 0."""
+    each = get("train.weight_sync_interval")
+    values = {VERL_COUNTS[name]: str(max(0, to_int(name, text, -1)) * each) for name, text in given.items()}
+    return values, f"counted in weight updates of the sampler there, one in {each} steps" if each > 1 else ""
+
+
+def derive_rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
+    """verl's fully_async_policy: a run is so many prompts."""
+    *_, (name, text) = given.items()
+    prompts = get("batch.prompts_per_step")
+    return {"steps": str(max(1, to_int(name, text) // prompts))}, f"{count(prompts, 'prompt')} a step"
 
 
 def derive_trl_batch(given: Given, get: Get) -> tuple[Values, str]:
@@ -185,6 +235,19 @@ def derive_trl_updates(given: Given, get: Get) -> tuple[Values, str]:
     each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
     values = {TRL_COUNTS[name]: str(-(-to_int(name, text, 0) // each)) for name, text in given.items()}
     return values, f"counted in updates there, {each} to a step here" if each > 1 else ""
+
+
+def derive_trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL's AsyncGRPOConfig: the age of samples, in weight updates of the sampler, each after weight_sync_steps
+    updates of the trainer."""
+    each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
+    steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)
+    values, reasons = {"train.weight_sync_interval": str(steps)}, [f"{each} updates to a step here"] * (each > 1)
+    if "max_staleness" in given:
+        age = to_int("max_staleness", given["max_staleness"], 0)
+        values["train.max_staleness"] = str((age + 1) * steps - 1)
+        reasons += [f"counted in steps here, {age + 1} x {steps} - 1"] * (steps > 1)
+    return values, "; ".join(reasons)
 
 
 def derive_epochs(given: Given, get: Get) -> tuple[Values, str]:
@@ -254,5 +317,6 @@ def derive_trl_delta(given: Given, get: Get) -> tuple[Values, str]:
 DERIVATIONS = (
     derive_lengths, derive_devices, derive_sampler_tensor, derive_turns_per_batch, derive_turns, derive_micro_batch,
     derive_micro_batch_per_gpu, derive_mini_batches, derive_trl_batch, derive_trl_updates, derive_epochs, derive_warmup,
-    derive_train_rl, derive_test_batches, derive_trl_delta)
+    derive_train_rl, derive_test_batches, derive_trl_delta, derive_verl_staleness, derive_verl_counts,
+    derive_rollout_steps, derive_trl_staleness)
 """Every rule; each asks for the keys that it needs, so their order does not matter."""

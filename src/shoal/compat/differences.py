@@ -28,6 +28,17 @@ DIFFERENCES: dict[str, Difference] = {
         "one denominator for the whole update, that of `algorithm.aggregation`"),
     "trl minibatches": Difference(
         "TRL", "several updates of one generation", "each has completions from any group", "each has whole groups"),
+    "trl max_staleness": Difference(
+        "TRL", "`max_staleness`",
+        "learns from groups as they finish; drops a sample that is older when its turn comes",
+        "a step learns from the groups it asked for; none starts on older weights, so none is dropped"),
+    "trl weights in flight": Difference(
+        "TRL", "`AsyncGRPOTrainer`", "the sampler's weights change while completions go on",
+        "each completion is of one version, unless `train.versions=newest`"),
+    "verl staleness_threshold": Difference(
+        "verl", "`async_training.staleness_threshold`",
+        "bounds the samples drawn ahead; a long completion may be older when its turn comes",
+        "bounds the age of the weights that a group starts on"),
     "verl longest response": Difference(
         "verl", "`loss_agg_mode=seq-mean-token-sum-norm` without `loss_scale_factor`",
         "divides by the longest response of each micro-batch", "divides by `data.max_response_length`"),

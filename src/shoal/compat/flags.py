@@ -98,6 +98,7 @@ class Flag:
     has_tail: bool = True  # its line ends with its meaning
     keeps_nothing: bool = False  # None is a value of its own
     only: Callable[[str], bool] | None = None  # a name that is ours, too: the texts that are theirs
+    only_with: str = ""  # a name that is ours, too: the flag of theirs without which it is ours
 
     @property
     def is_rename(self) -> bool:

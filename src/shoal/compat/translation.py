@@ -120,12 +120,15 @@ class Translator:
 def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> dict[str, tuple[list[tuple[int, int]], FlagUse]]:
     """By name: every place where a flag was given, and the last."""
     found: dict[str, tuple[list[tuple[int, int]], FlagUse]] = {}
+    everywhere = {entry.name for entries in layers for entry in entries}
     for number, entries in enumerate(layers):
         likely, is_theirs = likely_system(entries)
         names = {entry.name for entry in entries}
         for place, entry in enumerate(entries):
             row = find_flag(config_type, entry.name, entry.value, likely, is_theirs and ":" in entry.origin)
             if row is None or (row[1].only and names & {*row[1].keys}):  # beside its own key, a name of ours is ours
+                continue
+            if row[1].only_with and row[1].only_with not in everywhere:
                 continue
             before = found.pop(entry.name, ([], None))[0]
             found[entry.name] = ([*before, (number, place)], FlagUse(row[1], row[0], entry, (number, place)))

@@ -8,7 +8,10 @@ from shoal.compat.derived import (
     derive_epochs,
     derive_micro_batch_per_gpu,
     derive_mini_batches,
+    derive_rollout_steps,
     derive_sampler_tensor,
+    derive_verl_counts,
+    derive_verl_staleness,
     derive_warmup,
 )
 from shoal.compat.flags import (
@@ -30,6 +33,7 @@ from shoal.compat.flags import (
     renames,
 )
 from shoal.compat.verl_readers import (
+    read_batch,
     read_betas,
     read_clip,
     read_divergence,
@@ -41,6 +45,7 @@ from shoal.compat.verl_readers import (
     read_reward_file,
     read_rollout_correction,
     read_rounds,
+    read_sampler_gpus,
     read_train_files,
 )
 
@@ -74,7 +79,8 @@ _FILTERS: dict[str, Values] = {"acc": {"algorithm.dynamic_sampling_by": "correct
 _KL = "kl kl_clamp_input kl_clamp_value"
 
 FLAGS: list[Flag] = [
-    *renames(data__train_batch_size="batch.prompts_per_step", actor_rollout_ref__model__path="model.path",
+    *renames(async_training__trigger_parameter_sync_step="train.weight_sync_interval",
+             actor_rollout_ref__model__path="model.path",
              actor_rollout_ref__model__tokenizer_path="model.tokenizer",
              actor_rollout_ref__model__custom_chat_template="model.template",
              algorithm__gdpo_reward_weights="reward.weights", trainer__total_training_steps="steps",
@@ -120,7 +126,15 @@ FLAGS: list[Flag] = [
     *_grouped(read_rollout_correction, "correction_cap correction_floor",
               "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
               "algorithm.rollout_correction.rollout_is_threshold"),
+    reads("data.train_batch_size", "batch.prompts_per_step", read_batch, "0: by async_training.require_batches"),
     *derived(derive_mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
+    *derived(derive_mini_batches, "batch.prompts_per_step algorithm.num_minibatches",
+             "updates of a step, each of ppo_mini_batch_size prompts", "async_training.require_batches"),
+    *derived(derive_verl_staleness, "train.max_staleness", "n - 1 + that share of n steps, rounded up; n: "
+             "trigger_parameter_sync_step", "async_training.staleness_threshold"),
+    *derived(derive_verl_staleness, "train.versions", "true: newest, if samples may be older than the weights; false: "
+             "fixed", "async_training.partial_rollout", is_switch=True),
+    *derived(derive_rollout_steps, "steps", "prompts of the run", "rollout.total_rollout_steps"),
     *derived(derive_micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
              _A + "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
     *derived(derive_epochs, "steps", "passes over the rows of a local file; for other data set steps",
@@ -140,6 +154,9 @@ FLAGS: list[Flag] = [
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp",
       group=read_gpus)
       for name in ("n_gpus_per_node", "nnodes")],
+    *[Flag(f"rollout.{name}", ("mesh.sampler",), group=read_sampler_gpus,
+           meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is train.max_staleness=1")
+      for name in ("n_gpus_per_node", "nnodes")],
     *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=read_reward_file,
            meaning="file and name of the reward function",
            keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
@@ -154,15 +171,22 @@ FLAGS: list[Flag] = [
         meaning in (
         ("data.truncation", "error only: a prompt is never cut"),
         ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
-    reads(_T + "save_freq", "checkpoint.every", least_zero("checkpoint.every"), "-1: only the last step"),
-    reads(_T + "test_freq", "train.evaluate_every", least_zero("train.evaluate_every"), "-1: only before and after"),
+    *derived(derive_verl_counts, "checkpoint.every", "-1: only the last step; times trigger_parameter_sync_step",
+             _T + "save_freq"),
+    *derived(derive_verl_counts, "train.evaluate_every", "-1: only before and after; times trigger_parameter_sync_step",
+             _T + "test_freq", "rollout.test_freq"),
     reads(_T + "logger", "report.wandb.mode report.tensorboard", read_loggers, "console, wandb, tensorboard"),
     # ---- what matters and has no counterpart
     *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
              "algorithm.rollout_correction.rollout_is_batch_normalize"),
     *refused("rejection by a divergence; algorithm.correction=mis masks by the ratio",
              "algorithm.rollout_correction.rollout_rs"),
-    *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode"),
+    *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode",
+             _A + "use_rollout_log_probs"),
+    *only("the ratio is to the trainer's own log-probs", "true", names="async_training.compute_prox_log_prob"),
+    *only("a sampler has its devices for the whole run", "false",
+          names="async_training.use_dynamic_resource_scheduling"),
+    *only("prompts are asked for one by one", "1", names="data.gen_batch_size"),
     *refused("rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
     *refused(LORA, _MODEL + "lora_rank", _MODEL + "lora_adapter_path"),
@@ -234,11 +258,17 @@ FLAGS: list[Flag] = [
         multi_turn.* mtp quantization_config_file skip_dump_dir"""), *_under("data.", """
         tool_config_path custom_cls.* sampler.* datagen.* reward_fn_key"""),
           "reward_model.*", "reward.*", "reward_manager.*"),
+    *idle("a sampler has sampling.slots_per_device completions at once",
+          "async_training.concurrent_samples_per_replica"),
+    *idle("an evaluation is sampled where the training samples are", "async_training.use_trainer_do_validate"),
+    *idle("actor_rollout_ref.rollout.n is the size of a group", "rollout.n"),
+    *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *derived(derive_sampler_tensor, "mesh.sampler_tensor", REPLICA, _R + "tensor_model_parallel_size"),
     *idle(SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
-    *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization"),
+    *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization",
+          _R + "standalone_gpu_memory_utilization"),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),

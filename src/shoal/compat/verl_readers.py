@@ -108,12 +108,27 @@ def read_long_prompts(given: Given) -> Values:
     return {"sampling.long_prompts": "drop" if to_bool(name, given.get(name, "false")) else "error"}
 
 
-def read_gpus(given: Given) -> Values:
+def _gpus(section: str, given: Given) -> str:
     """Nodes times devices of each, 8 where only the nodes are given."""
     named = last_part(given)
-    each, nodes = (to_int(f"trainer.{name}", named.get(name, default)) for name, default in (
+    each, nodes = (to_int(f"{section}.{name}", named.get(name, default)) for name, default in (
         ("n_gpus_per_node", "8"), ("nnodes", "1")))
-    return {"mesh.trainer": str(each * nodes), "mesh.fsdp": "-1"}
+    return str(each * nodes)
+
+
+def read_gpus(given: Given) -> Values:
+    """The trainer's devices, which are the sampler's, too, unless it has its own."""
+    return {"mesh.trainer": _gpus("trainer", given), "mesh.fsdp": "-1"}
+
+
+def read_sampler_gpus(given: Given) -> Values:
+    """The devices that fully_async_policy and one_step_off_policy give the sampler alone."""
+    return {"mesh.sampler": _gpus("rollout", given)}
+
+
+def read_batch(name: str, text: str) -> Values:
+    """Prompts of a step; fully_async_policy wants a 0 here."""
+    return {"batch.prompts_per_step": Yielding("0") if text == "0" else text}
 
 
 def read_reward_file(given: Given) -> Values:

@@ -195,12 +195,13 @@ def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
         weak: dict[str, Setting] = {}
         given: dict[str, str] = {}
         for place, entry in enumerate(layer.entries):
-            settings = translation.settings.get((number, place))
+            settings, name = translation.settings.get((number, place)), entry.name
             if settings is None:
                 settings = _own_setting(config_type, layer, entry, chain.errors)
-            if layer.file is None and given.setdefault(entry.name, text_of(entry.value)) != text_of(entry.value):
-                given[entry.name] = text_of(entry.value)
-                chain.notes.append(f"{entry.name} is given more than once: the last one stands, {given[entry.name]}")
+                name = names_of(config_type).get(name, name)
+            if layer.file is None and given.setdefault(name, text_of(entry.value)) != text_of(entry.value):
+                given[name] = text_of(entry.value)
+                chain.notes.append(f"{name} is given more than once: the last one stands, {given[name]}")
             for setting in settings:
                 if setting.rank == "own":
                     _add(config_type, layer, found, setting, chain)

@@ -30,7 +30,7 @@ from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import for_devices, max_support
-from shoal.run.engines import run_engines
+from shoal.run.engines import num_hosts, run_engines
 from shoal.run.loading import ModelSpec, known_architecture, make_model, model_path
 from shoal.run.parts import make_learner, whole_shape
 from shoal.run.plan.links import axis_links
@@ -146,7 +146,7 @@ class Job:
 
     def _sampling(self) -> dict[str, Planned]:
         c, role, engine = self.config, self.roles.sampler, self.engines["training"]
-        prompts, parameters = c.batch.prompts_per_step, self._published()
+        prompts, parameters = -(-c.batch.prompts_per_step // num_hosts(self.roles)), published_shapes(engine.model)
         rows = engine.scheduler.batch_rows(prompt_bucket(c.sampling.max_prompt_tokens))
         joins = prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
         waves = -(-prompts // engine.num_groups)

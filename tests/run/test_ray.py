@@ -174,9 +174,10 @@ def test_an_address_where_nothing_answers_and_ray_that_is_missing(workshop, caps
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_when_the_trainer_ends(workshop, words, nodes, number):
-    command = [sys.executable, "-m", "shoal", *workshop.words(f"ended {number}", "steps=100000", "train.evaluate_every=-1",
-                                                                 *words())]
-    run = workshop.runs / f"ended {number}"
+    name = f"ended {number}"
+    command = [sys.executable, "-m", "shoal",
+               *workshop.words(name, "steps=100000", "train.evaluate_every=-1", *words())]
+    run = workshop.runs / name
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as trainer:
         reader = threading.Thread(target=lambda: trainer.stderr.read())
         reader.start()

@@ -745,6 +745,32 @@ def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch
     assert_equal_ends(unbroken, workshop.train(run.name, *words))
 
 
+def test_a_stop_takes_seconds_where_hosts_run_by_themselves(workshop, hanging, capfd):
+    """Rewards hang in this process, in the fleet's thread."""
+    reached, words, unbroken = hanging
+    run, words = workshop.runs / "stopped_fleet", (*words, "reward.workers=0", "mesh.trainer=1", "mesh.sampler=1")
+    reached.with_name("hang_at").write_text("3")
+    reached.unlink(missing_ok=True)
+    asked_at = []
+
+    def ask() -> None:
+        while not reached.exists():
+            time.sleep(0.002)
+        asked_at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    code = cli.main(workshop.words(run.name, *words))
+    asking.join()
+    error = capfd.readouterr().err
+    assert time.monotonic() - asked_at[0] < 15 and code == 130 and "stopped after step 3 of 6" in error, error
+    assert "Traceback" not in error and versions(run)[-1] == 3
+    reached.with_name("hang_at").write_text("")
+    workshop.train(run.name, *words)
+    assert saved(run, 6)["checksums"] == saved(unbroken, 6)["checksums"]
+
+
 def test_a_second_signal_ends_at_once(capfd):
     with stop_on_signals() as stop:
         stop.check()

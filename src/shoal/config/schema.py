@@ -99,6 +99,8 @@ class Config:
         require(self.algorithm.num_minibatches <= self.batch.prompts_per_step or self.batch.prompts_per_device > 0,
                 "algorithm.num_minibatches", self.algorithm.num_minibatches,
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
+        require(self.steps == 0 or self.train.max_staleness < max(2, self.steps), "train.max_staleness",
+                self.train.max_staleness, f"less than steps={self.steps}: all samples would be of the first weights")
         if slots := self.sampling.slots_per_device * self.mesh.tensor:
             for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
                 require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,

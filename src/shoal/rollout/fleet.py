@@ -44,6 +44,8 @@ POLL_SECONDS = 0.01
 """How often the fleet's thread looks for answers and rewards while some are awaited."""
 WAIT_SECONDS = 0.5
 """How long a wait lasts before it looks again, though nobody has woken it."""
+END_SECONDS = 5.0
+"""How long the end of a run waits for the fleet's thread."""
 
 QUEUES = {"waiting": (Stage.WAITING,), "running": (Stage.RUNNING,), "sampled": (Stage.SAMPLED, Stage.REWARDED)}
 """Metric -> stages of groups."""
@@ -183,11 +185,10 @@ class Fleet:
         check_pending(state, self.state()["pending"])
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
+        self._closed = True
         self.woken.set()
         if self._thread:
-            self._thread.join()
+            self._thread.join(END_SECONDS)  # a function of a user's may hang there
         for member in self.members.values():
             if member.host is not None:
                 member.host.close()
@@ -211,42 +212,47 @@ class Fleet:
 
     def _run(self) -> None:
         """The fleet's thread."""
-        while True:
+        while not self._closed:
             self.woken.clear()
             try:
-                with self._changed:
-                    if self._closed:
-                        return
-                    self._turn()
-                    self._changed.notify_all()
-                    awaits = self.ledger.count(Stage.RUNNING, Stage.SAMPLED) > 0
+                self._turn()
             except BaseException as error:  # raised by `take`: whoever waits for these groups must learn of it
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
                 return
+            with self._changed:
+                awaits = self.ledger.count(Stage.RUNNING, Stage.SAMPLED) > 0
             self.woken.wait(POLL_SECONDS if awaits else WAIT_SECONDS)
-
-    # -- what is done with the ledger's lock held
 
     def _turn(self, guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
               wait: bool = False) -> None:
-        """Gives groups to hosts, gathers their answers, has them rewarded. `guard` is around what may hang."""
-        now = time.monotonic()
-        for member in self.members.values():
-            self._tend(member, now)
-        self._assign()
-        for member in list(self.members.values()):
-            if not self.by_itself and not member.given:
-                continue
-            for id, completions in (self._ask(member, lambda host: host.poll()) or {}).items():
-                self._enter(member, id, completions, guard)
-        with guard():
-            self.rewards.collect(self.ledger, wait)
+        """Gives groups to hosts, gathers their answers, has them rewarded. `guard` is around what may hang.
 
-    def _enter(self, member: Member, id: int, completions: Sequence[Completion],
-               guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """Enters a host's answer and has it rewarded. A host whose answer is wrong is lost, with all that it has."""
+        The lock is not held where functions of a user's may be called: a caller who gives up must not wait for them."""
+        with self._changed:
+            now, ready = time.monotonic(), []
+            for member in self.members.values():
+                self._tend(member, now)
+            self._assign()
+            for member in list(self.members.values()):
+                if self.by_itself or member.given:
+                    for id, completions in (self._ask(member, lambda host: host.poll()) or {}).items():
+                        ready.append(self._enter(member, id, completions))
+        for entries in filter(None, ready):
+            with guard():
+                self.rewards.submit(entries)
+        with guard():
+            found = self.rewards.collect(wait)
+        with self._changed:
+            self.rewards.enter(found, self.ledger)
+            self._changed.notify_all()
+
+    # -- what is done with the ledger's lock held
+
+    def _enter(self, member: Member, id: int, completions: Sequence[Completion]) -> list[Entry]:
+        """Enters a host's answer; the groups that can be rewarded now. A host whose answer is wrong is lost, with all
+        that it has."""
         member.given.pop(id, None)
         if (entry := self.ledger.entries.get(id)) is not None:
             # Not those that the channel has: it may have none just now, between the last and the next.
@@ -255,14 +261,14 @@ class Fleet:
                                   self.channel.model.architecture.vocab_size, published)
             if reason:
                 self._lose(member, f"it answered with {reason}")
-                return
-        if (entry := self.ledger.answer(id, completions)) is not None:
-            for other in self.members.values():
-                if other is not member and other.given.pop(id, None) is not None:
-                    self._ask(other, lambda host: host.cancel(id))
-            with guard():  # functions that are called in this process
-                self.rewards.submit(entry, self.ledger)
-            self._show_progress(entry)
+                return []
+        if (entry := self.ledger.answer(id, completions)) is None:
+            return []
+        for other in self.members.values():
+            if other is not member and other.given.pop(id, None) is not None:
+                self._ask(other, lambda host: host.cancel(id))
+        self._show_progress(entry)
+        return self.rewards.ready(entry, self.ledger)
 
     def _assign(self) -> None:
         """Gives what waits to hosts, the oldest first, each to the one with the most room."""

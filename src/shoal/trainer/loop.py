@@ -101,8 +101,7 @@ class Run:
                 metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
             if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
                 self.evaluate(step + 1, state)
-            elif self.evaluating:
-                self.file_evaluations(step + 1, state)
+            self.file_evaluations(step + 1, state)
             self.end_if_warned(step + 1, state)
             if self.save_due(step + 1):
                 self.save(step + 1, state)

@@ -156,10 +156,12 @@ class RayHost:
         self._cluster.alive.discard(self.name)
         with contextlib.suppress(RayError):
             ray.kill(self._worker)
-        # A process that is stopped (SIGSTOP) does not end itself.
+        # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
         if self._joined is not None and self._joined.node == ray.get_runtime_context().get_node_id():
+            process = Path(f"/proc/{self._joined.pid}")
             with contextlib.suppress(OSError):
-                if b"ray::" in Path(f"/proc/{self._joined.pid}/cmdline").read_bytes():
+                is_stopped = (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+                if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
                     os.kill(self._joined.pid, signal.SIGKILL)
 
     def _call(self, method: Any, *args: Any) -> Future:

@@ -29,7 +29,7 @@ WITHIN_LAYER = {  # who may import whom inside one layer
 }
 
 ONLY_IN = {  # a foreign package -> the files that may import it
-    "ray": {"rollout/ray.py"},
+    "ray": {"rollout/cluster.py"},
     "orbax": {"trainer/orbax.py"},
     "math_verify": {"tasks/graders/math_worker.py"},
     "tensorboard": {"report/tensorboard.py"},
@@ -133,7 +133,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     """A package of given files, with an empty module for each noun that they name."""
     defaults = {"types.py": "", "mesh.py": "", "config/schema.py": "", "model/linear.py": "", "algorithm/kl.py": "",
                 "report/sink.py": "", "sampler/engine.py": "", "tasks/words.py": "", "rollout.py": "",
-                "trainer/loop.py": "", "rollout/source.py": "", "rollout/ray.py": "", "cli.py": "",
+                "trainer/loop.py": "", "rollout/source.py": "", "rollout/cluster.py": "", "cli.py": "",
                 "__init__.py": "", "trainer/checkpoint.py": "",
                 "run/assembly.py": "", "commands/train.py": "", "compat/trl.py": ""}
     for name, text in {**defaults, **files}.items():
@@ -156,7 +156,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     ("rollout/group.py", "def f():\n    if True:\n        from shoal.trainer.loop import run", "one layer"),
     ("trainer/loop.py", "import shoal.run.assembly", "layer 4"),
     ("rollout/source.py", "from shoal import cli", "layer 6"),
-    ("rollout/source.py", "import ray", "rollout/ray.py"),
+    ("rollout/source.py", "import ray", "rollout/cluster.py"),
     ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/orbax.py"),
     ("model/linear.py", "import torch.nn as nn", "no file"),
     ("model/linear.py", "def f():\n    from transformers import AutoModel", "no file"),
@@ -178,7 +178,7 @@ def test_a_forbidden_import_is_found(tmp_path, place, text, reason):
     ("model/linear.py", "from . import linear\nfrom ..types import Group"),
     ("trainer/loop.py", "from shoal.sampler.engine import Engine\nfrom .checkpoint import save"),
     ("trainer/orbax.py", "import orbax.checkpoint as ocp"),
-    ("rollout/ray.py", "import ray"),
+    ("rollout/cluster.py", "import ray"),
     ("run/resume.py", "import shoal.rollout.group, shoal.trainer.loop"),
     ("cli.py", "import shoal\nfrom shoal.run import assembly"),
     ("__init__.py", "def train():\n    from shoal.run import assembly"),

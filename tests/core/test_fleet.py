@@ -271,6 +271,33 @@ def test_a_host_that_answers_wrongly_is_lost(monkeypatch):
     assert "it answered with tokens of version 7, not 0" in said[0]
 
 
+def test_an_answer_from_newest_weights_may_come_while_the_next_are_published(monkeypatch):
+    go = threading.Event()
+    host = FakeHost(lambda host: None if go.is_set() else {})
+    with fleet({"a": host}) as source:
+        publish = source.channel.publish
+
+        def slow(version: int, params: Any) -> Any:
+            assert not source.channel.versions  # released, as both may not fit
+            go.set()
+            groups_come(source)
+            return publish(version, params)
+
+        source.request(requests(range(2), exact=False))
+        while len(host.queued) < 2:
+            time.sleep(0.01)
+        monkeypatch.setattr(source.channel, "publish", slow)
+        source.publish(1, random_parameters(PLAINEST))
+        assert rows_of(source) == [0, 1] and source.members["a"].host is host
+
+
+def groups_come(source: Fleet) -> None:
+    deadline = time.monotonic() + 20
+    while source.ledger.count(Stage.REWARDED) < 2:
+        assert time.monotonic() < deadline and source._failure is None, source._failure
+        time.sleep(0.01)
+
+
 def test_health_is_progress_and_not_life():
     host = FakeHost()
     one = Member("a", host, restarts=1, given={1: 4})  # type: ignore[arg-type]

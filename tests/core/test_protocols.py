@@ -21,11 +21,12 @@ from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import fleet, host, member
+from shoal.rollout.cluster import RayHost
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.publish import MemoryChannel, MemoryManifest
+from shoal.rollout.publish import MemoryChannel, MemoryManifest, StoredManifest
 from shoal.run import assembly
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
@@ -67,12 +68,14 @@ class Elsewhere:
 if TYPE_CHECKING:
     from typing import cast
 
-    HOSTS: tuple[types.Host, types.Host, types.Host] = cast(tuple[EngineHost, ThreadHost, Elsewhere], None)
-    MANIFEST: types.Manifest = cast(MemoryManifest, None)
+    HOSTS: tuple[types.Host, types.Host, types.Host, types.Host] = cast(
+        tuple[EngineHost, ThreadHost, RayHost, Elsewhere], None)
+    MANIFESTS: tuple[types.Manifest, types.Manifest] = cast(tuple[MemoryManifest, StoredManifest], None)
     SOURCES: tuple[types.RolloutSource, types.RolloutSource] = cast(tuple[Fleet, DealtSource], None)
     SCORERS: tuple[types.Scorer, types.Scorer] = cast(tuple[ParameterScorer, ModelScorer], None)
 
-PAIRS = [(types.Host, EngineHost), (types.Host, ThreadHost), (types.Manifest, MemoryManifest),
+PAIRS = [(types.Host, EngineHost), (types.Host, ThreadHost), (types.Host, RayHost),
+         (types.Manifest, MemoryManifest), (types.Manifest, StoredManifest),
          (types.RolloutSource, Fleet), (types.RolloutSource, DealtSource), (types.Scorer, ParameterScorer),
          (types.Scorer, ModelScorer)]
 

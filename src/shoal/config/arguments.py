@@ -92,8 +92,13 @@ def aliases_of(config_type: type) -> dict[str, Alias]:
             if alias.key in keys and (not alias.commands or command in alias.commands)}
 
 
-OPTIONS = "mesh.compiler_options"
-"""The key whose values have names of their own: `mesh.compiler_options.NAME=VALUE`."""
+OPTIONS = ("mesh.compiler_options", "sampler.resources")
+"""The keys whose values have names of their own: `mesh.compiler_options.NAME=VALUE`."""
+
+
+def options_key(name: str) -> str:
+    """The key of OPTIONS that a name lies in; empty for others."""
+    return next((key for key in OPTIONS if name.startswith(f"{key}.")), "")
 
 
 def names_of(config_type: type) -> dict[str, str]:
@@ -105,8 +110,8 @@ def names_of(config_type: type) -> dict[str, str]:
 def find_key(config_type: type, name: str) -> Key:
     """The key of one of our names; raises ShoalError with the nearest name if there is none."""
     names = names_of(config_type)
-    if name.startswith(f"{OPTIONS}.") and OPTIONS in names:
-        name = OPTIONS
+    if options_key(name) in names:
+        name = options_key(name)
     if name not in names:
         for section in sections_of(config_type):
             if name in (section, section.rpartition(".")[2]):
@@ -256,7 +261,7 @@ def read_word(config_type: type, word: str) -> tuple[str, str]:
         raise ShoalError(f"{word}: {reason}")
     key = find_key(config_type, name)
     if equals:
-        return (name if name.startswith(f"{OPTIONS}.") else key.name), value
+        return (name if options_key(name) else key.name), value
     if key.type is not bool:
         raise ShoalError(f"{word}: expected a value ({key.type_text}): write {name}=VALUE")
     return key.name, "true"

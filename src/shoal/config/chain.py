@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import OPTIONS, Arguments, find_key, names_of
+from shoal.config.arguments import OPTIONS, Arguments, find_key, names_of, options_key
 from shoal.config.files import find_file, interpolate, is_interpolated, is_packaged, packaged, presets_of, read_files
 from shoal.config.keys import command_of, keys_of, sections_of
 from shoal.config.schema import Config
@@ -212,17 +212,19 @@ def make_chain(config_type: type, layers: Sequence[Layer]) -> Chain:
 
 
 def _with_options(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries with all `mesh.compiler_options.NAME=VALUE`, and a file's section of them, as one list."""
-    head, named, others = f"{OPTIONS}.", {}, []
+    """The entries with all `mesh.compiler_options.NAME=VALUE`, and a file's section of them, as one list; likewise for
+    the other keys of OPTIONS."""
+    named: dict[str, dict[str, Entry]] = {key: {} for key in OPTIONS}
+    others = []
     for entry in entries:
-        if entry.name.startswith(head):
-            named[entry.name.removeprefix(head)] = entry
-        elif entry.name == OPTIONS and isinstance(entry.value, Mapping):
-            named |= {name: replace(entry, value=value) for name, value in entry.value.items()}
+        if key := options_key(entry.name):
+            named[key][entry.name.removeprefix(f"{key}.")] = entry
+        elif entry.name in OPTIONS and isinstance(entry.value, Mapping):
+            named[entry.name] |= {name: replace(entry, value=value) for name, value in entry.value.items()}
         else:
             others.append(entry)
-    given = [f"{name}={text_of(entry.value)}" for name, entry in named.items()]
-    return [*others, *(Entry(OPTIONS, given, entry.origin) for entry in [*named.values()][:1])]
+    return [*others, *(Entry(key, [f"{name}={text_of(entry.value)}" for name, entry in found.items()],
+                             next(iter(found.values())).origin) for key, found in named.items() if found)]
 
 
 def _own_setting(config_type: type, layer: Layer, entry: Entry, errors: list[str]) -> list[Setting]:

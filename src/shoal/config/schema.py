@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.config.cluster_sections import PublishSection, RaySection, SamplerSection
 from shoal.config.mesh_section import MeshSection
 from shoal.config.sections import (
     AlgorithmSection,
@@ -24,11 +25,36 @@ from shoal.config.sections import (
 )
 
 __all__ = [
-    "AlgorithmSection", "BatchSection", "CheckpointSection", "Config", "ConvertConfig", "DiffConfig",
-    "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig",
-    "MeshSection", "ModelSection", "OptimizerSection", "PlanConfig", "PretrainConfig", "ReplayConfig", "ReportSection",
-    "RescoreConfig", "RewardSection", "SamplingSection", "TaskSection", "TeacherSection", "TrainSection",
-    "WandbSection", "require",
+    "AlgorithmSection",
+    "BatchSection",
+    "CheckpointSection",
+    "Config",
+    "ConvertConfig",
+    "DiffConfig",
+    "DoctorConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "ExportRolloutsConfig",
+    "GenerateConfig",
+    "GroupsConfig",
+    "MeshSection",
+    "ModelSection",
+    "OptimizerSection",
+    "PlanConfig",
+    "PretrainConfig",
+    "PublishSection",
+    "RaySection",
+    "ReplayConfig",
+    "ReportSection",
+    "RescoreConfig",
+    "RewardSection",
+    "SamplerSection",
+    "SamplingSection",
+    "TaskSection",
+    "TeacherSection",
+    "TrainSection",
+    "WandbSection",
+    "require",
 ]
 
 
@@ -60,6 +86,9 @@ class Config:
     batch: BatchSection = field(default_factory=BatchSection)
     train: TrainSection = field(default_factory=TrainSection)
     mesh: MeshSection = field(default_factory=MeshSection)
+    sampler: SamplerSection = field(default_factory=SamplerSection)
+    publish: PublishSection = field(default_factory=PublishSection)
+    ray: RaySection = field(default_factory=RaySection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     report: ReportSection = field(default_factory=ReportSection)
 
@@ -76,7 +105,18 @@ class Config:
             for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
                 require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
                         f"0 (auto), or room for the completions of a prompt ({name}={size})")
-
+        allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray")}[self.sampler.kind]
+        require(self.publish.channel in allowed, "publish.channel", self.publish.channel,
+                f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}")
+        if self.sampler.kind == "ray":
+            require(self.sampler.devices_per_worker % (self.mesh.sampler_tensor or 1) == 0,
+                    "sampler.devices_per_worker", self.sampler.devices_per_worker,
+                    f"a multiple of mesh.sampler_tensor={self.mesh.sampler_tensor}")
+            for name, unset in (("sampler", ""), ("processes", 0), ("pathways", False)):
+                value = getattr(self.mesh, name)
+                require(value == unset or (name == "processes" and value == 1), f"mesh.{name}", value,
+                        f"{unset!r} with sampler.kind=ray: its workers have devices of their own, and the trainer is "
+                        "one process")
 
     @property
     def pass_k(self) -> int:

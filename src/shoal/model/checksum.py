@@ -25,15 +25,15 @@ def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
     exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if array.dtype.itemsize == 4 else jnp.uint16)
-    number, position = _mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
+    number, position = mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
     if array.size > POSITIONS:  # which begin again in a later layer
-        number = _mixed(number + jax.lax.broadcasted_iota(jnp.uint32, array.shape, 0))
+        number = mixed(number + jax.lax.broadcasted_iota(jnp.uint32, array.shape, 0))
     for axis, size in enumerate(array.shape):
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ _mixed(position + number)))
+    return jnp.sum(mixed(bits.astype(jnp.uint32) ^ mixed(position + number)))
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def mixed(x: jax.Array) -> jax.Array:
     """The finaliser of MurmurHash3: uint32 -> uint32, one to one, each bit of the input moves half of the output."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

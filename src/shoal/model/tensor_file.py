@@ -26,6 +26,10 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 
 
+ALIGNMENT = 64
+"""Of the first tensor in a file that is written, in bytes: JAX on CPU uses mapped memory aligned so as it is."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a safetensors file, of which rows can be read."""
@@ -96,7 +100,7 @@ def write_file(file: Path, tensors: Sequence[Writable], dtype: np.dtype) -> None
         end += dtype.itemsize * math.prod(tensor.shape)
         header[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [starts[-1], end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor, start in zip(tensors, starts, strict=True):

@@ -73,6 +73,10 @@ class Tokenizer:
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.notes: list[str] = list(notes)
 
+    def __reduce__(self) -> tuple:
+        # Sent to samplers in other processes; a compiled template cannot be.
+        return Tokenizer, (self._backend, self._special, self.eos_ids, self.pad_id, self.template, self.notes)
+
     @classmethod
     def load(cls, folder: str | Path, template: str = "") -> Tokenizer:
         """Reads a model folder. `template`, a chat template or a file with one, replaces the folder's."""

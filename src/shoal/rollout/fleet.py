@@ -22,7 +22,7 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses
 from shoal.rollout.member import Member, wrong_answer
-from shoal.rollout.publish import MemoryChannel
+from shoal.rollout.publish import Channel
 from shoal.text import count
 from shoal.types import (
     Completion,
@@ -60,7 +60,7 @@ class Fleet:
     `poll` in the caller's thread.
     """
 
-    channel: MemoryChannel
+    channel: Channel
     hosts: Mapping[str, Host]
     rewards: GroupRewards
     seed: int
@@ -179,7 +179,7 @@ class Fleet:
         """Addresses of pending training groups, and the weights that are still sampled from."""
         with self._changed:
             pending = pending_addresses(one.request for one in self.ledger.entries.values())
-            return {"pending": pending, "published": dict(self.channel.versions)}
+            return {"pending": pending, "published": self.channel.versions}
 
     def restore(self, state: dict[str, Any]) -> None:
         check_pending(state, self.state()["pending"])

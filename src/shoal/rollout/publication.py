@@ -3,16 +3,20 @@
     trainer's array -> where the sampler's mesh has the same devices in another order, their parts exchanged
                     -> cast and laid out as the sampler has it, on the trainer's devices (one program)
                     -> the same devices: done; others: copied part by part, without a detour over the host
+
+To a sampler in another process they go over the host: `to_host` here, `from_host` there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -30,7 +34,7 @@ from shoal.model.transformer import (
     published_specs,
     reads_layers_apart,
 )
-from shoal.types import Params
+from shoal.types import Params, ShoalError
 
 PROGRAMS_KEPT = 64
 """Programs (layouts of arrays) kept by this process."""
@@ -90,6 +94,40 @@ def published_shapes(model: Model) -> Params:
     return param_shapes(published_specs(model), model.role, model.dtype)
 
 
+def tensor_names(model: Model) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each parameter, layers stacked, in the order of a tree of parameters."""
+    specs = jax.tree_util.tree_leaves_with_path(param_specs(model.architecture), is_leaf=is_param_spec)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): spec.shape for path, spec in specs}
+
+
+def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, int]]:
+    """Name, values in the sampler's type, and checksum of each parameter, layers stacked. One at a time is on the host,
+    and of one alone is there a copy on the trainer's devices."""
+    if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
+        params = dataclasses.replace(params, blocks=jax.tree.map(lambda *layers: jnp.stack(layers), *params.blocks))
+    for number, (name, leaf) in enumerate(zip(tensor_names(model), jax.tree.leaves(params), strict=True)):
+        cast = leaf.astype(model.dtype)
+        yield name, np.asarray(cast), int(_sum(cast, np.uint32(number)))
+
+
+def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int], place: str) -> Params:
+    """The parameters that `to_host` gave, laid out for `model`; `read` gives a tensor by name, `place` says of where.
+    ShoalError where one differs."""
+    specs, structure = jax.tree.flatten(param_specs(model.architecture), is_leaf=is_param_spec)
+    is_apart, arrays, sums = reads_layers_apart(model.role), [], []
+    for number, (name, spec) in enumerate(zip(tensor_names(model), specs, strict=True)):
+        array = jax.device_put(read(name), spec.sharding(model.role))
+        sums.append(_checksum(model)(array, np.uint32(number)))
+        arrays.append(_layers(model)(array) if is_apart and spec.axes[0] == "layers" else array)
+    for (name, expected), found in zip(checksums.items(), jax.device_get(sums), strict=True):
+        if expected != found:
+            raise ShoalError(f"the weights in {place} are not those that were published (checksum of {name} {found:#x},"
+                             f" expected {expected:#x}): something writes there, or a memory or disk is faulty; choose "
+                             "another publish.folder, and resume the run")
+    params = jax.tree.unflatten(structure, arrays)
+    return layers_apart(params, model.architecture.num_layers) if is_apart else params
+
+
 @lru_cache(PROGRAMS_KEPT)
 def publication_program(model: Model, source: NamedSharding, place: NamedSharding) -> Program:
     """The program that lays an array of the trainer's out for the sampler on the trainer's devices, and gives its
@@ -106,6 +144,9 @@ def publication_program(model: Model, source: NamedSharding, place: NamedShardin
         return reshard(cast, source, target), array_checksum(cast, number)
 
     return role.jit(convert, out_shardings=(target, role.replicated))
+
+
+_sum = jax.jit(array_checksum)
 
 
 @lru_cache(PROGRAMS_KEPT)

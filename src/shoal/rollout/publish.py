@@ -1,17 +1,35 @@
 """Publication: versions of the weights, where hosts fetch them when they like.
 
+    MemoryChannel    arrays on the sampler's devices, which are this process's
+    StoredChannel    tensors outside of any device, for hosts in other processes: files, or Ray's objects
+
 A version appears whole or not at all, under a manifest; it is written once and goes when nobody may ask for it. The
 trainer never waits for a host, nor a host for the trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from shoal.model.transformer import Model
 from shoal.rollout.publication import part_of, publish_to, published_shapes
 from shoal.types import Manifest, Params
+
+
+class Channel(Protocol):
+    """How the trainer's weights reach hosts."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def versions(self) -> Mapping[int, Params]: ...
+    def manifest(self, version: int, host: str) -> Manifest: ...
+    def publish(self, version: int, params: Params) -> dict[str, Manifest]: ...
+    def release(self, needed: Callable[[int], bool]) -> None: ...
+    def published_shapes(self) -> Params: ...
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -61,3 +79,98 @@ class MemoryManifest:
     def fetch(self) -> Params:
         params = self.channel.versions[self.version]
         return params if self.model == self.channel.model else part_of(self.model, params)
+
+
+class Stored(Protocol):
+    """A version outside of any device. It holds no weights and can be sent to another process."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def exists(self) -> bool: ...
+    def fetch(self, model: Model) -> Params:
+        """The weights, laid out for `model` and verified. LookupError once it is gone."""
+        ...
+
+    def forget(self) -> None:
+        """Lets go of what this process refers to."""
+        ...
+
+
+class Store(Protocol):
+    """Writes versions."""
+
+    def write(self, version: int, model: Model, params: Params) -> Stored: ...
+    def remove(self, stored: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class StoredChannel:
+    """Versions in a store. `model` is the sampler's, on devices of this process, where a checkpoint reads them;
+    `parts` that of each host here, and of one elsewhere anything: it has its own."""
+
+    model: Model
+    parts: Mapping[str, Model]
+    store: Store
+    stored: dict[int, Stored] = field(default_factory=dict)
+
+    @property
+    def versions(self) -> Mapping[int, Params]:
+        return StoredVersions(self.stored, self.model)
+
+    def publish(self, version: int, params: Params) -> dict[str, Manifest]:
+        before, self.stored = self.stored.get(version), self.stored | {version: self.store.write(version, self.model,
+                                                                                                 params)}
+        if before is not None:
+            self.store.remove(before)
+        return {name: self.manifest(version, name) for name in self.parts}
+
+    def manifest(self, version: int, host: str) -> Manifest:
+        return StoredManifest(self.stored[version], self.parts[host])
+
+    def release(self, needed: Callable[[int], bool]) -> None:
+        for version in [version for version in self.stored if not needed(version)]:
+            self.store.remove(self.stored.pop(version))
+
+    def published_shapes(self) -> Params:
+        return published_shapes(self.model)
+
+    def close(self) -> None:
+        self.stored.clear()
+        self.store.close()
+
+
+@dataclass(frozen=True)
+class StoredVersions(Mapping[int, Params]):
+    """The versions of a `StoredChannel`, each read when it is asked for."""
+
+    stored: Mapping[int, Stored]
+    model: Model
+
+    def __getitem__(self, version: int) -> Params:
+        return self.stored[version].fetch(self.model)
+
+    def __contains__(self, version: object) -> bool:
+        return version in self.stored
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+@dataclass(frozen=True)
+class StoredManifest:
+    """A stored version, and the devices that a host fetches it to."""
+
+    stored: Stored
+    model: Model
+
+    @property
+    def exists(self) -> bool:
+        return self.stored.exists
+
+    def fetch(self) -> Params:
+        return self.stored.fetch(self.model)

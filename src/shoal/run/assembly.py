@@ -1,6 +1,7 @@
 """Assembles a training run: from a configuration to its parts, each opened before what needs it.
 
     open_task       questions, and the reward pool: forked before JAX has threads
+    open_cluster    the Ray cluster of its samplers, if they are there
     open_world      the processes, if there are several
     open_devices    the mesh, and the configuration with the prompts of its devices
     open_data       the tokenised prompts and evaluation sets
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -52,6 +54,7 @@ from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
 from shoal.run.timeline import TIMELINE, Timeline, trace
+from shoal.run.workers import open_cluster
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
 from shoal.trainer.checkpoint import MODEL_FOLDER, Checkpoints, versions
@@ -60,6 +63,9 @@ from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import RolloutSource, ShoalError, StopSignal
+
+if TYPE_CHECKING:
+    from shoal.rollout.cluster import Cluster
 
 
 def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console: Console, stack: ExitStack,
@@ -75,6 +81,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         task, pool = open_task(plan.config, reward_functions, stack, task)
     for note in task.notes:
         console.note(note)
+    cluster = open_cluster(plan.config, console, stack)
     world, plan = open_world(plan)
     stack.enter_context(world)
     spec, findings = open_run_model(plan.config.model, plan.run, None), Findings()
@@ -90,7 +97,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     folder, stop = open_folder(plan, console, stack, world), StopSignal()
     rewards = GroupRewards(task, pool, spec.tokenizer.decode)
     source = stack.enter_context(closing(make_source(
-        config, model, roles, spec.tokenizer, rewards, stop, console.answered, world)))
+        config, model, roles, spec.tokenizer, rewards, stop, console.answered, world, cluster)))
     updater = make_updater(config, make_learner(config, model), reference, teacher)
     facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
@@ -162,9 +169,10 @@ def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[C
 
 
 def make_source(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
-                stop: StopSignal, on_progress: Callable[[str, int, int], None], world: World) -> RolloutSource:
+                stop: StopSignal, on_progress: Callable[[str, int, int], None], world: World,
+                cluster: Cluster | None) -> RolloutSource:
     """The source of groups in this process."""
-    fleet = training_fleet(config, model, roles, tokenizer, rewards, stop, on_progress)
+    fleet = training_fleet(config, model, roles, tokenizer, rewards, stop, on_progress, cluster)
     return DealtSource(fleet, world, stop) if world.count > 1 else fleet
 
 

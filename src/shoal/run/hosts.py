@@ -3,49 +3,81 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shoal.config.schema import Config
+import numpy as np
+
+from shoal.config.schema import Config, PublishSection
+from shoal.files import check_local
 from shoal.mesh import Roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
+from shoal.rollout.file_store import KEY, FileStore, default_folder
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.publish import MemoryChannel
-from shoal.run.engines import training_engine_maker, training_places
+from shoal.rollout.publication import tensor_names
+from shoal.rollout.publish import Channel, MemoryChannel, Store, StoredChannel
+from shoal.run.engines import QUEUED, training_engine_maker, training_places
+from shoal.run.workers import ray_fleet
 from shoal.sampler.engine import Engine
 from shoal.types import Purpose, StopSignal
 
+if TYPE_CHECKING:
+    from shoal.rollout.cluster import Cluster
+
 HERE = "here"
 """The host in the caller's thread."""
-QUEUED = 4
-"""Completions that a host has at once, for each of its places: a group counts until its longest has ended. With twice
-the places 19 to 40% of them were idle where lengths are long-tailed and the sampler is slower than the trainer, with
-four times up to 8% (benchmarks/overlap.py)."""
+IN_MEMORY = PublishSection()
 
 
 def local_fleet(model: Model, make_engine: Callable[[Purpose, int], Engine], rewards: GroupRewards, seed: int,
-                on_progress: Callable[[str, int, int], None] | None = None, stop: StopSignal | None = None) -> Fleet:
+                on_progress: Callable[[str, int, int], None] | None = None, stop: StopSignal | None = None,
+                publish: PublishSection = IN_MEMORY) -> Fleet:
     """One host, in the caller's thread. `model` is the sampler's, on all of its devices."""
-    channel = MemoryChannel(model, {HERE: model.on(model.role.local)})
+    channel = make_channel(publish, model, {HERE: model.on(model.role.local)})
     return Fleet(channel, {HERE: EngineHost(make_engine)}, rewards, seed, stop=stop or StopSignal(),
                  on_progress=on_progress)
 
 
 def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
-                   stop: StopSignal, on_progress: Callable[[str, int, int], None]) -> Fleet:
-    """The hosts of a training run in this process: one in the caller's thread, or, on devices of their own, one in a
-    thread of its own for each replica."""
+                   stop: StopSignal, on_progress: Callable[[str, int, int], None],
+                   cluster: Cluster | None = None) -> Fleet:
+    """The hosts of a training run: workers of a Ray cluster; or in this process one in the caller's thread; or, on
+    devices of their own, one in a thread of its own for each replica."""
     own = model.on(roles.sampler)
+    if cluster is not None:
+        return ray_fleet(config, own, tokenizer, rewards, stop, on_progress, cluster,
+                         lambda model: make_store(config.publish, model, cluster))
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
-        return local_fleet(own, make, rewards, config.seed, on_progress, stop)
+        return local_fleet(own, make, rewards, config.seed, on_progress, stop, config.publish)
     slots, woken = training_places(config, roles, model.architecture).slots, threading.Event()
     hosts = {f"sampler {number}": EngineHost(training_engine_maker(config, model, roles, tokenizer, host=number),
                                              capacity=QUEUED * slots, shares_memory=False)
              for number in range(len(roles.hosts))}
-    channel = MemoryChannel(own, {name: model.on(role) for name, role in zip(hosts, roles.hosts, strict=True)})
+    channel = make_channel(config.publish, own, {name: model.on(role)
+                                                 for name, role in zip(hosts, roles.hosts, strict=True)})
     threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
     return Fleet(channel, threads, rewards, config.seed, by_itself=True, stop=stop, on_progress=on_progress,
                  woken=woken)
+
+
+def make_channel(section: PublishSection, model: Model, parts: Mapping[str, Model]) -> Channel:
+    """How hosts of this process get the weights."""
+    return StoredChannel(model, parts, make_store(section, model)) if section.channel == "files" else \
+        MemoryChannel(model, parts)
+
+
+def make_store(section: PublishSection, model: Model, cluster: Cluster | None = None) -> Store:
+    """Where versions are kept: files, or where a cluster has several machines that share no folder, Ray's objects."""
+    folder = check_local(section.folder, KEY)
+    if cluster is not None and section.channel != "files" and (
+            section.channel == "ray" or (not section.folder and cluster.several_nodes)):
+        from shoal.rollout.cluster import ObjectStore
+
+        return ObjectStore()
+    num_bytes = sum(map(np.prod, tensor_names(model).values())) * np.dtype(model.dtype).itemsize
+    return FileStore(folder if folder != Path() else default_folder(int(num_bytes)))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
         "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "mesh.pathways",
-        "reward.timeout_seconds", "reward.memory_gib", "reward.workers")
+        "reward.timeout_seconds", "reward.memory_gib", "reward.workers", "sampler.", "publish.", "ray.")
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
 the end of a learning rate schedule."""
 

@@ -26,6 +26,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor` decided: `mesh.tensor`
     where a replica fits so, else the least that fits. It stays `mesh.tensor` where a device's memory is not known, as
     on a CPU."""
+    if config.sampler.kind == "ray":  # whose workers have devices of their own; here the trainer's stand for them
+        config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     scored = scored_models(config, a)
     hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
     roles = make_roles(config.mesh, devices, hidden_size)
@@ -55,7 +57,8 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
         return 0
     dtype = compute_dtype(config.model.dtype, role.platform)
     weights = max(held for held, _ in held_versions(config)) * weight_bytes(a, role, dtype)
-    free = CACHE_SHARE * memory - weights - other_weights(roles, a, scored_models(config, a), dtype)
+    others = 0 if config.sampler.kind == "ray" else other_weights(roles, a, scored_models(config, a), dtype)
+    free = CACHE_SHARE * memory - weights - others
     heads = max(a.num_kv_heads, role.tensor) // role.tensor
     token = 2 * a.num_layers * heads * a.head_dim * jnp.dtype(dtype).itemsize
     return max(1, int(free / token)) * roles.hosts[0].row_shards

@@ -194,7 +194,8 @@ def static_budget(config: Config, model: Model, roles: Roles, teacher: Architect
     """The memory known before compilation, of the device that needs most; roles on the same devices add up."""
     held, by_devices = held_bytes(config, model, roles, teacher, engines), {}
     for role, part in zip(roles.all, held.values(), strict=True):
-        budget = by_devices.setdefault(frozenset(role.mesh.devices.flat), MemoryBudget())
+        elsewhere = role is roles.sampler and config.sampler.kind == "ray"
+        budget = by_devices.setdefault(frozenset(() if elsewhere else role.mesh.devices.flat), MemoryBudget())
         for when in ("always", "sampling", "update"):
             getattr(budget, when).update(getattr(part, when))
     return max(by_devices.values(), key=lambda budget: budget.total)

@@ -6,6 +6,7 @@ They are shared by the run, `--dry-run` and `shoal doctor`, and neither import J
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
 def check_trainable(config: Config) -> None:
     """Raises ShoalError for settings that cannot train."""
     a = config.algorithm
+    if config.sampler.kind == "ray" and find_spec("ray") is None:
+        raise ShoalError("sampler.kind=ray: Ray is not installed; pip install 'shoal[ray]', or leave sampler.kind out")
     if config.sampling.temperature == 0:
         raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
                          "set it to 1.0")

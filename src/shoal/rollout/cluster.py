@@ -1,0 +1,416 @@
+"""Hosts in Ray actors: samplers in processes of their own, on any machine of a cluster.
+
+    Fleet -> RayHost  --(submit, load, cancel)-->  Worker -> ThreadHost -> EngineHost
+                      <--(answers, progress)-----
+
+A worker is trusted as the trainer is, since Ray pickles what it carries; it knows nothing of rewards. It ends with the
+trainer, however that ends. Everything that Ray raises is one of two things here: `HostLost`, or an error of the user's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray._private.worker import global_worker as _global_worker  # there is no public name for the folder of logs
+from ray.exceptions import ObjectStoreFullError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from shoal.model.transformer import Model
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.proof import Proof
+from shoal.rollout.publication import from_host, tensor_names, to_host
+from shoal.rollout.publish import Stored, StoredManifest
+from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
+from shoal.workers.watcher import Watcher
+
+NEWS_SECONDS = 1.0
+"""How often a worker that has no answers tells its progress."""
+CONNECT_SECONDS = 30.0
+LAST_LINES = 5
+"""Of a worker's own output that are shown when it has ended."""
+ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "NPROC")
+"""Beginnings of the environment's names that decide numbers, threads and memory: a worker has the trainer's."""
+VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "TPU": "TPU_VISIBLE_CHIPS"}
+"""Ray's name of an accelerator -> the variable that says which of them a process may use."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a worker tells when it is ready."""
+
+    proof: Proof
+    capacity: int
+    node: str
+    pid: int
+
+
+class Worker:
+    """The actor: an `EngineHost` in a thread of its own. `make` gives the host, the model on the worker's devices, and
+    the host's proof."""
+
+    def __init__(self, name: str, make: Callable[[], tuple[EngineHost, Model, Proof]]) -> None:
+        engine_host, self._model, proof = make()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._stored: dict[int, Stored] = {}
+        node = ray.get_runtime_context().get_node_id()
+        self._joined = Joined(proof, engine_host.capacity, node, os.getpid())
+        self._host = ThreadHost(engine_host, self._wake, name)
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    # All of these are coroutines, which Ray begins in the order called; only `news` waits, and none waits for it.
+
+    async def join(self) -> Joined:
+        return self._joined
+
+    async def load(self, stored: Stored, versions: Sequence[int]) -> None:
+        for version in self._stored.keys() - versions:  # that the trainer has released
+            self._stored.pop(version).forget()
+        self._stored[stored.version] = stored
+        self._host.load(stored.version, StoredManifest(stored, self._model))
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        self._host.submit(requests)
+
+    async def cancel(self, id: int) -> None:
+        self._host.cancel(id)
+
+    async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
+        """Answers as soon as there are some, else none after so many seconds; and what the host has done."""
+        self._loop = asyncio.get_running_loop()
+        answers = self._host.poll()
+        if not answers:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), seconds)
+            self._news.clear()
+            answers = self._host.poll()
+        return answers, self._host.progress()
+
+
+class RayHost:
+    """A `Host` that is a `Worker`. It has room for requests once the worker is ready and has proved itself.
+
+    No call waits for the worker: what it has said since is taken up by the next `poll`."""
+
+    def __init__(self, name: str, cluster: Cluster) -> None:
+        self.name, self._cluster, self.started = name, cluster, time.monotonic()
+        self._worker = cluster.make_actor(name)
+        self._joined: Joined | None = None
+        self._joining = self._call(self._worker.join)
+        self._news: Future | None = None
+        self._sent: list[Future] = []
+        self._manifests: dict[int, StoredManifest] = {}
+        self._progress = HostProgress(capacity=-1)  # no room for requests
+
+    def load(self, version: int, manifest: Manifest) -> None:
+        assert isinstance(manifest, StoredManifest)
+        self._manifests = {number: one for number, one in self._manifests.items() if one.exists} | {version: manifest}
+        self._sent.append(self._call(self._worker.load, manifest.stored, list(self._manifests)))
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        self._sent.append(self._call(self._worker.submit, list(requests)))
+
+    def cancel(self, id: int) -> None:
+        self._sent.append(self._call(self._worker.cancel, id))
+
+    def poll(self) -> dict[int, list[Completion]]:
+        if self._joined is None:
+            if not self._joining.done():
+                self._cluster.check_late(self)
+                return {}
+            joined = self._joined = self._result(self._joining)
+            self._cluster.join(self.name, joined.proof)
+            self._progress.capacity = joined.capacity
+        for one in [one for one in self._sent if one.done()]:
+            self._result(one)
+            self._sent.remove(one)
+        answers = {}
+        if self._news is not None and self._news.done():
+            answers, self._progress = self._result(self._news)
+            self._news = None
+        if self._news is None:
+            self._news = self._call(self._worker.news, NEWS_SECONDS)
+            self._news.add_done_callback(lambda _: self._cluster.wake())
+        return answers
+
+    def progress(self) -> HostProgress:
+        return self._progress
+
+    def close(self) -> None:
+        self._cluster.alive.discard(self.name)
+        with contextlib.suppress(RayError):
+            ray.kill(self._worker)
+        # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
+        if self._joined is not None and self._joined.node == ray.get_runtime_context().get_node_id():
+            process = Path(f"/proc/{self._joined.pid}")
+            with contextlib.suppress(OSError):
+                is_stopped = (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+                if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
+                    os.kill(self._joined.pid, signal.SIGKILL)
+
+    def _call(self, method: Any, *args: Any) -> Future:
+        try:
+            return method.remote(*args).future()
+        except RayError as error:
+            raise HostLost(self._cluster.reason(error)) from error
+
+    def _result(self, future: Future) -> Any:
+        try:
+            return future.result()
+        except RayTaskError as error:
+            if isinstance(error.cause, ShoalError):
+                raise ShoalError(str(error.cause)) from error
+            raise HostLost(f"{type(error.cause).__name__}: {error.cause}") from error
+        except RayError as error:
+            raise HostLost(self._cluster.reason(error)) from error
+
+
+class Connection(NamedTuple):
+    """`owned`: made by `connect`. `watcher`: of a cluster that was started here."""
+
+    address: str
+    dashboard: str = ""
+    owned: bool = True
+    watcher: Watcher | None = None
+
+
+@dataclass
+class Cluster:
+    """The Ray cluster that a run's workers are in. `strict`: a host whose numbers differ is refused."""
+
+    connection: Connection
+    workers: int
+    resources: Mapping[str, float]  # of one worker
+    wait_seconds: float
+    environment: Mapping[str, str]  # of a worker
+    strict: bool
+    facts: Mapping[str, str]  # of the trainer, those that a worker must share
+    say: Callable[[str], None]
+    wake: Callable[[], None] = lambda: None
+    make: Callable[[], tuple[EngineHost, Model, Proof]] | None = None  # what a worker is made by
+    alive: set[str] = field(default_factory=set)  # hosts that have joined
+    different: set[str] = field(default_factory=set)  # hosts that draw otherwise
+    _first: tuple[str, Proof] | None = None
+    _late: bool = False
+
+    @property
+    def several_nodes(self) -> bool:
+        return sum(node["Alive"] for node in ray.nodes()) > 1
+
+    def start(self, name: str) -> RayHost:
+        """A host that joins as soon as the cluster has room for it and it is ready."""
+        return RayHost(name, self)
+
+    def make_actor(self, name: str) -> Any:
+        resources = dict(self.resources)
+        options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
+        return ray.remote(Worker).options(**options, max_restarts=0, max_task_retries=0, runtime_env={
+            "env_vars": dict(self.environment)}).remote(name, self.make)
+
+    def join(self, name: str, proof: Proof) -> None:
+        """Takes a host in; HostLost where its numbers differ from those of the first, and have to be equal."""
+        who, first = self._first or ("the trainer", None)
+        others = {key: value for key, value in self.facts.items() if proof.facts.get(key) != value}
+        difference = ", ".join(f"{key} is {proof.facts.get(key)}, not {value}" for key, value in others.items()) \
+            if first is None else first.difference(proof)
+        if difference:
+            text = f"{name} differs from {who}: {difference}"
+            if self.strict:
+                raise HostLost(f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
+                               "install the same everywhere, or set train.versions=newest")
+            if name not in self.different:
+                self.say(f"{text}; it samples nevertheless (train.versions=newest)")
+            self.different.add(name)
+        self._first = self._first or (name, proof)
+        self.alive.add(name)
+
+    def check_late(self, host: RayHost) -> None:
+        """Says that a host is still missing; ShoalError where all are."""
+        if time.monotonic() - host.started < self.wait_seconds or (self.alive and self._late):
+            return
+        wanted = f"{_resources_text(self.resources)} each"
+        text = (f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started in "
+                f"ray.wait_seconds={self.wait_seconds:g}; the cluster has {_resources_text(ray.cluster_resources())}")
+        if not self.alive:
+            raise ShoalError(f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add "
+                             "nodes")
+        self._late = True
+        self.say(f"{text}: sampling goes on with {len(self.alive)}; the others join when there is room")
+
+    def reason(self, error: RayError) -> str:
+        """Why a worker is gone, with its own last lines where they are on this machine."""
+        text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
+        if "creation task" in text:  # the traceback of what it raised
+            return f"it could not start: {text.splitlines()[-1]}"
+        if found := re.search(r"pid[:=] ?(\d+)", text):
+            node: Any = _global_worker.node
+            folder = Path(node.get_logs_dir_path())
+            lines = [line for ending in ("out", "err") for file in folder.glob(f"worker-*-{found[1]}.{ending}")
+                     for line in file.read_text(errors="replace").splitlines() if not line.startswith(":")]
+            if lines:
+                return f"its process has ended; it said last: {' | '.join(lines[-LAST_LINES:])}"
+        return "its process has ended" if "died" in text else "it cannot be reached"
+
+    def close(self) -> None:
+        if self.connection.owned:
+            ray.shutdown()
+        if self.connection.watcher is not None:
+            self.connection.watcher.close()
+
+
+def connect(address: str, local_cpus: int) -> Connection:
+    """Joins the cluster at an address, or starts one here. ShoalError where none answers."""
+    if ray.is_initialized():
+        return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ShoalError(f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto or "
+                         "HOST:PORT there, or ray job submit -- shoal train ...")
+    host, _, port = address.rpartition(":")
+    if host:
+        _check_answers(address, host, port)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
+    # Ray ends its workers with this process, but not its own agents where this process is killed.
+    watcher = None if address else Watcher()
+    marked = {} if watcher is None else watcher.environment
+    try:
+        os.environ |= marked
+        started: Any = ray.init(address or "local", log_to_driver=False, logging_level="ERROR",  # type: ignore[arg-type]
+                                num_cpus=None if address else max(os.cpu_count() or 1, local_cpus))
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if watcher is not None:
+            watcher.close()
+        first = " ".join(str(error).split())[:300]
+        raise ShoalError(f"ray.address={address}: {first}; start Ray there with the same Python and the same version "
+                         "of Ray (ray start --head), or leave ray.address out to start it here") from error
+    finally:
+        for name in marked:
+            del os.environ[name]
+    return Connection(str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True, watcher)
+
+
+def _check_answers(address: str, host: str, port: str) -> None:
+    """ShoalError unless something listens there: Ray itself waits for minutes."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), timeout=max(0.1, deadline - time.monotonic())):
+                return
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) or time.monotonic() > deadline - 1:
+                raise ShoalError(f"ray.address={address}: nothing answers there ({error}); give auto or HOST:PORT of "
+                                 "a cluster (ray start --head), or leave it out to start Ray here") from error
+            time.sleep(1)
+
+
+def accelerator() -> str:
+    """What Ray calls the accelerators of the cluster: GPU or TPU; CPU where it has none, or none is to be used."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "CPU"
+    return next((name for name in ("TPU", "GPU") if ray.cluster_resources().get(name)), "CPU")
+
+
+class _Holder:
+    """Holds the trainer's accelerators, so that Ray gives them to nobody else."""
+
+    def ids(self, kind: str) -> list[str]:
+        return ray.get_runtime_context().get_accelerator_ids().get(kind, [])
+
+
+def hold_accelerators(kind: str, most: int, seconds: float) -> Any:
+    """An actor that holds up to `most` accelerators of this machine (0: all that are free) until it is forgotten; this
+    process sees no others. None where the machine has none of this kind, or Ray chose those of this process already."""
+    node = ray.get_runtime_context().get_node_id()
+    here = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
+    count = min(most or int(here.get(kind, 0)), int(here.get(kind, 0)))
+    if kind not in VISIBLE or not count or os.environ.get(VISIBLE[kind]):
+        return None
+    needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
+    holder: Any = ray.remote(_Holder).options(**needs, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
+        node, soft=False)).remote()
+    try:
+        found = ray.get(holder.ids.remote(kind), timeout=seconds)
+    except RayError as error:
+        raise ShoalError(f"the trainer asks for {count} {kind} of this machine, which others of the cluster hold: "
+                         "lower mesh.trainer, or wait for them") from error
+    os.environ[VISIBLE[kind]] = ",".join(found)
+    return holder
+
+
+def worker_environment(devices: int, kind: str) -> dict[str, str]:
+    """The variables of this process that a worker on so many devices must share."""
+    found = {name: value for name, value in os.environ.items()
+             if name.startswith(ENVIRONMENT) and name not in VISIBLE.values()}
+    flag = "--xla_force_host_platform_device_count"
+    if kind == "CPU" and devices > 1 and flag not in found.get("XLA_FLAGS", ""):
+        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {flag}={devices}".strip()
+    return found
+
+
+def _resources_text(resources: Mapping[str, float]) -> str:
+    names = {name: value for name, value in resources.items() if ":" not in name and "memory" not in name}
+    return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
+
+
+class ObjectStore:
+    """Versions as Ray's objects, which nodes fetch from each other."""
+
+    def write(self, version: int, model: Model, params: Params) -> StoredObjects:
+        refs, checksums = {}, {}
+        try:
+            for name, values, checksums[name] in to_host(model, params):
+                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
+        except ObjectStoreFullError as error:
+            raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
+                             "larger one (--object-store-memory), or set publish.channel=files") from error
+        return StoredObjects(version, refs, checksums)
+
+    def remove(self, stored: StoredObjects) -> None:
+        stored.forget()
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class StoredObjects:
+    """A version in Ray's object store, which keeps an object as long as any process refers to it."""
+
+    version: int
+    refs: dict[str, Any]
+    checksums: Mapping[str, int]
+
+    @property
+    def exists(self) -> bool:
+        return bool(self.refs)
+
+    def forget(self) -> None:
+        self.refs.clear()
+
+    def fetch(self, model: Model) -> Params:
+        if not self.refs:
+            raise LookupError(f"version {self.version} is not in Ray's object store any more")
+        shapes, refs = tensor_names(model), dict(self.refs)
+
+        def read(name: str) -> np.ndarray:
+            values: Any = ray.get(refs[name])
+            return values.view(np.dtype(model.dtype)).reshape(shapes[name])
+
+        return from_host(model, read, self.checksums, "Ray's object store")

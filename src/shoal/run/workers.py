@@ -1,0 +1,90 @@
+"""The samplers of a run that are workers in a Ray cluster: the cluster joined, a worker made, the fleet of them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.config.schema import Config, MeshSection
+from shoal.mesh import available_devices, make_roles
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Architecture, Model
+from shoal.report.console import Console
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.host import EngineHost
+from shoal.rollout.proof import Proof, prove
+from shoal.rollout.publish import Store, StoredChannel
+from shoal.run.cache import cache_by_configuration
+from shoal.run.engines import QUEUED, training_engine_maker, training_places
+from shoal.run.fingerprint import machine
+from shoal.run.loading import ModelSpec, make_model
+from shoal.types import Purpose, ShoalError, StopSignal
+
+if TYPE_CHECKING:
+    from shoal.rollout.cluster import Cluster
+
+SHARED_FACTS = ("python", "shoal", "jax", "jaxlib", "numpy")
+"""What of `machine` a worker must share with the trainer, whose device may be another."""
+
+
+def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster | None:
+    """The Ray cluster of a run; None where it samples in this process. It is joined before JAX looks for devices, as
+    those of the trainer are Ray's to give."""
+    sampler = config.sampler
+    if sampler.kind != "ray":
+        return None
+    from shoal.rollout import cluster
+
+    devices, asked = sampler.devices_per_worker, sampler.asked
+    joined = cluster.connect(config.ray.address, round(sampler.workers * asked.get("CPU", devices)))
+    kind = cluster.accelerator()
+    made = cluster.Cluster(
+        joined, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
+        cluster.worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning)
+    stack.callback(made.close)
+    wanted = int(config.mesh.trainer) if config.mesh.trainer.isdigit() else 0
+    stack.callback(lambda holder: None, cluster.hold_accelerators(kind, wanted, config.ray.wait_seconds))
+    shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
+    console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {joined.address}{shown}")
+    return made
+
+
+def ray_fleet(config: Config, model: Model, tokenizer: Tokenizer, rewards: GroupRewards, stop: StopSignal,
+              on_progress: Callable[[str, int, int], None], cluster: Cluster, store: Callable[[Model], Store]) -> Fleet:
+    """Workers that join as the cluster has room for them. `model` is the trainer's."""
+    woken, facts = threading.Event(), machine()
+    cluster.facts = {name: facts[name] for name in SHARED_FACTS}
+    cluster.wake = woken.set
+    cluster.make = functools.partial(make_worker, config, model.architecture, model.dtype.name, tokenizer)
+    hosts = {name: cluster.start(name) for name in (f"worker {number}" for number in range(config.sampler.workers))}
+    return Fleet(StoredChannel(model, dict.fromkeys(hosts, model), store(model)), hosts, rewards, config.seed,
+                 by_itself=True, restart=cluster.start, restarts=config.sampler.restarts,
+                 stall_seconds=config.sampler.stall_seconds, on_note=cluster.say, stop=stop, on_progress=on_progress,
+                 woken=woken)
+
+
+def make_worker(config: Config, architecture: Architecture, dtype: Any,
+                tokenizer: Tokenizer) -> tuple[EngineHost, Model, Proof]:
+    """What a worker samples with, in its own process, and its proof."""
+    cache_by_configuration()
+    count = config.sampler.devices_per_worker
+    devices, tensor = available_devices(config.mesh), config.mesh.sampler_tensor or count
+    if len(devices) < count:
+        raise ShoalError(f"sampler.devices_per_worker={count}: a worker finds {len(devices)} of kind "
+                         f"{devices[0].device_kind}; lower it, or ask for more by sampler.resources")
+    mesh = MeshSection(data=count // tensor, tensor=tensor, compiler_options=config.mesh.compiler_options)
+    roles, size = make_roles(mesh, devices[:count]), config.batch.group_size
+    model = make_model(replace(config.model, dtype=dtype), ModelSpec(Path(), architecture, _no_weights), roles.sampler)
+    make = training_engine_maker(config, model, roles, tokenizer)
+    host = EngineHost(make, capacity=QUEUED * training_places(config, roles, architecture).slots, shares_memory=False)
+    return host, model, prove(make(Purpose.TRAIN, size), config.sampling.params, size, machine())
+
+
+def _no_weights(role: Any, dtype: Any) -> Any:
+    raise RuntimeError("a worker has no weights but those that are published")

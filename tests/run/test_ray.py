@@ -1,0 +1,218 @@
+"""Samplers in a Ray cluster: the bits of the caller's thread, whatever becomes of them; and what goes wrong.
+
+One cluster for all, without a dashboard; workers of one simulated CPU device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.cluster_utils import Cluster as Nodes
+from tiny_runs import groups, metrics, parameters_of, same_bits
+
+from shoal import cli
+from shoal.config.cluster_sections import SamplerSection
+from shoal.config.schema import Config
+from shoal.rollout import cluster
+from shoal.rollout.proof import Proof
+from shoal.run.preflight import settings
+from shoal.types import HostLost, ShoalError
+
+pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+              pytest.mark.filterwarnings("ignore::ResourceWarning", r"ignore:os\.fork:RuntimeWarning"),
+              pytest.mark.timeout(200)]
+
+LAGGING = ("steps=4", "train.max_staleness=1", "train.evaluate_every=-1")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    made = Nodes(initialize_head=True, head_node_args={"num_cpus": 8, "object_store_memory": 100 << 20,
+                                                       "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def words(nodes) -> Callable[..., tuple[str, ...]]:
+    def make(*changes: str) -> tuple[str, ...]:
+        return ("sampler.kind=ray", f"ray.address={nodes.address}", *changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def here(workshop) -> Path:
+    return workshop.train("here", *LAGGING)
+
+
+def workers_of(nodes: Nodes) -> list[int]:
+    """Processes of samplers in the cluster."""
+    raylet, found = nodes.head_node.all_processes["raylet"][0].process.pid, []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == raylet and b"ray::Worker" in (place / "cmdline").read_bytes():
+                found.append(int(place.name))
+    return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+    return found
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert [row["step"] for row in metrics(b)] == [1, 2, 3, 4]
+    for step in range(1, 5):
+        assert groups(a, step) == groups(b, step)
+    assert same_bits(parameters_of(a, 4), parameters_of(b, 4))
+    for mine, theirs in zip(metrics(a), metrics(b), strict=True):
+        assert {name: value for name, value in mine.items() if name.startswith(("reward", "loss", "staleness"))} == \
+            {name: theirs[name] for name in mine if name.startswith(("reward", "loss", "staleness"))}
+
+
+def attacking(monkeypatch, attacks: dict[int, signal.Signals]) -> list[int]:
+    """Sends a signal to the worker that was given requests by the n-th call, which it then has; the signals sent."""
+    submit, sent, calls = cluster.RayHost.submit, [], 0
+
+    def attacked(self, requests):
+        nonlocal calls
+        submit(self, requests)
+        calls += 1
+        if calls in attacks:
+            os.kill(self._joined.pid, attacks[calls])
+            sent.append(attacks[calls])
+
+    monkeypatch.setattr(cluster.RayHost, "submit", attacked)
+    return sent
+
+
+def test_files_give_the_bits_of_arrays(workshop, here, tmp_path):
+    words = (*LAGGING, "publish.channel=files", f"publish.folder={tmp_path}")
+    workshop.train("files", *words, "steps=2")
+    assert_same_run(here, workshop.train("files", *words))  # resumed: older weights are in the checkpoint
+    assert not list(tmp_path.iterdir()), "published files stay behind"
+
+
+def test_one_worker_that_is_killed_gives_the_bits_of_the_callers_thread(workshop, here, words, nodes, monkeypatch,
+                                                                        tmp_path):
+    sent = attacking(monkeypatch, {2: signal.SIGKILL})
+    assert_same_run(here, workshop.train("one", *LAGGING, *words("publish.channel=files",
+                                                                 f"publish.folder={tmp_path}")))
+    assert sent == [signal.SIGKILL]
+    rows = metrics(workshop.runs / "one")
+    assert sum(row["fleet/lost"] for row in rows) == 1 and sum(row["fleet/asked_again"] for row in rows) >= 1
+    wait_for(lambda: not workers_of(nodes))
+
+
+def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(workshop, here, words, nodes,
+                                                                              monkeypatch):
+    sent = attacking(monkeypatch, {2: signal.SIGKILL, 4: signal.SIGSTOP})
+    assert_same_run(here, workshop.train("three", *LAGGING, *words(
+        "sampler.workers=3", "sampler.stall_seconds=4", "sampler.restarts=9", "publish.channel=ray")))
+    assert sent == [signal.SIGKILL, signal.SIGSTOP]
+    wait_for(lambda: not workers_of(nodes))  # the one that is stopped, too
+
+
+def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, words, capfd, monkeypatch):
+    submit, start, hosts = cluster.RayHost.submit, cluster.Cluster.start, []
+
+    def late(self, requests):
+        for other in hosts:
+            other.started -= 60.0  # as if that time were over
+        submit(self, requests)
+
+    monkeypatch.setattr(cluster.Cluster, "start", lambda self, name: hosts.append(start(self, name)) or hosts[-1])
+    monkeypatch.setattr(cluster.RayHost, "submit", late)
+    run = workshop.train("fewer", "steps=4", "train.versions=newest", "train.max_staleness=2",
+                         "train.evaluate_every=-1", *words("sampler.workers=2", "sampler.resources.CPU=6",
+                                                           "ray.wait_seconds=60"))
+    assert "of sampler.workers=2, which ask for 6 CPU each, 1 started in ray.wait_seconds=60; the cluster has 8 CPU" \
+        in " ".join(capfd.readouterr().out.split())
+    assert len(metrics(run)) == 4 and all(row["staleness/max"] <= 2 for row in metrics(run))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (("sampler.resources.unicorn=1", "ray.wait_seconds=1"),
+     "of sampler.workers=1, which ask for 1 unicorn each, 0 started in ray.wait_seconds=1; the cluster has 8 CPU"),
+    (("sampler.devices_per_worker=99", "sampler.resources.CPU=1", "sampler.restarts=0"),
+     "no sampler host is left: sampler host worker 0 is lost: it could not start: shoal.types.ShoalError: "
+     "sampler.devices_per_worker=99: a worker finds 8 of kind cpu"),
+])
+def test_a_cluster_without_room_and_workers_that_cannot_start_are_one_error(workshop, words, nodes, capsys, changes,
+                                                                            message):
+    assert cli.main(workshop.words("none", *words(*changes))) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    wait_for(lambda: not workers_of(nodes))
+
+
+def test_an_address_where_nothing_answers_and_ray_that_is_missing(workshop, capsys, monkeypatch):
+    monkeypatch.setattr(cluster, "CONNECT_SECONDS", 0.5)
+    for address in ("127.0.0.1:1", "127.0.0.1:port"):
+        assert cli.main(workshop.words("none", "sampler.kind=ray", f"ray.address={address}")) == 2
+        assert f"ray.address={address}: nothing answers there" in capsys.readouterr().err
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    with pytest.raises(ShoalError, match=r"Ray is not installed; pip install 'shoal\[ray\]'"):
+        settings.check_trainable(Config(sampler=SamplerSection(kind="ray")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_when_the_trainer_ends(workshop, words, nodes, number):
+    name = f"ended {number}"
+    command = [sys.executable, "-m", "shoal",
+               *workshop.words(name, "steps=100000", "train.evaluate_every=-1", *words())]
+    run = workshop.runs / name
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as trainer:
+        reader = threading.Thread(target=lambda: trainer.stderr.read())
+        reader.start()
+        wait_for(lambda: workers_of(nodes) and (run / "metrics.jsonl").is_file() and metrics(run))
+        trainer.send_signal(number)
+        assert trainer.wait(60) == (130 if number == signal.SIGTERM else -signal.SIGKILL)
+        reader.join()
+    wait_for(lambda: not workers_of(nodes))
+
+
+def proof(facts: dict[str, str] | None = None, token: int = 3, logprob: float = -1.0) -> Proof:
+    return Proof({"python": "3.11", "device": "cpu", **(facts or {})}, np.array([1, token]),
+                 np.array([-0.5, logprob], np.float32))
+
+
+def test_a_host_that_draws_otherwise_is_refused_or_counted():
+    assert not proof().difference(proof())
+    other = proof({"device": "gpu"}, logprob=-1.0000001)
+    assert proof().difference(other) == "device is gpu, not cpu, it draws with other log-probs (by up to 1.2e-07)"
+    assert proof().difference(proof(token=4)) == "it draws other tokens"
+    said: list[str] = []
+    for strict in (True, False):
+        made = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, strict, {"python": "3.11"}, said.append)
+        made.join("worker 0", proof())
+        made.join("worker 1", proof())
+        assert made.alive == {"worker 0", "worker 1"} and not said
+        if strict:
+            with pytest.raises(HostLost, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; refused, "
+                                               r"as train.versions=fixed promises"):
+                made.join("worker 2", other)
+            assert made.alive == {"worker 0", "worker 1"}
+        else:
+            made.join("worker 2", other)
+            made.join("worker 2", other)  # started again
+            assert made.alive >= {"worker 2"} and made.different == {"worker 2"} and len(said) == 1
+    fresh = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, True, {"python": "3.12"}, said.append)
+    with pytest.raises(HostLost, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
+        fresh.join("worker 0", proof())

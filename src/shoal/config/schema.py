@@ -28,7 +28,7 @@ __all__ = [
     "DoctorConfig", "EvalConfig", "ExportConfig", "ExportRolloutsConfig", "GenerateConfig", "GroupsConfig",
     "MeshSection", "ModelSection", "OptimizerSection", "PlanConfig", "PretrainConfig", "ReplayConfig", "ReportSection",
     "RescoreConfig", "RewardSection", "SamplingSection", "TaskSection", "TeacherSection", "TrainSection",
-    "WandbSection", "require",
+    "ViewConfig", "WandbSection", "require",
 ]
 
 
@@ -292,6 +292,32 @@ class GroupsConfig:
     def __post_init__(self) -> None:
         at_least(self, "", 1, "step")
         at_least(self, "", -1, "group", note="all")
+
+
+@dataclass(frozen=True)
+class ViewConfig:
+    """`shoal view`: serves a page with a run's curves, groups and tokens, or writes it to one file."""
+
+    runs: tuple[str, ...] = ()
+    """Run folders, folders of runs, or `last`; without any, the newest run."""
+    from_step: int = 0
+    """First step of the curves; 0 for all."""
+    port: int = 0
+    """Port to serve at; 0 for 8700 or the next free one."""
+    host: str = "127.0.0.1"
+    """Address to serve at; any other than this machine's own needs `token`."""
+    token: str = ""
+    """Secret that the address must contain; `auto` makes one."""
+    open: bool = True
+    """Open a browser, where there is a display."""
+    to: str = ""
+    """File to write the page to, in place of serving it; it needs no network."""
+    groups: tuple[str, ...] = ()
+    """Groups to put into that file: 12 (all of a step), 12:3, 12:0-7; without any, groups of the newest step."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "from_step", "port")
+        require(self.port < 65_536, "port", self.port, "at most 65535")
 
 
 @dataclass(frozen=True)

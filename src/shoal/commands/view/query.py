@@ -1,0 +1,185 @@
+"""Rows of the Groups view: filtered by any column, by text of prompt or completion, sorted by any column."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.commands.view.database import Database, name, reason
+from shoal.commands.view.index import COLUMNS, Index
+from shoal.text import did_you_mean
+from shoal.types import ShoalError
+
+MAX_LIMIT, MAX_TERMS, MAX_TEXT, MAX_HITS = 500, 20, 500, 200_000
+OPERATORS = ("<=", ">=", "!=", "=", "<", ">")
+_TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
+
+
+def condition(index: Index, text: str) -> tuple[str, list[Any]]:
+    """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError where it cannot be read.
+
+    `column=low..high` is a range; `none` stands for a missing value."""
+    parts, values, rest = [], [], text[:2000]
+    for place, term in enumerate(_TERM.finditer(text[:2000])):
+        if place >= MAX_TERMS:
+            raise ShoalError(f"filter: at most {MAX_TERMS} conditions")
+        rest = rest.replace(term[0], "", 1)
+        sql, own = _condition(index, term[1], term[2].replace("==", "="), term[3].strip('"'))
+        parts.append(sql)
+        values += own
+    if rest := " ".join(word for word in rest.replace(",", " ").split() if word.lower() != "and"):
+        raise ShoalError(f"filter: {rest[:60]!r} is no condition; write column, operator, value: reward>0.5 step=10..20")
+    return " AND ".join(parts) or "true", values
+
+
+def _condition(index: Index, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
+    sql = column_of(index, column)
+    if value == "none" and operator in ("=", "!="):
+        return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
+    if COLUMNS.get(column) == "VARCHAR":
+        if operator not in ("=", "!="):
+            raise ShoalError(f"filter: {column} is a name; compare it with = or !=")
+        return f"{sql} {operator} ?", [value]
+    low, dots, high = value.partition("..")
+    if dots and operator == "=":
+        return f"{sql} BETWEEN ? AND ?", [_number(column, low), _number(column, high)]
+    # The table's numbers have 32 bits: 0.1 is compared as they hold it.
+    return f"{sql} {operator} CAST(? AS {COLUMNS.get(column, 'FLOAT')})", [_number(column, value)]
+
+
+def _number(column: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not abs(value) < 2**31:
+        raise ShoalError(f"filter: {column} is a number, {text[:40]!r} is none")
+    return value
+
+
+def column_of(index: Index, column: str) -> str:
+    """A column as SQL: of the table, or a reward function's mean by the function's name."""
+    if column in COLUMNS:
+        return name(column)
+    function = column.removeprefix("mean/")
+    if function in index.functions:
+        return name(f"mean/{function}")
+    known = [*COLUMNS, *index.functions]
+    raise ShoalError(f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} Columns: {', '.join(known)}")
+
+
+class Search:
+    """The groups in whose prompt or completions a text occurs, found file by file in a thread, the newest first.
+
+    A whole run's texts do not fit into a few hundred milliseconds: what is found so far can be shown at any time."""
+
+    def __init__(self, index: Index, text: str, is_regex: bool, within: str, number: int) -> None:
+        self.key = (index.table, text, is_regex, within)
+        self.table = f"hits_{number}"
+        self.error, self.done, self.searched, self.stop = "", False, 0, False
+        self._index, self._values = index, [text if is_regex else text.lower()]
+        matches = "regexp_matches({0}, ?)" if is_regex else "contains(lower({0}), ?)"
+        columns = {"prompt": ("prompt",), "completion": ("text",)}.get(within, ("prompt", "text"))
+        self._where = " OR ".join(matches.format(column) for column in columns)
+        self._values *= len(columns)
+        self.files = sorted(index.files.values(), key=lambda file: -file.number)
+        self._ready = threading.Event()
+        database = index.database
+        database.run(f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)')
+        try:  # a wrong regular expression is said before a file is read
+            database.rows(f"SELECT {matches.format(name('t'))} FROM (SELECT 'x' AS t)", self._values[0])
+        except database.error as error:
+            self.error, self.done = f"regular expression: {reason(error)}", True
+            self._ready.set()
+            return
+        threading.Thread(target=self._work, name="search", daemon=True).start()
+
+    def wait(self, seconds: float) -> None:
+        self._ready.wait(seconds)
+
+    def _work(self) -> None:
+        database, hits = self._index.database, 0
+        for file in self.files:
+            if self.stop or hits >= MAX_HITS:
+                break
+            try:
+                found = database.rows(
+                    f'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) '
+                    f"WHERE {self._where} GROUP BY place", str(file.path), *self._values)
+                if found:
+                    values = ", ".join(f"({file.number}, {int(row['place'])}, {row['hits']})" for row in found)
+                    database.run(f"INSERT INTO {self.table} VALUES {values}")
+                hits += len(found)
+            except database.error:
+                pass  # replaced or damaged since it was indexed: the index says so
+            self.searched += 1
+        self.done = True
+        self._ready.set()
+
+    def state(self) -> dict[str, Any]:
+        return {"done": self.done, "searched": self.searched, "files": len(self.files), "error": self.error}
+
+    def drop(self) -> None:
+        self.stop = True
+
+
+class Searches:
+    """The newest few searches; an older one is stopped."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._kept: dict[Any, Search] = {}
+        self._most, self._number, self._lock = most, 0, threading.Lock()
+
+    def get(self, index: Index, text: str, is_regex: bool, within: str) -> Search:
+        key = (index.table, text, is_regex, within, index.revision)
+        with self._lock:
+            if key not in self._kept:
+                self._number += 1
+                self._kept[key] = Search(index, text, is_regex, within, self._number)
+            search = self._kept[key] = self._kept.pop(key)
+            for old in list(self._kept)[:-self._most]:
+                self._kept.pop(old).drop()
+        return search
+
+    def close(self) -> None:
+        for search in self._kept.values():
+            search.drop()
+
+
+def group_rows(index: Index, searches: Searches, *, sort: str = "step", descending: bool = False, filter: str = "",
+               text: str = "", is_regex: bool = False, within: str = "any", offset: int = 0,
+               limit: int = 100) -> dict[str, Any]:
+    """A page of rows, how many there are in all, and how far a search has come."""
+    where, values = condition(index, filter)
+    search = searches.get(index, text[:MAX_TEXT], is_regex, within) if text else None
+    if search:
+        search.wait(0.15)
+        if search.error:
+            raise ShoalError(search.error)
+        where += f' AND (file, "group") IN (SELECT (file, "group") FROM {search.table})'
+    order = f"{column_of(index, sort)} {'DESC' if descending else 'ASC'} NULLS LAST"
+    means = "".join(f", {name(f'mean/{function}')}" for function in index.functions)
+    columns = ", ".join(map(name, COLUMNS))
+    with index.lock:
+        rows = index.database.rows(
+            f'SELECT file, {columns}{means} FROM {index.table} WHERE {where} ORDER BY {order}, step, "set", "group" '
+            "LIMIT ? OFFSET ?", *values, min(limit, MAX_LIMIT), offset)
+        total = index.database.rows(f"SELECT count(*) AS n FROM {index.table} WHERE {where}", *values)[0]["n"]
+        files = {number: file.stem for number, file in index.by_number.items()}
+    prompts = _prompts(index.database, index, rows)
+    for row in rows:
+        row["prompt"] = prompts.get((row["set"], row["row"]), "")
+        row["file"] = files.get(row["file"], "")
+    return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting,
+            "search": search.state() if search else None}
+
+
+def _prompts(database: Database, index: Index, rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], str]:
+    wanted = sorted({int(row["row"]) for row in rows if row["row"] is not None})
+    if not wanted:
+        return {}
+    found = database.rows(f'SELECT "set", "row", prompt FROM {index.prompts} WHERE "row" IN '
+                          f"({', '.join(map(str, wanted))})")
+    return {(row["set"], row["row"]): row["prompt"] for row in found}

@@ -181,7 +181,7 @@ def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple
         + urllib.parse.quote(chance.choice(filters)) + f"&offset={chance.choice((0, 0, 0, 100, 5000))}"
     views = {
         "run": f"/api/curves?run={run}", "overview": f"/api/overview?run={run}", "groups": groups,
-        "groups, text": groups + "&text=" + chance.choice(("left", "zqzq", "abc", "question 17")),
+        "groups, text": groups + "&text=" + chance.choice(("left", "zqzq", "abc", "question%2017")),
         "group": f"/api/group?run={run}&file={file}&group={group}",
         "tokens": f"/api/tokens?run={run}&file={file}&group={group}&completion={chance.randrange(options.siblings)}",
         "prompt": f"/api/prompt?run={run}&set=train&row={chance.randrange(20 * options.prompts)}",

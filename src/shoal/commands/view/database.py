@@ -1,16 +1,18 @@
-"""One DuckDB for all runs of a page. It can read files of these runs alone, and writes none."""
+"""One DuckDB for all runs of a page. It reaches files of these runs alone; every statement here only reads them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shoal.commands.view.runs import Run, one_line
 from shoal.types import ShoalError
 
-MEMORY, THREADS = "300MB", 2
+MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
 
 
 class Database:
@@ -24,6 +26,7 @@ class Database:
         self.error = duckdb.Error
         self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
         self._local = threading.local()
+        self._asked, self._lock = 0, threading.Lock()
         for setting in ("autoinstall_known_extensions = false", "autoload_known_extensions = false",
                         "preserve_insertion_order = false", "temp_directory = ''"):
             self._connection.execute(f"SET {setting}")
@@ -38,6 +41,23 @@ class Database:
         if not hasattr(self._local, "cursor"):
             self._local.cursor = self._connection.cursor()
         return self._local.cursor
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """While inside, threads that read ahead wait: what a person asked for comes first."""
+        with self._lock:
+            self._asked += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asked -= 1
+
+    def give_way(self) -> None:
+        """Waits while something was asked, at most MOST_PATIENCE seconds."""
+        until = time.monotonic() + MOST_PATIENCE
+        while self._asked and time.monotonic() < until:
+            time.sleep(0.004)
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         """The rows of a query as dicts. duckdb.Error for what DuckDB refuses."""

@@ -13,7 +13,7 @@ from shoal.commands.view.database import name, reason
 from shoal.commands.view.index import COLUMNS, GroupFile, Index
 from shoal.types import ShoalError
 
-MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS = 1024, 200_000, 200_000, 200
+MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 10
 _LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
 
 
@@ -168,35 +168,40 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 # ---- one prompt through the run
 
 
-def prompt_history(index: Index, set: str, row: int) -> dict[str, Any]:
-    """Each time that a prompt was answered, in the order of steps, with the first completion's text."""
+def prompt_history(index: Index, name_of_set: str, row: int) -> dict[str, Any]:
+    """Each time that a prompt was answered, in the order of steps; of up to MAX_TEXTS of them, spread evenly, the first
+    completion's text."""
     means = "".join(f", {name(f'mean/{function}')}" for function in index.functions)
     with index.lock:
         times = index.database.rows(
             f'SELECT file, {", ".join(map(name, COLUMNS))}{means} FROM {index.table} WHERE "set" = ? AND "row" = ? '
-            f"ORDER BY step LIMIT {MAX_ANSWERS}", set, row)
+            f"ORDER BY step LIMIT {MAX_ANSWERS}", name_of_set, row)
         files = {one["file"]: index.by_number[one["file"]] for one in times}
     if not times:
-        raise ShoalError(f"no group of {set[:80]} has row {row}" + (" so far" if index.waiting else ""))
-    texts: dict[tuple[str, int], dict[str, Any]] = {}
-    prompt: Any = None
-    paths = [str(file.path) for file in files.values()]
+        raise ShoalError(f"no group of {name_of_set[:80]} has row {row}" + (" so far" if index.waiting else ""))
+    size = len(times)
+    read = {round(place * (size - 1) / max(1, MAX_TEXTS - 1)) for place in range(MAX_TEXTS)} if size > MAX_TEXTS \
+        else set(range(size))
+    texts = {place: _first_answer(index, files[times[place]["file"]], times[place]["group"]) for place in sorted(read)}
+    prompt = texts[0]["prompt"]
+    for place, one in enumerate(times):
+        one |= {"file": files[one["file"]].stem, **texts.get(place, {"text": None, "correct": None})}
+        one.pop("prompt", None)
+    return {"set": name_of_set, "row": row, "prompt": prompt, "times": times, "functions": index.functions}
+
+
+def _first_answer(index: Index, file: GroupFile, place: int) -> dict[str, Any]:
+    """The prompt of a group, and its first completion's text; None for what cannot be read."""
     try:
-        for found in index.database.rows(
-                f'SELECT filename, "group" AS g, left(text, {MAX_TEXT_CHARS}) AS text, correct, reward, prompt FROM '
-                'read_parquet(?, union_by_name = true) WHERE "row" = ? AND completion = 0', paths, row):
-            texts[found["filename"], found["g"]] = found
-            prompt = found["prompt"]
-        as_json = index.database.json_columns(next(iter(files.values())).path)
-    except index.database.error as error:
-        raise ShoalError(f"groups: {reason(error)}") from error
-    for one in times:
-        file = files[one["file"]]
-        first = texts.get((str(file.path), one["group"]), {})
-        one |= {"file": file.stem, "text": first.get("text"), "correct": first.get("correct"),
-                "first_reward": first.get("reward")}
-    return {"set": set, "row": row, "prompt": _value(prompt, "prompt" in as_json), "times": times,
-            "functions": index.functions}
+        found = index.database.rows(
+            f'SELECT left(text, {MAX_TEXT_CHARS}) AS text, correct, prompt FROM read_parquet(?) WHERE "group" = ? '
+            "ORDER BY completion LIMIT 1", str(file.path), place)
+        as_json = index.database.json_columns(file.path)
+    except index.database.error:
+        found, as_json = [], frozenset[str]()
+    if not found:
+        return {"text": None, "correct": None, "prompt": None}
+    return found[0] | {"prompt": _value(found[0]["prompt"], "prompt" in as_json)}
 
 
 def prompt_list(index: Index, set: str, change: str, offset: int, limit: int) -> dict[str, Any]:

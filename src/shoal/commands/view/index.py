@@ -20,7 +20,7 @@ from shoal.commands.view.database import Database, name, quoted, reason
 from shoal.commands.view.runs import Run
 from shoal.types import ShoalError
 
-FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 16, 32, 20_000, 160
+FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
 _FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
 
 COLUMNS = {

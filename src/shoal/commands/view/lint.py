@@ -169,6 +169,7 @@ class TextLint:
 
     def _work(self) -> None:
         for file in self.files:
+            self._index.database.give_way()
             if self.stop:
                 return
             try:
@@ -276,9 +277,9 @@ def _shingles(text: str | None) -> frozenset[str]:
     return frozenset(" ".join(words[place:place + COPIED_WORDS]) for place in range(len(words) - COPIED_WORDS + 1))
 
 
-def lint(index: Index, curves: Curves, texts: TextLint) -> dict[str, Any]:
+def lint(index: Index, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
     """All findings, what is wrong first."""
     order = {"warning": 0, "note": 1, "ok": 2}
-    found = sorted([*number_findings(index, curves), *texts.findings()], key=lambda one: order[one["level"]])
+    found = sorted([*numbers, *texts.findings()], key=lambda one: order[one["level"]])
     return {"findings": found, "done": texts.done and not index.waiting, "read": texts.read, "files": len(texts.files),
             "share": rounded(texts.read / max(1, len(texts.files)))}

@@ -208,7 +208,7 @@ def drivers(curves: Curves, weights: Mapping[str, float]) -> list[dict[str, Any]
         rows.append({"function": function if name != "reward/mean" else "reward", "first": first, "last": last,
                      "weight": weight, "over": part,
                      "adds": None if change is None or weight is None else rounded(weight * change)})
-    return rows
+    return rows[:1] + sorted(rows[1:], key=lambda row: -abs(row["adds"] or 0))
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -102,6 +102,7 @@ class Search:
     def _work(self) -> None:
         database, hits = self._index.database, 0
         for file in self.files:
+            database.give_way()
             if self.stop or hits >= MAX_HITS:
                 break
             try:
@@ -155,14 +156,14 @@ def group_rows(index: Index, searches: Searches, *, sort: str = "step", descendi
     where, values = condition(index, filter)
     search = searches.get(index, text[:MAX_TEXT], is_regex, within) if text else None
     if search:
-        search.wait(0.15)
+        search.wait(0.1)
         if search.error:
             raise ShoalError(search.error)
         where += f' AND (file, "group") IN (SELECT (file, "group") FROM {search.table})'
     order = f"{column_of(index, sort)} {'DESC' if descending else 'ASC'} NULLS LAST"
     means = "".join(f", {name(f'mean/{function}')}" for function in index.functions)
     columns = ", ".join(map(name, COLUMNS))
-    with index.lock:
+    with index.database.asked(), index.lock:
         rows = index.database.rows(
             f'SELECT file, {columns}{means} FROM {index.table} WHERE {where} ORDER BY {order}, step, "set", "group" '
             "LIMIT ? OFFSET ?", *values, min(limit, MAX_LIMIT), offset)

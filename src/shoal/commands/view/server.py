@@ -62,7 +62,11 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
             return _json({"error": " ".join(str(error).split("\nLINE")[0].split())[:300]}, 400)
         return _json(record)
 
-    app = Starlette(routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view)])
+    async def nothing(request: Request, error: Exception) -> Response:
+        return _json({"error": "there is no such page"}, 404)
+
+    app = Starlette(routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view)],
+                    exception_handlers={404: nothing})
     return Guard(app, token)
 
 

@@ -10,6 +10,7 @@ A thread takes up what a run writes while it goes on, a piece at a time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from shoal.commands.view.curves import Curves
 from shoal.commands.view.database import Database
 from shoal.commands.view.detail import group_detail, prompt_history, prompt_list, token_detail
 from shoal.commands.view.index import Index
-from shoal.commands.view.lint import TextLint, lint
+from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.overview import Evaluations, comparison, overview, progress
 from shoal.commands.view.pieces import Pieces
 from shoal.commands.view.query import Searches, group_rows
@@ -68,6 +69,7 @@ class Viewer:
             one.evaluations.read()
             more |= not one.curves.complete
             if groups:
+                self.database.give_way()
                 more |= one.index.refresh()
         return more
 
@@ -108,12 +110,14 @@ class Viewer:
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
         asked = Asked(parameters)
-        if view in ("runs", "compare"):
-            return VIEWS[view](self, asked)
-        name = asked.text("run")
-        if name not in self.runs:
-            raise ShoalError(f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}")
-        return VIEWS[view](self.runs[name], asked, self)
+        # Groups wait for their own search, which must not give way to them meanwhile.
+        with contextlib.nullcontext() if view == "groups" else self.database.asked():
+            if view in ("runs", "compare"):
+                return VIEWS[view](self, asked)
+            name = asked.text("run")
+            if name not in self.runs:
+                raise ShoalError(f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}")
+            return VIEWS[view](self.runs[name], asked, self)
 
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
@@ -231,7 +235,9 @@ def _prompts(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
 
 
 def _lint(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
-    return lint(one.index, one.curves, viewer.text_lint(one)) | {"waiting": one.index.waiting}
+    numbers = _kept(one, "lint", (one.index.revision, one.curves.revision),
+                    lambda: number_findings(one.index, one.curves))
+    return lint(one.index, numbers, viewer.text_lint(one)) | {"waiting": one.index.waiting}
 
 
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {

@@ -54,9 +54,9 @@ export async function showPrompt(node, parameters) {
         : el("span", { class: `badge ${one.correct ? "right" : "wrong"}`, text: one.correct ? "right" : "wrong" }),
       el("span", { class: "faint", text: ` ${one.size > 1 ? `first of ${one.size}; ` : ""}reward ${num(one.reward)}`
         + (one.size > 1 && one.pass !== null ? `, ${percent(one.pass)} right` : "") })),
-      one.text === null ? el("p", { class: "faint", text: "The text cannot be read." })
+      one.text === null ? el("p", { class: "faint", text: "Open the group to read it." })
         : changed ? differenceBlock(one.text, before.text) : textBlock(one.text));
-    before = one;
+    if (one.text !== null) before = one;
     return card;
   });
   const [first, last] = [record.times[0], record.times[record.times.length - 1]];
@@ -68,7 +68,7 @@ export async function showPrompt(node, parameters) {
       : `Row ${row} of ${set}` }),
     el("section", { class: "card" }, promptBlock(record.prompt)),
     record.times.length > 1 ? el("div", { class: "charts" }, chart.node) : null,
-    el("p", { class: "faint", text: "Words that the answer before lacks are marked." }), answers);
+    el("p", { class: "faint", text: record.times.length > 1 ? "Words that the answer shown before lacks are marked." : "" }), answers);
   return { close: () => chart.destroy(), restyle: () => chart.update(chart.series, { redraw: true }),
     keys: { Escape: () => history.back() } };
 }

@@ -40,7 +40,7 @@ async function readRuns(view, parameters) {
     Promise.all(view.names.map((run) => load("overview", { run }))),
     Promise.all(view.names.map((run) => load("curves", isFile ? { run } : { run, ...limits }))),
   ]);
-  view.comparison = view.names.length > 1 ? await load("compare", { runs: view.names.join(",") }) : null;
+  view.comparison = view.names.length > 1 ? await load("compare", { runs: view.names.join(",") }).catch(() => null) : null;
 }
 
 function rangeOf(parameters) {
@@ -173,7 +173,12 @@ function drawTopics(view, parameters) {
     const metrics = [...new Set(view.records.flatMap((record) =>
       record.topics.find((topic) => topic.title === title)?.metrics ?? []))];
     const shown = [], constant = [];
-    metrics.forEach((metric) => (varies(seriesOf(view, metric)) ? shown : constant).push(metric));
+    metrics.forEach((metric) => {
+      const series = seriesOf(view, metric);
+      if (!varies(series)) constant.push(metric);
+      else if (title !== "Evaluation" || series.some((one) => one.x.length > 2)) shown.push(metric);
+    });
+    const few = title === "Evaluation" && !shown.length && metrics.length;
     const grid = el("div", { class: "charts" });
     shown.slice(0, MOST_CHARTS).forEach((metric) => {
       const chart = new Chart(seriesOf(view, metric), chartOptions(view, parameters, metric));
@@ -183,7 +188,8 @@ function drawTopics(view, parameters) {
     const said = constant.map((metric) => `${metric} ${num(seriesOf(view, metric)[0]?.y.find((value) => value !== null))}`);
     return el("section", { class: "topic" }, el("h2", { text: title }),
       missing.includes(title) ? el("p", { class: "faint", text: "Of different tasks: not comparable between these runs." }) : null,
-      grid, said.length ? el("p", { class: "faint constant", text: `Constant: ${said.join(", ")}` }) : null);
+      few ? el("p", { class: "faint", text: "Curves appear from the third evaluation on; the table above has the first two." })
+        : grid, said.length && !few ? el("p", { class: "faint constant", text: `Constant: ${said.join(", ")}` }) : null);
   });
   const empty = view.curves.every((curves) => !curves.x.length);
   replace(view.parts.topics, empty ? stateBox("empty", "No step has been made yet: curves appear after the first.") : null,

@@ -5,9 +5,9 @@
     python benchmarks/viewing.py fuzz RUN [--requests 10000]
 
 `make` writes a run of given size with random texts, rewards and log-probs: 1,000 steps of 512 x 8 completions of 500
-tokens are 2 billion tokens. `serve` starts the server as a process of its own, waits for its first answer, then measures
-views in random order: seconds at the median and the 95th percentile, and the server's memory. `fuzz` sends requests
-with random paths, parameters and headers: none may be answered with a fault of the server, or with a file.
+tokens are 2 billion tokens. `serve` starts the server as a process of its own, waits for its first answer, then
+measures views in random order: seconds at the median and the 95th percentile, and the server's memory. `fuzz` sends
+requests with random paths, parameters and headers: none may be answered with a fault of the server, or with a file.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def serve(options: argparse.Namespace) -> None:
         run = urllib.parse.quote(ask(address, "/api/runs")[1]["runs"][0]["name"])
         seconds.append(ask(address, f"/api/overview?run={run}")[0])
         seconds.append(ask(address, f"/api/curves?run={run}")[0])
-        print(f"first page: {sum(seconds):.2f} s of requests; {time.perf_counter() - started:.2f} s from the command on")
+        print(f"first page: {sum(seconds):.2f} s of requests, {time.perf_counter() - started:.2f} s from the command")
         waiting = 1
         while waiting:
             time.sleep(0.2)

@@ -1,8 +1,9 @@
-"""`shoal view` without a browser: what it reads of runs, whole, live, damaged or hostile, and what its server answers."""
+"""`shoal view` without a browser: what it reads of runs, live, damaged or hostile, and what its server answers."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -58,8 +59,8 @@ def problems(viewer: Viewer) -> list[str]:
 
 
 def rows(viewer: Viewer, run: str = "first", **parameters: Any) -> list[dict[str, Any]]:
-    return viewer.answer("groups", {"run": run, "limit": "500", **{name: str(value) for name, value in parameters.items()}}
-                         )["rows"]
+    texts = {name: str(value) for name, value in parameters.items()}
+    return viewer.answer("groups", {"run": run, "limit": "500", **texts})["rows"]
 
 
 # ---- groups
@@ -182,7 +183,8 @@ def test_the_overview_answers_how_it_goes(viewer):
     found = viewer.answer("overview", {"run": "first"})
     assert found["progress"]["state"] == "finished" and found["progress"]["step"] == 40
     assert found["table"][0][1:] == ["50.0%", "100.0%", "+50.0 points"]
-    assert found["drivers"][1]["function"] == "correct" and found["drivers"][1]["adds"] == pytest.approx(0.4375, abs=0.01)
+    driver = found["drivers"][1]
+    assert driver["function"] == "correct" and driver["adds"] == pytest.approx(0.4375, abs=0.01)
     spike = next(event for event in found["events"] if event["level"] == "spike")
     assert spike["step"] == 37 and spike["text"].startswith("grad_norm 90")
     warning = next(event for event in found["events"] if event["level"] == "warning")
@@ -222,7 +224,7 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
 
 
 def test_long_curves_keep_their_spikes(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "a": float(step == 4321), "b": None} for step in range(20_000)])
+    write_lines(tmp_path / "metrics.jsonl", [{"step": n, "a": float(n == 4321), "b": None} for n in range(20_000)])
     curves = Curves(Run("long", tmp_path))
     while not curves.complete:
         curves.read()
@@ -253,7 +255,8 @@ def test_runs_of_other_tasks_are_not_compared():
 def cheating(step: int) -> list[Any]:
     """Groups whose faults are known: what is longer scores better, whatever is right."""
     long = "step by step " * 40
-    return [stored_group(step, place, [0.1, 0.2, 1.1, 1.2], ["<answer>1</answer>", "", long, f"{long} <answer>2</answer>"],
+    texts = ["<answer>1</answer>", "", long, f"{long} <answer>2</answer>"]
+    return [stored_group(step, place, [0.1, 0.2, 1.1, 1.2], texts,
                          correct=[True, False, False, step == 0]) for place in range(8)]
 
 
@@ -294,7 +297,8 @@ def test_damaged_files_are_passed_over(tmp_path):
     try:
         assert {row["step"] for row in rows(viewer, "torn", filter="set=train")} == {1, 2}
         said = problems(viewer)
-        assert sum(text.startswith("groups/") for text in said) == 3 and any("lacks the column" in text for text in said)
+        assert sum(text.startswith("groups/") for text in said) == 3
+        assert any("lacks the column" in text for text in said)
         assert any(text.startswith("summary.json: is damaged") for text in said + viewer.answer(
             "overview", {"run": "torn"})["problems"])
         assert all("\n" not in text for text in said)
@@ -328,8 +332,9 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, run):
 
 def test_hostile_metrics_are_read_without_harm(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = [b'{"step": 1, "a": 1, "<script>": 2}', b'{"step": "x"}', b"[1, 2]", b"\xff\xfe", b"NaN", b'{"step": 1e999}',
-             b'{"step": 2, "a": NaN, "b": 1e999, "c": true, "d": "text"}', b'{"a": ' + b"[" * 100_000,
+    lines = [b'{"step": 1, "a": 1, "<script>": 2}', b'{"step": "x"}', b"[1, 2]", b"\xff\xfe", b"NaN",
+             b'{"step": 1e999}', b'{"step": 2, "a": NaN, "b": 1e999, "c": true, "d": "text"}',
+             b'{"a": ' + b"[" * 100_000,
              b'{"step": 3, "pad": "' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}', b'{"step": 4, "a": 4}',
              json.dumps({"step": 5, **{f"name{place}": place for place in range(2000)}}).encode()]
     path.write_bytes(b"\n".join(lines) + b'\n{"step": 6, "a"')
@@ -342,7 +347,8 @@ def test_hostile_metrics_are_read_without_harm(tmp_path):
 
 
 def test_a_small_file_cannot_stand_for_billions_of_settings():
-    bomb = "a: &a [x, x]\n" + "".join(f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20))
+    letters = "abcdefghijklmnop"
+    bomb = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(letters))
     with pytest.raises(ValueError, match="aliases"):
         flat_yaml(bomb)
     with pytest.raises(ValueError):
@@ -433,8 +439,9 @@ def test_a_token_is_asked_for_where_one_was_set(viewer):
         assert client.get("/api/runs", headers={"x-shoal-token": "secret"}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/static/../server.py", "/static/..%2fserver.py", "/static/%2e%2e/viewer.py", "/config.yaml",
-                                  "/static//etc/passwd", "/static/uPlot.LICENSE.txt", "/api/", "/api/overview/first"])
+@pytest.mark.parametrize("path", ["/static/../server.py", "/static/..%2fserver.py", "/static/%2e%2e/viewer.py",
+                                  "/config.yaml", "/static//etc/passwd", "/static/uPlot.LICENSE.txt", "/api/",
+                                  "/api/overview/first"])
 def test_no_file_is_reached_by_its_path(client, path):
     answer = client.get(path)
     assert answer.status_code in (400, 404) and "import" not in answer.text
@@ -458,7 +465,8 @@ def test_random_requests_are_refused_in_order(client):
 
 
 def test_names_of_hosts():
-    assert [host_name(text) for text in ("LocalHost:80", "[::1]:80", "a:b", "", "x")] == ["localhost", "::1", "", "", "x"]
+    hosts = {"LocalHost:80": "localhost", "[::1]:80": "::1", "a:b": "", "": "", "x": "x"}
+    assert {text: host_name(text) for text in hosts} == hosts
 
 
 # ---- one file

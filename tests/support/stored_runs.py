@@ -16,14 +16,14 @@ from shoal.config.text import texts_of
 from shoal.report.folder import RunFolder
 from shoal.types import Completion, Example, Group, Purpose, StopReason
 
-HOSTILE = ("<script>document.title='hacked'</script><img src=x onerror=alert(1)>", "\x1b[31mred\x1b[0m \u202eright\u202c",
-           "שלום עולם 你好 👩‍🔬🏽", "x" * 100_000)
+HOSTILE = ("<script>document.title='hacked'</script><img src=x onerror=alert(1)>",
+           "\x1b[31mred\x1b[0m \u202eright\u202c", "שלום עולם 你好 👩‍🔬🏽", "x" * 100_000)
 
 
-def completion(index: int, size: int, version: int, *, token: int = 70, ended: StopReason = StopReason.EOS) -> Completion:
-    ids = (np.arange(size) % 40 + token).astype(np.int32)
+def completion(index: int, size: int, version: int) -> Completion:
+    ids = (np.arange(size) % 40 + 70).astype(np.int32)
     return Completion(0, index, ids, np.linspace(-0.1, -3, size).astype(np.float32), np.ones(size, bool),
-                      np.full(size, version, np.int32), ended)
+                      np.full(size, version, np.int32), StopReason.EOS)
 
 
 def stored_group(step: int, row: int, rewards: Sequence[float], texts: Sequence[str] | None = None, *,
@@ -35,9 +35,11 @@ def stored_group(step: int, row: int, rewards: Sequence[float], texts: Sequence[
     return Group(
         Purpose.EVALUATE if subset else Purpose.TRAIN, step, step,
         Example(row, [{"role": "user", "content": f"question {row}"}], {"answer": str(row), **columns}),
-        np.arange(5, dtype=np.int32), tuple(completion(i, len(text) % 50 + 3, step) for i, text in enumerate(texts)), texts,
+        np.arange(5, dtype=np.int32),
+        tuple(completion(i, len(text) % 50 + 3, step) for i, text in enumerate(texts)), texts,
         values, {"correct": right.astype(float), "format": np.ones(len(values))}, ~np.isnan(values), right,
-        subset or "train", {"verdict": [f"grader says {value:g}" for value in rewards]}, {"correct": 1.0, "format": 0.1})
+        subset or "train", {"verdict": [f"grader says {value:g}" for value in rewards]},
+        {"correct": 1.0, "format": 0.1})
 
 
 def write_run(path: Path, steps: int = 6, groups: Callable[[int], list[Group]] | None = None, *, finished: bool = True,
@@ -49,7 +51,8 @@ def write_run(path: Path, steps: int = 6, groups: Callable[[int], list[Group]] |
     with RunFolder(_made(path)) as folder:
         folder.write_config(*texts_of(config))
         for version, right in ((0, (False, True)), (steps, (True, True))):
-            asked = [stored_group(version, row, [1.1 if one else 0.1], subset="held_out") for row, one in enumerate(right)]
+            asked = [stored_group(version, row, [1.1 if one else 0.1], subset="held_out")
+                     for row, one in enumerate(right)]
             folder.write_groups(version, asked)
             folder.write_evaluation(version, "held_out", {"num_questions": 2, "protocol": "greedy",
                                                           "accuracy": sum(right) / 2})

@@ -278,20 +278,27 @@ class DiffConfig:
 
 @dataclass(frozen=True)
 class GroupsConfig:
-    """`shoal groups`: prints the groups that a step trained on, with rewards and advantages."""
+    """`shoal groups`: prints a table of a run's groups, or the groups of a step with rewards and advantages."""
 
     run: str = ""
     """Run folder, or `last`."""
-    step: int = 1
-    """Step, from 1."""
+    step: int = 0
+    """Step, from 1, whose groups are printed in full; 0 for the table of all groups."""
     group: int = -1
     """Index of the group in the step's file, from 0; -1 for all."""
+    sort: str = "step"
+    """Column that the table is sorted by, the largest values first."""
+    filter: str = ""
+    """Rows of the table: conditions such as `reward>0.5 set=train step=10..20`."""
+    limit: int = 20
+    """Rows of the table that are printed."""
     json: bool = False
-    """Print them as JSON, with token ids and log-probs."""
+    """Print them as JSON; those of a step with token ids and log-probs."""
 
     def __post_init__(self) -> None:
-        at_least(self, "", 1, "step")
+        at_least(self, "", 0, "step", note="all")
         at_least(self, "", -1, "group", note="all")
+        at_least(self, "", 1, "limit")
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,13 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
         if config.to:
             return _write(config, console)
         _require_server()
-        from shoal.commands.view.server import LOOPBACK, listen, make_app, serve
+        from shoal.commands.view.server import LOOPBACK, listen, make_app, make_server
         from shoal.commands.view.viewer import Viewer
 
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
         if config.host not in LOOPBACK and not token:
-            raise ShoalError(f"host={config.host}: whoever reaches this address could read the runs; set token=auto, or "
-                             "leave host= out and forward the port: ssh -L 8700:127.0.0.1:8700 HOST")
+            raise ShoalError(f"host={config.host}: whoever reaches this address could read the runs; set token=auto, "
+                             "or leave host= out and forward the port: ssh -L 8700:127.0.0.1:8700 HOST")
         if config.groups:
             raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
         runs = open_runs(config.runs)
@@ -60,7 +60,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
         if config.open:
             _open_browser(address)
         try:
-            serve(make_app(viewer, token), listening)
+            make_server(make_app(viewer, token)).run(sockets=[listening])
         finally:
             viewer.close()
     return {"runs": [str(run.path) for run in runs]}

@@ -209,12 +209,13 @@ def prompt_list(index: Index, set: str, change: str, offset: int, limit: int) ->
     wanted = {"learned": "first < last", "lost": "first > last", "never": "best = 0", "always": "worst = 1"}
     where = wanted.get(change, "true")
     score = "coalesce(pass, reward)"
-    source = (f'SELECT "set", "row", count(*) AS times, arg_min({score}, step) AS first, arg_max({score}, step) AS last, '
-              f"min(step) AS first_step, max(step) AS last_step, min({score}) AS worst, max({score}) AS best "
+    source = (f'SELECT "set", "row", count(*) AS times, arg_min({score}, step) AS first, '
+              f"arg_max({score}, step) AS last, min(step) AS first_step, max(step) AS last_step, "
+              f"min({score}) AS worst, max({score}) AS best "
               f'FROM {index.table} WHERE "set" = ? GROUP BY "set", "row" HAVING count(*) > 1')
     with index.lock:
-        sets = index.database.rows(f'SELECT "set", count(DISTINCT step) AS steps, count(*) AS groups FROM {index.table} '
-                                   'GROUP BY "set" ORDER BY "set" = \'train\', "set"')
+        sets = index.database.rows('SELECT "set", count(DISTINCT step) AS steps, count(*) AS groups '
+                                   f'FROM {index.table} GROUP BY "set" ORDER BY "set" = \'train\', "set"')
         set = set or (sets[0]["set"] if sets else "")
         totals = index.database.rows(
             f"SELECT count(*) AS all, {', '.join(f'count_if({sql}) AS {key}' for key, sql in wanted.items())} "

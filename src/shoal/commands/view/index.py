@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shoal.commands.view.database import Database, name, quoted, reason
 from shoal.commands.view.runs import Run
@@ -97,8 +96,8 @@ class Index:
         if len(names) > MAX_FILES:
             self.run.problem("groups", f"holds {len(names):,} files: the first {MAX_FILES:,} are read")
         if any(file.endswith(".jsonl") for file in names) and not any(file.endswith(".parquet") for file in names):
-            self.run.problem("groups", "are .jsonl files of a Shoal before 0.1, which stored no parquet: the curves are "
-                             "shown; read the groups with the version that wrote them")
+            self.run.problem("groups", "are .jsonl files of a Shoal before 0.1, which stored no parquet: the curves "
+                             "are shown; read the groups with the version that wrote them")
         for file in names[:MAX_FILES]:
             stem, _, ending = file.rpartition(".")
             if ending != "parquet" or not _FILE.fullmatch(stem):
@@ -116,7 +115,7 @@ class Index:
             del self.files[file.stem], self.by_number[file.number]
 
     def _add(self, batch: Sequence[tuple[str, Path, tuple[int, int]]]) -> None:
-        """Indexes files together; where DuckDB refuses, each half by itself, so that one damaged file costs no other."""
+        """Indexes files together; where DuckDB refuses, each half by itself: one damaged file costs no other."""
         for stem, _, _ in batch:
             if stem in self.files:
                 self._remove(self.files[stem])
@@ -168,7 +167,8 @@ class Index:
         known = [function for function in functions if f"weight/{function}" in columns]
         chosen = ", ".join(f"TRY_CAST({name(f'weight/{one}')} AS DOUBLE)" for one in known)
         if known and file.stem.startswith("step_"):
-            row = self.database.cursor.execute(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1", [str(file.path)]).fetchone()
+            row = self.database.cursor.execute(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1",
+                                               [str(file.path)]).fetchone()
             self.weights |= {one: value for one, value in zip(known, row or (), strict=False) if value is not None}
 
     # ---- what it knows
@@ -192,9 +192,9 @@ FROM read_parquet(?, union_by_name = true)
 
 _GROUPS = """
 SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_value("row") AS "row",
-  any_value(version) AS version, count(*) AS size, count_if(NOT coalesce(valid, false)) AS unscored, avg(reward) AS reward,
-  stddev_pop(reward) AS spread, min(reward) AS lowest, max(reward) AS highest, avg(correct::INTEGER) AS pass,
-  avg(length) AS length, max(length) AS longest, avg((stop_reason = 'length')::INTEGER) AS truncated,
+  any_value(version) AS version, count(*) AS size, count_if(NOT coalesce(valid, false)) AS unscored,
+  avg(reward) AS reward, stddev_pop(reward) AS spread, min(reward) AS lowest, max(reward) AS highest,
+  avg(correct::INTEGER) AS pass, avg(length) AS length, max(length) AS longest, avg((stop_reason = 'length')::INTEGER) AS truncated,
   CASE any_value("set") WHEN 'train' THEN any_value(step) - 1 - any_value(version) ELSE 0 END AS staleness,
   any_value(prompt_tokens) AS prompt_tokens, max(abs(advantage)) AS advantage,
   CASE WHEN stddev_pop(reward) > 1e-9 AND stddev_pop(length) > 0 THEN corr(reward, length) END AS length_effect {means}

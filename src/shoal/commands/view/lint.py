@@ -6,6 +6,7 @@ files spread evenly over the run; the finding says how many.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
 from collections import defaultdict
@@ -137,7 +138,8 @@ def _cost(curves: Curves) -> list[dict[str, Any]]:
     seconds, total = sum(one for one, _ in known), sum(all for _, all in known)
     if not known or not total:
         return []
-    text = f"Steps wait {seconds / len(known):.3g} s for rewards once sampling has ended, {seconds / total:.1%} of their time."
+    text = (f"Steps wait {seconds / len(known):.3g} s for rewards once sampling has ended, {seconds / total:.1%} of "
+            "their time.")
     return [finding("cost", "warning" if seconds > 0.1 * total else "ok", "What rewards cost.", text)]
 
 
@@ -172,10 +174,8 @@ class TextLint:
             self._index.database.give_way()
             if self.stop:
                 return
-            try:
+            with contextlib.suppress(self._index.database.error):  # replaced meanwhile: the index says what is wrong
                 self._add(file)
-            except self._index.database.error:
-                pass  # replaced meanwhile; the index says what is wrong with it
             self.read += 1
         self.done = True
 
@@ -227,7 +227,8 @@ class TextLint:
             rest = "" if not others else f", the others {(self.reward - flag.reward) / others:.3g}"
             share = flag.number / self.completions
             found.append(finding(
-                kind, "warning" if share > MANY_FLAGGED else "note", f"{flag.number:,} completions {title} ({share:.1%})",
+                kind, "warning" if share > MANY_FLAGGED else "note",
+                f"{flag.number:,} completions {title} ({share:.1%})",
                 f"Of {over}. {text} Their mean reward is {flag.reward / flag.number:.3g}{rest}.",
                 examples=sorted(flag.examples, key=lambda one: -(one["reward"] or 0))))
         share = self.identical / self.groups

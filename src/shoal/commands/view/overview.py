@@ -123,8 +123,7 @@ def events(run: Run, curves: Curves, evaluations: Evaluations) -> Iterator[dict[
         if hits:
             more = f", and in {len(hits) - 1} later steps" if len(hits) > 1 else ""
             yield {"step": int(hits[0][0]), "level": level, "text": f"{hits[0][1]:g} {text}{more}"}
-    for spike in spikes(curves):
-        yield spike
+    yield from spikes(curves)
     for path in sorted(run.root.glob("config_[1-9]*.yaml"))[:50]:
         if (at := path.stem.removeprefix("config_")).isdigit() and len(at) < 10:
             yield {"step": int(at), "level": "note", "text": f"resumed with other settings ({path.name})"}
@@ -179,7 +178,8 @@ def settings_rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key, value in settings.items():
         value = json_ready(value)
         if key not in known:
-            rows.append({"key": key, "value": value, "default": None, "differs": True, "help": "unknown to this version"})
+            rows.append({"key": key, "value": value, "default": None, "differs": True,
+                         "help": "unknown to this version"})
             continue
         default = json_ready(known[key].default)
         rows.append({"key": key, "value": value, "default": default, "help": known[key].help,

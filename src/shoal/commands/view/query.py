@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.commands.view.curves import rounded
 from shoal.commands.view.database import Database, name, reason
 from shoal.commands.view.index import COLUMNS, Index
 from shoal.text import did_you_mean
@@ -18,7 +19,7 @@ _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 
 
 def condition(index: Index, text: str) -> tuple[str, list[Any]]:
-    """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError where it cannot be read.
+    """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError where it is none.
 
     `column=low..high` is a range; `none` stands for a missing value."""
     parts, values, rest = [], [], text[:2000]
@@ -30,7 +31,7 @@ def condition(index: Index, text: str) -> tuple[str, list[Any]]:
         parts.append(sql)
         values += own
     if rest := " ".join(word for word in rest.replace(",", " ").split() if word.lower() != "and"):
-        raise ShoalError(f"filter: {rest[:60]!r} is no condition; write column, operator, value: reward>0.5 step=10..20")
+        raise ShoalError(f"filter: {rest[:60]!r} is no condition; write column, operator and value: reward>0.5")
     return " AND ".join(parts) or "true", values
 
 
@@ -67,7 +68,8 @@ def column_of(index: Index, column: str) -> str:
     if function in index.functions:
         return name(f"mean/{function}")
     known = [*COLUMNS, *index.functions]
-    raise ShoalError(f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} Columns: {', '.join(known)}")
+    raise ShoalError(f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} "
+                     f"Columns: {', '.join(known)}")
 
 
 class Search:
@@ -173,6 +175,9 @@ def group_rows(index: Index, searches: Searches, *, sort: str = "step", descendi
     for row in rows:
         row["prompt"] = prompts.get((row["set"], row["row"]), "")
         row["file"] = files.get(row["file"], "")
+        for column, value in row.items():
+            if isinstance(value, float):
+                row[column] = rounded(value)
     return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting,
             "search": search.state() if search else None}
 

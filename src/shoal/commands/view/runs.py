@@ -81,7 +81,7 @@ class Run:
             return {}
 
     def settings(self) -> dict[str, Any]:
-        """config.yaml as dotted key -> value. Parsed as plain data: neither presets nor files that it names are read."""
+        """config.yaml as dotted key -> value. It is plain data here: what it names, presets or files, is not read."""
         text = self.text(CONFIG, MAX_CONFIG_BYTES)
         try:
             return flat_yaml(text)
@@ -158,9 +158,7 @@ def _newest(base: str) -> str:
 
 def _runs_below(folder: Path) -> Iterator[Path]:
     """Run folders within a folder, by name; links are not followed, and runs are not searched for runs."""
-    seen = 0
-    for place, names, files in os.walk(folder):
-        seen += 1
+    for seen, (place, names, files) in enumerate(os.walk(folder)):
         path = Path(place)
         if CONFIG in files:
             names.clear()

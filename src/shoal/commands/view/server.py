@@ -1,8 +1,8 @@
 """Serves the page and its records over HTTP, to this machine alone unless a token is given.
 
 A request is answered only if its Host is this machine's name (a page of another site that had its name resolve to
-127.0.0.1 sends its own), or carries the token; and if its Origin, where there is one, is this server. Paths are names in
-a table, never paths of files.
+127.0.0.1 sends its own), or if it carries the token; and if its Origin, where there is one, is this server. Paths are
+names in a table, never paths of files.
 """
 
 from __future__ import annotations
@@ -158,11 +158,11 @@ def listen(host: str, port: int) -> socket.socket:
                      "port, or leave port= out for a free one")
 
 
-def serve(app: ASGIApp, listening: socket.socket) -> None:
-    """Answers until Ctrl-C."""
+def make_server(app: ASGIApp) -> Any:
+    """A server that answers in `run(sockets=[...])`, until Ctrl-C or `should_exit`."""
     import uvicorn
 
     config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
                             server_header=False, date_header=False, timeout_keep_alive=30,
                             timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+    return uvicorn.Server(config)

@@ -49,8 +49,8 @@ def write_page(runs: Sequence[Run], config: ViewConfig, to: Path) -> int:
 def page_text(content: Mapping[str, Any]) -> str:
     files = {name: data.decode() for name, data in page_files().items()}
     script, style = script_of(files), files["uPlot.css"] + files["page.css"]
-    policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
-              "form-action 'none'")
+    policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+              "base-uri 'none'; form-action 'none'")
     # Within JSON a `<` can stand only inside a text, so that no record can end the element that holds it.
     data = json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     page = files["index.html"]
@@ -83,12 +83,14 @@ def script_of(files: Mapping[str, str]) -> str:
 
 def record_key(view: str, parameters: Mapping[str, Any]) -> str:
     """As `recordKey` of data.js has it."""
-    return "&".join([view, *(f"{name}={value}" for name, value in sorted(parameters.items()) if value not in ("", None))])
+    pairs = [f"{name}={value}" for name, value in sorted(parameters.items()) if value not in ("", None)]
+    return "&".join([view, *pairs])
 
 
 def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
     def record(view: str, **parameters: Any) -> tuple[str, Any]:
-        return record_key(view, parameters), viewer.answer(view, {name: str(value) for name, value in parameters.items()})
+        texts = {name: str(value) for name, value in parameters.items()}
+        return record_key(view, parameters), viewer.answer(view, texts)
 
     yield record("runs")
     if len(viewer.runs) > 1:
@@ -105,8 +107,8 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
         for row in rows:
             key, group = record("group", run=name, file=row["file"], group=row["group"])
             yield key, group
-            for completion in group["completions"]:
-                yield record("tokens", run=name, file=row["file"], group=row["group"], completion=completion["completion"])
+            for one_of in group["completions"]:
+                yield record("tokens", run=name, file=row["file"], group=row["group"], completion=one_of["completion"])
 
 
 def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
@@ -124,6 +126,8 @@ def _prompt_records(viewer: Viewer, name: str, record: Any) -> Iterator[tuple[st
         for change in ("", "learned", "lost", "never", "always"):
             key, found = record("prompts", run=name, set=one["set"], change=change)
             yield key, found
+            if one is first["sets"][0]:  # an address may leave it out
+                yield record_key("prompts", {"run": name, "change": change}), found
             if change in ("learned", "lost"):
                 for row in found["rows"][:MAX_PROMPTS]:
                     yield record("prompt", run=name, set=one["set"], row=row["row"])

@@ -47,5 +47,14 @@ export function onAddress(call) {
   addEventListener("hashchange", () => {
     if (addressOf(current.view, current.parameters) !== addressOf(...Object.values(readAddress()))) follow();
   });
+  // Links are followed here: in a notebook's frame the browser would take them for addresses of the notebook.
+  addEventListener("click", (event) => {
+    const link = event.target.closest?.("a[href^='#']");
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey || event.button || link.hash === "#content") return;
+    event.preventDefault();
+    const { view, parameters } = readAddress(link.getAttribute("href"));
+    goTo(view, parameters);
+    scrollTo(0, 0);
+  });
   current = readAddress();
 }

@@ -29,7 +29,7 @@ export async function showGroup(node, parameters) {
       j: () => selectCompletion(view, view.selected + 1), k: () => selectCompletion(view, view.selected - 1),
       t: () => goTo("tokens", { run, file, group, completion: view.selected }),
       Enter: () => goTo("tokens", { run, file, group, completion: view.selected }),
-      Escape: () => history.back(),
+      Escape: () => goTo("groups", { run, filter: `step=${record.step} set=${record.set}` }),
     },
   };
 }

@@ -1,6 +1,6 @@
 // Prompts over time: which questions were learned or lost, and one prompt's answers through the run.
 
-import { addressOf, change, here } from "./address.js";
+import { addressOf, change, goTo, here } from "./address.js";
 import { Chart } from "./charts.js";
 import { load } from "./data.js";
 import { el, num, percent, replace, stateBox, table } from "./dom.js";
@@ -70,5 +70,5 @@ export async function showPrompt(node, parameters) {
     record.times.length > 1 ? el("div", { class: "charts" }, chart.node) : null,
     el("p", { class: "faint", text: record.times.length > 1 ? "Words that the answer shown before lacks are marked." : "" }), answers);
   return { close: () => chart.destroy(), restyle: () => chart.update(chart.series, { redraw: true }),
-    keys: { Escape: () => history.back() } };
+    keys: { Escape: () => goTo("prompts", { run, set }) } };
 }

@@ -24,7 +24,7 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from shoal import cli
-from shoal.commands.view import static, view
+from shoal.commands.view import replays, static, view
 from shoal.commands.view.curves import MAX_POINTS, Curves
 from shoal.commands.view.lines import MAX_LINE_BYTES
 from shoal.commands.view.overview import comparison, spikes
@@ -467,6 +467,36 @@ def test_random_requests_are_refused_in_order(client):
 def test_names_of_hosts():
     hosts = {"LocalHost:80": "localhost", "[::1]:80": "::1", "a:b": "", "": "", "x": "x"}
     assert {text: host_name(text) for text in hosts} == hosts
+
+
+# ---- sampling again
+
+
+def test_a_group_is_sampled_again_only_where_no_foreign_code_runs(viewer, client, monkeypatch):
+    begun: list[tuple[int, int]] = []
+
+    class Stub:
+        state, error, started, result = "running", "", 0.0, {}
+
+        def __init__(self, run: Run, step: int, group: int) -> None:
+            begun.append((step, group))
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(replays, "Replay", Stub)
+    own, address = {"origin": "http://127.0.0.1:8700"}, "/api/replay?run=first&file=step_000005&group=1"
+    assert client.post(address).status_code == 403 and client.post(address, headers={"origin": "x"}).status_code == 403
+    assert client.post("/api/groups?run=first", headers=own).status_code == 405
+    assert client.get(address).json() == {"state": "none"} and not begun
+    assert client.post(address, headers=own).json()["state"] == "running" and begun == [(5, 1)]
+    assert "wait for it" in client.post(address, headers=own).json()["error"]
+    run = viewer.runs["first"].run
+    for settings in ({"task.name": "own.py:task"}, {"task.name": "words", "reward.functions": ["own.py:f"]},
+                     {"task.name": "words", "reward.functions": ["module:f"]}, {}):
+        assert "code of its own" in replays.refusal(run, settings, "step_000001")
+    assert not replays.refusal(run, {"task.name": "words", "reward.functions": ["correct"]}, "step_000001")
+    assert replays.refusal(run, {"task.name": "words"}, "evaluate_held_out_000000")
 
 
 # ---- one file

@@ -239,13 +239,15 @@ class ReplayConfig:
     """Step, from 1."""
     group: int = 0
     """Index of the group in the step's file, from 0."""
+    likeliest: int = 0
+    """Likeliest tokens, with the entropy, that the JSON lists at each token; 0 for none."""
     json: bool = False
     """Print the result as JSON."""
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
         at_least(self, "", 1, "step")
-        at_least(self, "", 0, "group")
+        at_least(self, "", 0, "group", "likeliest")
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,8 @@ _GROUPS = """
 SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_value("row") AS "row",
   any_value(version) AS version, count(*) AS size, count_if(NOT coalesce(valid, false)) AS unscored,
   avg(reward) AS reward, stddev_pop(reward) AS spread, min(reward) AS lowest, max(reward) AS highest,
-  avg(correct::INTEGER) AS pass, avg(length) AS length, max(length) AS longest, avg((stop_reason = 'length')::INTEGER) AS truncated,
+  avg(correct::INTEGER) AS pass, avg(length) AS length, max(length) AS longest,
+  avg((stop_reason = 'length')::INTEGER) AS truncated,
   CASE any_value("set") WHEN 'train' THEN any_value(step) - 1 - any_value(version) ELSE 0 END AS staleness,
   any_value(prompt_tokens) AS prompt_tokens, max(abs(advantage)) AS advantage,
   CASE WHEN stddev_pop(reward) > 1e-9 AND stddev_pop(length) > 0 THEN corr(reward, length) END AS length_effect {means}

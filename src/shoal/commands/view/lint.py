@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.commands.view.curves import Curves, rounded
+from shoal.commands.view.curves import Curves
 from shoal.commands.view.index import GroupFile, Index
 from shoal.tasks.graders.answer import extract_answer
 
@@ -281,6 +281,6 @@ def _shingles(text: str | None) -> frozenset[str]:
 def lint(index: Index, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
     """All findings, what is wrong first."""
     order = {"warning": 0, "note": 1, "ok": 2}
+    done, read = texts.done and not index.waiting, texts.read  # before the findings, which may grow meanwhile
     found = sorted([*numbers, *texts.findings()], key=lambda one: order[one["level"]])
-    return {"findings": found, "done": texts.done and not index.waiting, "read": texts.read, "files": len(texts.files),
-            "share": rounded(texts.read / max(1, len(texts.files)))}
+    return {"findings": found, "done": done, "read": read, "files": len(texts.files)}

@@ -25,6 +25,7 @@ from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.overview import Evaluations, comparison, overview, progress
 from shoal.commands.view.pieces import Pieces
 from shoal.commands.view.query import Searches, group_rows
+from shoal.commands.view.replays import Replays, refusal
 from shoal.commands.view.runs import Run
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
@@ -54,7 +55,7 @@ class Viewer:
         self.database, self.from_step = Database(runs), from_step
         self.runs = {run.name: OpenRun(run, Index(run, self.database, number), Curves(run), Evaluations(run),
                                        Pieces(run)) for number, run in enumerate(runs)}
-        self.searches = Searches()
+        self.searches, self.replays = Searches(), Replays()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._lint_lock = threading.Lock()
@@ -99,6 +100,7 @@ class Viewer:
             if one.lint:
                 one.lint.stop = True
         self.searches.close()
+        self.replays.close()
         for thread in threading.enumerate():
             if thread.name in ("reading runs", "search", "lint"):
                 thread.join(10)
@@ -118,6 +120,16 @@ class Viewer:
             if name not in self.runs:
                 raise ShoalError(f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}")
             return VIEWS[view](self.runs[name], asked, self)
+
+    def replay(self, parameters: Mapping[str, str]) -> dict[str, Any]:
+        """Begins to sample a group again; ShoalError where that is not possible from the page."""
+        asked = Asked(parameters)
+        group = self.answer("group", parameters)
+        if group["no_replay"]:
+            raise ShoalError(f"this group cannot be sampled again here: {group['no_replay']}")
+        one = self.runs[asked.text("run")]
+        self.replays.start(one.run, group["file"], group["group"], group["step"])
+        return self.replays.record(one.run, group["file"], group["group"], 0)
 
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
@@ -216,12 +228,16 @@ def _groups(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
 
 def _group(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
     return group_detail(one.index, asked.text("file"), asked.number("group")) | {
-        "saved": one.run.file("config.yaml") is not None and bool((one.run.root / "model").is_dir())}
+        "path": str(one.run.path), "no_replay": refusal(one.run, _settings(one), asked.text("file"))}
 
 
 def _tokens(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
     return token_detail(one.index, asked.text("file"), asked.number("group"), asked.number("completion", 0),
                         one.pieces, _settings(one))
+
+
+def _replay(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+    return viewer.replays.record(one.run, asked.text("file"), asked.number("group"), asked.number("completion", 0))
 
 
 def _prompt(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
@@ -243,5 +259,6 @@ def _lint(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "runs": _runs, "compare": _compare, "overview": _overview, "curves": _curves, "status": _status,
     "groups": _groups, "group": _group, "tokens": _tokens, "prompt": _prompt, "prompts": _prompts, "lint": _lint,
+    "replay": _replay,
 }
 """View -> what answers it."""

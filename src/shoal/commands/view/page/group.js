@@ -1,7 +1,7 @@
 // The Group view: a prompt as the model read it, and its completions with all that scored them.
 
 import { addressOf, change, goTo, here } from "./address.js";
-import { isFile, load } from "./data.js";
+import { isFile, load, startReplay } from "./data.js";
 import { el, num, replace, stateBox } from "./dom.js";
 import { differenceBlock, promptBlock, textBlock } from "./text.js";
 
@@ -77,13 +77,51 @@ function compareControl(record, parameters) {
   return el("label", { for: "compare" }, "Differences ", select);
 }
 
+/** Sampling the group again with the weights of its version: a button, or why there is none. */
 function replayNote(view) {
   const { record, run } = view;
   if (record.set !== "train") return null;
-  const path = view.record.path || run;
-  return el("details", { class: "replay" }, el("summary", { text: "Sample it again" }),
-    el("p", {}, "Bit for bit, where the weights can be had: ",
-      el("code", { text: `shoal replay ${JSON.stringify(path)} step=${record.step} group=${record.group}` })));
+  const said = el("p", { class: "faint", role: "status", text: record.no_replay
+    ? `Not from this page: ${record.no_replay}. In a terminal:`
+    : "Takes the weights of its version from a checkpoint, or retrains them; then Tokens has entropies and the likeliest "
+      + "other tokens. In a terminal:" });
+  const button = record.no_replay ? null : el("button", { type: "button", text: "Sample it again",
+    on: { click: () => replayGroup(view, said, button) } });
+  view.replaying = { said, button };
+  if (!record.no_replay) followReplay(view, said, button, false);
+  return el("details", { class: "replay" }, el("summary", { text: "Sample it again" }), button, said,
+    el("code", { text: `shoal replay ${JSON.stringify(record.path || run)} step=${record.step} group=${record.group}` }));
+}
+
+async function replayGroup(view, said, button) {
+  const { record, run } = view;
+  button.disabled = true;
+  try {
+    await startReplay({ run, file: record.file, group: record.group });
+    await followReplay(view, said, button, true);
+  } catch (error) {
+    said.textContent = error.message;
+    button.disabled = false;
+  }
+}
+
+async function followReplay(view, said, button, wanted) {
+  const { record, run, node } = view;
+  while (node.isConnected || wanted) {
+    const found = await load("replay", { run, file: record.file, group: record.group }).catch(() => ({ state: "none" }));
+    button.disabled = found.state === "running";
+    if (found.state === "running") said.textContent = `Sampling … ${num(found.seconds)} s`;
+    if (found.state === "failed") said.textContent = `It failed: ${found.error}`;
+    if (found.state === "done") {
+      const other = found.by_completion.flatMap((same, place) => (same ? [] : [place]));
+      said.textContent = found.identical ? `Identical: sampled again bit for bit, with the weights of ${found.weights}. `
+        + "Tokens now has entropies and the likeliest others."
+        : `Not identical: completions ${other.join(", ")} differ, with the weights of ${found.weights}.`;
+    }
+    if (found.state !== "running") return;
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+    if (!node.isConnected) return;
+  }
 }
 
 function completionCard(view, one, parameters) {

@@ -1,8 +1,8 @@
 // The Tokens view: one completion token by token, coloured by a quantity, each token's numbers on hover or by keys.
 
 import { addressOf, change, goTo, here } from "./address.js";
-import { load } from "./data.js";
-import { el, num, replace, stateBox } from "./dom.js";
+import { isFile, load } from "./data.js";
+import { el, num, percent, replace, stateBox } from "./dom.js";
 import { textBlock, textNodes } from "./text.js";
 
 const SHOWN_TOKENS = 4000;
@@ -11,6 +11,8 @@ const SHOWN_TOKENS = 4000;
 const COLOURS = {
   logprob: ["log-prob of the sampler", (data, t) => level(data.logprob[t], [[-6, -4], [-3, -3], [-1.5, -2], [-0.5, -1]])],
   trainer: ["log-prob of the trainer", (data, t) => level(data.trainer[t], [[-6, -4], [-3, -3], [-1.5, -2], [-0.5, -1]])],
+  entropy: ["entropy", (data, t) => (data.entropy ? [0.05, 0.3, 1, 2].filter((bound) => data.entropy[t] >= bound).length
+    : null)],
   gap: ["trainer minus sampler", (data, t) => signed(data.gap[t], [1e-4, 1e-3, 0.01, 0.1])],
   ratio: ["ratio trainer / sampler", (data, t) => signed(data.ratio[t] === null ? null : data.ratio[t] - 1,
     [1e-4, 1e-3, 0.01, 0.1])],
@@ -35,8 +37,11 @@ function signed(value, bounds) {
 export async function showTokens(node, parameters) {
   const { run, file, group, completion = "0" } = parameters;
   replace(node, stateBox("loading", "Reading the tokens …"));
-  const [data, whole] = await Promise.all([load("tokens", { run, file, group, completion }),
-    load("group", { run, file, group }).catch(() => null)]);
+  const [data, whole, replay] = await Promise.all([load("tokens", { run, file, group, completion }),
+    load("group", { run, file, group }).catch(() => null),
+    isFile ? null : load("replay", { run, file, group, completion }).catch(() => null)]);
+  data.entropy = replay?.entropy ?? null;
+  data.likeliest = replay?.likeliest ?? null;
   const view = { node, data, run, selected: Number(parameters.token || 0), size: whole?.completions.length ?? 1 };
   drawTokens(view, parameters);
   const move = (by) => selectToken(view, view.selected + by);
@@ -138,12 +143,15 @@ function paint(view, quantity) {
   });
   const steps = quantity === "logprob" || quantity === "trainer"
     ? [[-4, "−6 and below"], [-3, "to −3"], [-2, "to −1.5"], [-1, "to −0.5"], [0, "near 0"]]
+    : quantity === "entropy" ? [[0, "below 0.05"], [1, "0.05"], [2, "0.3"], [3, "1"], [4, "2 nats and more"]]
     : quantity === "mask" ? [[2, "the model's"], [-2, "context, no loss"]]
     : quantity === "clipped" ? [[-4, "below, advantage < 0"], [4, "above, advantage > 0"], [0, "within"]]
     : quantity === "versions" ? [[0, `version ${view.data.versions[0] ?? "–"}`], [2, "the next ones, in turn"]]
     : [[-4, "far below"], [-2, "below"], [0, quantity === "ratio" ? "1" : "0"], [2, "above"], [4, "far above"]];
+  const missing = quantity === "entropy" ? "Entropies are not recorded: open the group and sample it again to have them"
+    : `${title} was not recorded for this completion`;
   replace(view.legend, known ? steps.map(([value, text]) => el("span", { class: "t", "data-c": value, text }))
-    : `${title} was not recorded for this completion`);
+    : missing);
 }
 
 function describe(view, t) {
@@ -153,7 +161,8 @@ function describe(view, t) {
     return;
   }
   const pairs = [["token", t], ["id", data.ids[t]], ["sampler", data.logprob[t]], ["trainer", data.trainer[t]],
-    ["difference", data.gap[t]], ["ratio", data.ratio[t]], ["advantage × ratio", data.weighted[t]],
+    ["difference", data.gap[t]], ["ratio", data.ratio[t]],
+    data.entropy ? ["entropy", data.entropy[t]] : null, ["advantage × ratio", data.weighted[t]],
     ["clip range", data.ratio[t] === null ? null : data.clipped[t] ? "outside" : "within"],
     ["loss", data.mask[t] ? "yes" : "no"], ["version", data.versions[t]],
     data.support ? ["chosen from", `${data.support[t]} tokens`] : null].filter(Boolean);
@@ -161,6 +170,8 @@ function describe(view, t) {
   replace(view.info, el("dl", { class: "facts" },
     el("div", {}, el("dt", { text: "text" }), el("dd", {}, textNodes(JSON.stringify(data.tokens?.[t] ?? null) ?? "–"))),
     pairs.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: num(value, 5) })))),
+    data.likeliest ? el("p", { class: "faint" }, "Likeliest: ", data.likeliest[t].map(([text, logprob], place) => [
+      place ? ", " : "", textNodes(JSON.stringify(text)), ` ${percent(Math.exp(logprob))}`])) : null,
     others.length ? el("p", { class: "faint" }, "Also possible: ", textNodes(others.map((text) => JSON.stringify(text)).join(", ")))
       : null);
 }

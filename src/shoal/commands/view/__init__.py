@@ -60,7 +60,8 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
         if config.open:
             _open_browser(address)
         try:
-            make_server(make_app(viewer, token)).run(sockets=[listening])
+            with contextlib.suppress(KeyboardInterrupt):
+                make_server(make_app(viewer, token)).run(sockets=[listening])
         finally:
             viewer.close()
     return {"runs": [str(run.path) for run in runs]}

@@ -9,8 +9,10 @@ the one file that holds them when a group is opened.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,7 @@ class Index:
         self.revision = 0
         self.lock = threading.Lock()
         self._failed: dict[str, tuple[int, int]] = {}
+        self._listed: tuple[int, dict[str, tuple[Path, tuple[int, int]]]] = (-1, {})
 
     # ---- taking up files
 
@@ -85,25 +88,39 @@ class Index:
         return self.waiting > 0
 
     def _there(self) -> dict[str, tuple[Path, tuple[int, int]]]:
-        """Stem -> path and stamp of the files in groups/, those that lie within the run."""
-        folder = self.run.root / "groups"
-        found: dict[str, tuple[Path, tuple[int, int]]] = {}
+        """Stem -> path and stamp of the files in groups/, those that lie within the run. Listed again only when the
+        folder has changed: a thousand files are looked at in 20 ms, which a run beside must not pay every second."""
         try:
-            names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+            folder = (self.run.root / "groups").resolve(strict=True)
+            changed = folder.stat().st_mtime_ns
+            if not folder.is_relative_to(self.run.root):
+                self.run.problem("groups", "is a link that leads out of the run: it is not read")
+                return {}
+            # Some file systems have times of a second: what has just changed may change again unseen.
+            if self._listed[0] != changed or time.time_ns() - changed < 3_000_000_000:
+                self._listed = changed, self._list(folder)
+        except FileNotFoundError:
+            return {}
         except (OSError, RuntimeError) as error:
             self.run.problem("groups", f"cannot be listed ({error})")
             return {}
-        if len(names) > MAX_FILES:
-            self.run.problem("groups", f"holds {len(names):,} files: the first {MAX_FILES:,} are read")
-        if any(file.endswith(".jsonl") for file in names) and not any(file.endswith(".parquet") for file in names):
+        return self._listed[1]
+
+    def _list(self, folder: Path) -> dict[str, tuple[Path, tuple[int, int]]]:
+        found: dict[str, tuple[Path, tuple[int, int]]] = {}
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        endings = {entry.name.rpartition(".")[2] for entry in entries}
+        if len(entries) > MAX_FILES:
+            self.run.problem("groups", f"holds {len(entries):,} files: the first {MAX_FILES:,} are read")
+        if "jsonl" in endings and "parquet" not in endings:
             self.run.problem("groups", "are .jsonl files of a Shoal before 0.1, which stored no parquet: the curves "
                              "are shown; read the groups with the version that wrote them")
-        for file in names[:MAX_FILES]:
-            stem, _, ending = file.rpartition(".")
+        for entry in entries[:MAX_FILES]:
+            stem, _, ending = entry.name.rpartition(".")
             if ending != "parquet" or not _FILE.fullmatch(stem):
                 continue
-            path = self.run.file("groups", file)
-            if path is not None:
+            path = self.run.file("groups", entry.name) if entry.is_symlink() else folder / entry.name
+            if path is not None and path.is_file():
                 stat = path.stat()
                 found[stem] = path, (stat.st_mtime_ns, stat.st_size)
         return found

@@ -57,9 +57,10 @@ class Evaluations:
         return found
 
 
-def overview(run: Run, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float]) -> dict[str, Any]:
+def overview(run: Run, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float],
+             settings: Mapping[str, Any]) -> dict[str, Any]:
     """All of it as one record."""
-    settings, summary = run.settings(), run.summary()
+    summary = run.summary()
     names = [*curves.columns, *evaluations.curves()]
     topics = by_topic(names)
     return {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,8 @@ from shoal.commands.view.runs import Run
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
-POLL_SECONDS = 1.0
+POLL_SECONDS, IDLE_POLL_SECONDS, IDLE_AFTER = 1.0, 5.0, 20.0
+"""Seconds between two looks at the runs; while nobody asks, and after how long."""
 MAX_NUMBER = 2**31 - 1
 
 
@@ -59,6 +61,7 @@ class Viewer:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._lint_lock = threading.Lock()
+        self._asked_last = time.monotonic()
 
     # ---- reading
 
@@ -91,7 +94,8 @@ class Viewer:
                 for one in self.runs.values():
                     one.run.problem("reading", str(error))
                 more = False
-            self._end.wait(0.002 if more else POLL_SECONDS)
+            idle = time.monotonic() - self._asked_last > IDLE_AFTER
+            self._end.wait(0.002 if more else IDLE_POLL_SECONDS if idle else POLL_SECONDS)
 
     def close(self) -> None:
         """Ends the threads: one that is inside DuckDB when the interpreter ends would abort it."""
@@ -111,7 +115,7 @@ class Viewer:
         """The record of a view; ShoalError for a view, a run or a value that there is none of."""
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
-        asked = Asked(parameters)
+        asked, self._asked_last = Asked(parameters), time.monotonic()
         # Groups wait for their own search, which must not give way to them meanwhile.
         with contextlib.nullcontext() if view == "groups" else self.database.asked():
             if view in ("runs", "compare"):
@@ -179,7 +183,8 @@ def _runs(viewer: Viewer, _: Asked) -> dict[str, Any]:
 
 
 def _settings(one: OpenRun) -> dict[str, Any]:
-    return _kept(one, "settings", one.curves.revision, one.run.settings)
+    path = one.run.file("config.yaml")
+    return _kept(one, "settings", path and path.stat().st_mtime_ns, one.run.settings)
 
 
 def _kept(one: OpenRun, name: str, revision: Any, make: Callable[[], Any]) -> Any:
@@ -199,7 +204,7 @@ def _overview(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
     revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems),
                 bool(one.index.weights))
     record = _kept(one, "overview", revision, lambda: overview(one.run, one.curves, one.evaluations,
-                                                           one.index.weights))
+                                                           one.index.weights, _settings(one)))
     return record | {"progress": progress(one.run, one.curves, _settings(one), bool(one.run.summary())),
                      "waiting": one.index.waiting}
 

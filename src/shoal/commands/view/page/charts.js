@@ -98,7 +98,8 @@ export class Chart {
     this.plot = new uPlot({
       width: this.width, height: HEIGHT, legend: { show: false }, padding: [6, 8, 0, 0],
       scales: { x: { time: false, range: range ?? undefined }, y: { distr: positive ? 3 : 1 } },
-      axes: [{ ...axis, size: 24, space: 50 }, { ...axis, size: 52, space: 28,
+      axes: [{ ...axis, size: 24, space: 50,
+        values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? num(tick) : "")) }, { ...axis, size: 52, space: 28,
         values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : num(tick, 3))) }],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
         sync: { key: "steps", setSeries: false } },

@@ -61,8 +61,8 @@ function filterForm(view, parameters) {
       within: within.value === "any" ? "" : within.value, offset: "" });
   };
   return el("form", { class: "controls", role: "search", on: { submit: apply } },
-    el("label", { for: "filter", text: "Filter" }), filter,
-    el("label", { for: "search", text: "Text" }), text, within, el("label", {}, regex, " regular expression"),
+    el("span", { class: "field" }, el("label", { for: "filter", text: "Filter" }), filter),
+    el("span", { class: "field" }, el("label", { for: "search", text: "Text" }), text), within, el("label", {}, regex, " regular expression"),
     el("button", { type: "submit", text: "Search" }),
     el("button", { type: "button", text: "Clear", on: { click: () => {
       filter.value = text.value = "";

@@ -10,7 +10,7 @@ import { showPrompt, showPrompts } from "./prompts.js";
 import { chosenRuns, showRun } from "./run.js";
 import { showTokens } from "./tokens.js";
 
-const POLL_MILLISECONDS = 2000;
+const POLL_MILLISECONDS = 3000;
 const VIEWS = { run: showRun, groups: showGroups, group: showGroup, tokens: showTokens, prompts: showPrompts,
   prompt: showPrompt, lint: showLint };
 const TABS = [["run", "Run"], ["groups", "Groups"], ["prompts", "Prompts"], ["lint", "Lint"]];
@@ -57,7 +57,7 @@ async function show({ view, parameters }) {
     if (number === opening) open = opened;
     else opened?.close?.();
   } catch (error) {
-    if (number === opening) replace(node, stateBox("failed", error.message, () => show(here())));
+    if (number === opening) replace(node, el("h1", { text: "This cannot be shown" }), stateBox("failed", error.message, () => show(here())));
   }
 }
 

@@ -3,6 +3,7 @@
 import { el } from "./dom.js";
 
 const SHOWN_CHARS = 20000;
+const LONG_CHARS = 1500;
 // Controls but tab and line end; marks that turn or hide text; halves of characters. The joiner of emoji stays.
 const ODD = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/gu;
 
@@ -29,7 +30,9 @@ export function textNodes(text) {
 /** A block of text with its own direction; of a very long one the beginning, and a button for the rest. */
 export function textBlock(text, className = "text") {
   const whole = String(text ?? "");
-  const block = el("div", { class: className, dir: "auto" });
+  // A long text scrolls in a box of its own, which keys must reach.
+  const isLong = whole.length > LONG_CHARS || whole.split("\n", 40).length === 40;
+  const block = el("div", { class: isLong ? `${className} long` : className, dir: "auto", tabindex: isLong ? "0" : null });
   if (!whole) return el("div", { class: `${className} faint`, text: "(empty)" });
   block.append(...textNodes(whole.slice(0, SHOWN_CHARS)));
   if (whole.length > SHOWN_CHARS) {
@@ -55,7 +58,8 @@ export function differenceBlock(text, other) {
   const own = words(text), others = words(other);
   if (own.length * others.length > 4e6) return textBlock(text);
   const kept = commonWords(own, others);
-  const block = el("div", { class: "text", dir: "auto" });
+  const isLong = String(text ?? "").length > LONG_CHARS;
+  const block = el("div", { class: isLong ? "text long" : "text", dir: "auto", tabindex: isLong ? "0" : null });
   let run = "", marked = false;
   const flush = () => {
     if (run) block.append(marked ? el("mark", {}, textNodes(run)) : el("span", {}, textNodes(run)));

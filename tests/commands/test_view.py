@@ -9,6 +9,7 @@ import os
 import random
 import re
 import socket
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -532,6 +533,28 @@ def test_a_page_in_one_file(tmp_path, capsys):
     assert "groups: sent has none with set=train step=9" in capsys.readouterr().err
     assert cli.main(["view", str(path), f"to={to}x", "groups=x"]) == 2
     assert "expected a step (12)" in capsys.readouterr().err
+
+
+def test_the_terminal_prints_the_same_table(viewer, run, capsys):
+    assert cli.main(["groups", str(run), "sort=reward", "filter=set=train step>38", "limit=3"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split() == ["step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness",
+                              "prompt"]
+    assert [line.split()[:4] for line in out[1:4]] == [["39", "0", "train", "0.6"], ["40", "0", "train", "0.6"],
+                                                       ["39", "1", "train", "0.1"]]
+    assert cli.main(["groups", str(run), "filter=set=train step>38", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"] == rows(viewer, filter="set=train step>38", desc=1)
+    assert cli.main(["groups", str(run), "sort=nothing"]) == 2
+    assert "there is no column 'nothing'" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    for words, more in ((["view", str(run)], ""), (["view", str(run), "to=x.html"], ""),
+                        (["groups", str(run)], "step=1 prints")):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert "pip install 'shoal[view]'" in said and more in said
 
 
 def test_nothing_is_left_running(viewer):

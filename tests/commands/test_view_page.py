@@ -19,6 +19,7 @@ from shoal.commands.view import view
 from shoal.commands.view.runs import open_runs
 from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
+from shoal.report.result import load_run
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, which is missing")
@@ -303,3 +304,16 @@ def test_the_page_in_one_file_asks_for_nothing(browser, runs, tmp_path):
         settle(page, "This is not in the file.")
     places = {url.partition("#")[0] for url in asked if not url.startswith(("about:", "data:"))}
     assert places == {to.as_uri()}
+
+
+def test_a_notebook_shows_the_page_in_a_frame(browser, runs, tmp_path):
+    shown = load_run(runs / "first").view(groups=["1"])
+    assert shown.save(tmp_path / "kept.html").read_text() == shown.html and "MB" in repr(shown)
+    with new_page(browser, offline=True) as page:
+        page.set_content(f"<p>a notebook</p>{shown._repr_html_()}")
+        frame = page.frame_locator("iframe")
+        frame.get_by_text("What moves the reward").wait_for()
+        frame.get_by_role("link", name="Groups").click()
+        frame.get_by_role("link", name="question 0").click()
+        frame.get_by_text("This prompt through the run").wait_for()
+        assert page.url == "about:blank" and "a notebook" in page.locator("body").inner_text()

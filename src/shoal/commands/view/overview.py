@@ -134,11 +134,11 @@ def events(run: Run, curves: Curves, evaluations: Evaluations) -> Iterator[dict[
 
 _WATCHED = ("grad_norm", "kl", "entropy", "reward/mean", "completions/length_mean", "sampler_gap/logprob_mean",
             "clip/fraction", "time/step_seconds")
-SPIKE_DEVIATIONS, SPIKE_AROUND, MOST_SPIKES, MOST_STEPS = 8.0, 15, 12, 20_000
+SPIKE_DEVIATIONS, SPIKE_AROUND, MOST_SPIKES, MOST_STEPS = 10.0, 15, 12, 20_000
 
 
 def spikes(curves: Curves) -> list[dict[str, Any]]:
-    """Steps at which metrics leave what they were around them by far: by 8 median deviations. Metrics that do so at
+    """Steps at which metrics leave what they were around them by far: by 10 median deviations. Metrics that do so at
     the same step are named together, since one explains another."""
     by_step: dict[int, list[tuple[float, str]]] = {}
     for name in _WATCHED:
@@ -148,7 +148,7 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
         around = np.lib.stride_tricks.sliding_window_view(np.pad(values, SPIKE_AROUND, mode="reflect"),
                                                           2 * SPIKE_AROUND + 1)
         middle = np.median(around, axis=1)
-        usual = np.maximum(np.median(np.abs(around - middle[:, None]), axis=1), np.maximum(0.02 * abs(middle), 1e-9))
+        usual = np.maximum(np.median(np.abs(around - middle[:, None]), axis=1), np.maximum(0.03 * abs(middle), 1e-9))
         far = np.abs(values - middle) / usual
         first = 5 if name == "time/step_seconds" else 0  # the first steps compile
         for place in np.flatnonzero(far > SPIKE_DEVIATIONS):

@@ -128,7 +128,7 @@ def _prompt_records(viewer: Viewer, name: str, record: Any) -> Iterator[tuple[st
             yield key, found
             if one is first["sets"][0]:  # an address may leave it out
                 yield record_key("prompts", {"run": name, "change": change}), found
-            if change in ("learned", "lost"):
+            if change in ("learned", "lost") and one["set"] != "train":
                 for row in found["rows"][:MAX_PROMPTS]:
                     yield record("prompt", run=name, set=one["set"], row=row["row"])
 

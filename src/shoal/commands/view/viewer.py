@@ -251,7 +251,7 @@ def _prompt(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
 
 def _prompts(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
     key = (asked.text("set"), asked.text("change"), asked.number("offset", 0), asked.number("limit", 100, 1, 500))
-    return _kept(one, f"prompts {key}" if key[2] == 0 else "prompts", (key, one.index.revision),
+    return _kept(one, "prompts", (key, one.index.revision),
                  lambda: prompt_list(one.index, *key)) | {"waiting": one.index.waiting}
 
 

@@ -43,6 +43,12 @@ export function varies(series) {
   return values.some((value) => value !== values[0]) || (values.length > 0 && values.length < 3);
 }
 
+function axisLabel(tick) {
+  if (tick === null) return "";
+  return Math.abs(tick) >= 1e4 ? tick.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 3 })
+    : num(tick, 3);
+}
+
 export class Chart {
   /** `series`: [{name, x, y, place}]; `options`: title, unit, meaning, events, smoothing, log, range, onZoom, onStep. */
   constructor(series, options) {
@@ -100,7 +106,7 @@ export class Chart {
       scales: { x: { time: false, range: range ?? undefined }, y: { distr: positive ? 3 : 1 } },
       axes: [{ ...axis, size: 24, space: 50,
         values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? num(tick) : "")) }, { ...axis, size: 52, space: 28,
-        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : num(tick, 3))) }],
+        values: (_, ticks) => ticks.map(axisLabel) }],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
         sync: { key: "steps", setSeries: false } },
       series: [{ label: "step" }, ...lines],

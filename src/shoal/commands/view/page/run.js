@@ -90,14 +90,36 @@ function drawStatus(view) {
   }));
 }
 
+/** Of several runs: their figures next to each other, and the settings in which they differ. */
+function drawComparison(view) {
+  const figures = [...new Set(view.records.flatMap((record) => record.table.map(([figure]) => figure)))];
+  const rows = figures.map((figure) => [figure, ...view.records.flatMap((record) => {
+    const [, before = "–", after = "–"] = record.table.find(([name]) => name === figure) ?? [];
+    return [before, after];
+  })]);
+  const head = ["figure", ...view.names.flatMap((name) => [`${name} before`, "after"])];
+  return el("div", { class: "columns" },
+    el("section", { class: "card" }, el("h2", { text: "Before and after" }), rows.length
+      ? table(head, rows, "Before and after") : el("p", { class: "faint", text: "No evaluation so far." })),
+    el("section", { class: "card" }, el("h2", { text: "Settings that differ between the runs" }),
+      view.comparison?.differing.length ? table(["key", ...view.names], view.comparison.differing.map((row) => [row.key,
+        ...row.values.map(shownValue)]), "Settings that differ between the runs")
+        : el("p", { class: "faint", text: view.comparison ? "None." : "Not in this file." })));
+}
+
+function shownValue(value) {
+  return value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
+}
+
 function drawFacts(view) {
+  const several = view.names.length > 1;
   const parts = view.records.flatMap((record) => {
-    const title = view.names.length > 1 ? ` of ${record.name}` : "";
-    return el("div", { class: "columns" },
-      el("section", { class: "card" }, el("h2", { text: `Before and after${title}` }),
+    const title = several ? ` of ${record.name}` : "";
+    return el("div", { class: several ? "columns even" : "columns" },
+      several ? null : el("section", { class: "card" }, el("h2", { text: `Before and after${title}` }),
         record.table.length ? table(["figure", "before", "after", "change"], record.table, `Before and after${title}`)
           : el("p", { class: "faint", text: "No evaluation so far." })),
-      el("div", {}, record.drivers.length ? el("section", { class: "card" }, el("h2", { text: `What moves the reward${title}` }),
+      el("div", { class: several ? "flat" : null }, record.drivers.length ? el("section", { class: "card" }, el("h2", { text: `What moves the reward${title}` }),
         table(["function", "weight", "first", "last", "adds"], record.drivers.map((row) => [
           row.function, row.weight === null ? "–" : num(row.weight), num(row.first), num(row.last),
           el("span", { class: row.adds > 0 ? "up" : row.adds < 0 ? "down" : null,
@@ -106,14 +128,14 @@ function drawFacts(view) {
           + "adds to the reward, by the function's weight." })) : null,
       drawEventList(record, title)));
   });
-  replace(view.parts.facts, parts);
+  replace(view.parts.facts, several ? drawComparison(view) : null, parts);
 }
 
 function drawEventList(record, title) {
   const shown = record.events.filter((event) => event.level !== "evaluation");
   const line = (event) => el("li", { class: event.level },
-    el("a", { href: addressOf("groups", { run: record.name, filter: `step=${event.step} set=train` }),
-      text: `step ${event.step}` }), " ", el("span", { class: `badge ${event.level}`, text: event.level }), " ",
+    event.step ? el("a", { href: addressOf("groups", { run: record.name, filter: `step=${event.step} set=train` }),
+      text: `step ${event.step}` }) : "at the start", " ", el("span", { class: `badge ${event.level}`, text: event.level }), " ",
     el("span", { dir: "auto", text: event.text }));
   return el("section", { class: "card" }, el("h2", { text: `Warnings, failures and spikes${title}` }),
     shown.length ? el("ul", { class: "events", tabindex: "0", "aria-label": "events" }, shown.map(line))
@@ -214,13 +236,7 @@ async function updateRun(view, parameters) {
 }
 
 function drawSettings(view) {
-  const shown = (value) => (value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value));
-  const parts = [];
-  if (view.comparison) {
-    parts.push(el("h2", { text: "Settings that differ between the runs" }), view.comparison.differing.length
-      ? table(["key", ...view.names], view.comparison.differing.map((row) => [row.key, ...row.values.map(shown)]),
-        "Settings that differ between the runs") : el("p", { class: "faint", text: "None." }));
-  }
+  const shown = shownValue, parts = [];
   view.records.forEach((record) => {
     const own = record.settings.filter((row) => row.differs);
     const title = view.names.length > 1 ? ` of ${record.name}` : "";

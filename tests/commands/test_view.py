@@ -123,11 +123,18 @@ def test_rows_are_sorted_by_any_column_and_page_by_page(viewer):
     ({"text": "step 7", "filter": "spread>0"}, 1), ({"text": "'; DROP TABLE groups_0; --"}, 0),
 ])
 def test_text_is_found_in_prompts_and_completions(viewer, parameters, number):
+    assert found(viewer, "first", **parameters) == number
+
+
+def found(viewer: Viewer, run: str, text: str, **parameters: Any) -> int:
+    """Groups with a text, once all files were searched."""
+    texts = {"run": run, "text": text, **{name: str(value) for name, value in parameters.items()}}
     for _ in range(100):
-        answer = viewer.answer("groups", {"run": "first", **{name: str(value) for name, value in parameters.items()}})
+        answer = viewer.answer("groups", texts)
         if answer["search"]["done"]:
             break
-    assert answer["total"] == number and answer["search"]["searched"] == 42
+    assert answer["search"]["searched"] == len(viewer.runs[run].index.files)
+    return answer["total"]
 
 
 def test_a_group_has_everything_that_scored_it(viewer):
@@ -202,6 +209,7 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         assert (progress["state"], progress["step"], progress["steps"]) == ("running", 6, 60)
         assert progress["seconds_left"] == pytest.approx(54)
         before = viewer.answer("status", {"run": "live"})
+        assert found(viewer, "live", "of step 6") == 2  # the evaluation of version 6
         append_step(path, 7, [stored_group(6, 99, [0.1, 1.1])])
         (path / "groups" / "step_000008.parquet.tmp").write_bytes(b"PAR1")
         with (path / "metrics.jsonl").open("a") as file:
@@ -210,6 +218,7 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         after = viewer.answer("status", {"run": "live"})
         assert after["revision"] == before["revision"] + 1 and after["progress"]["step"] == 7
         assert rows(viewer, "live", filter="row=99")[0]["step"] == 7 and not problems(viewer)
+        assert found(viewer, "live", "of step 6") == 3
         # Resumed from step 5: the steps after it are written anew.
         write_lines(path / "new.jsonl", [{"step": step, "reward/mean": 0.0} for step in range(1, 6)])
         (path / "new.jsonl").replace(path / "metrics.jsonl")

@@ -188,6 +188,11 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     page.keyboard.type("step 17")
     page.keyboard.press("Enter")
     settle(page, "1 group ")
+    page.get_by_role("link", name="question 2").click()
+    settle(page, "This prompt through the run")
+    assert page.locator(".completion mark").all_inner_texts() == ["step 17"] * 4 and "find=step+17" in page.url
+    page.go_back()
+    settle(page, "1 group ")
     page.get_by_label("Text").fill("(")
     page.get_by_label("regular expression").check()
     page.get_by_role("button", name="Search").click()

@@ -59,6 +59,17 @@ class Database:
         while self._asked and time.monotonic() < until:
             time.sleep(0.004)
 
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All statements inside, or none of them."""
+        self.run("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self.run("ROLLBACK")
+            raise
+        self.run("COMMIT")
+
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         """The rows of a query as dicts. duckdb.Error for what DuckDB refuses."""
         found = self.cursor.execute(query, values)

@@ -172,11 +172,11 @@ class Index:
         means = "".join(f", avg(c{place}) AS {name(f'mean/{function}')}" for place, function in enumerate(functions))
         unknown = [function for function in self.functions if function not in functions]
         means += "".join(f", NULL AS {name(f'mean/{function}')}" for function in unknown)
-        with self.lock:
+        columns_of = [("reward", "reward"), *((one, f"c{place}") for place, one in enumerate(functions))]
+        with self.lock, database.transaction():
             database.run(f"INSERT INTO {self.table} BY NAME {_GROUPS.format(means=means)}")
             database.run(_PROMPTS.format(prompts=self.prompts, chars=PROMPT_CHARS))
-            for function, column in (("reward", "reward"), *((one, f"c{place}") for place, one in
-                                                              enumerate(functions))):
+            for function, column in columns_of:
                 database.run(_SUMS.format(sums=self.sums, function=quoted(function), column=column))
         database.run("DROP TABLE read_now")
 

@@ -66,7 +66,8 @@ def overview(run: Run, curves: Curves, evaluations: Evaluations, weights: Mappin
     return {
         "name": run.name, "path": str(run.path), "progress": progress(run, curves, settings, bool(summary)),
         "table": before_after(run, summary, evaluations), "topics": topics, "about": about(names),
-        "events": list(events(run, curves, evaluations))[:MAX_EVENTS], "settings": settings_rows(settings),
+        "events": sorted(events(run, curves, evaluations), key=lambda event: event["step"])[:MAX_EVENTS],
+        "settings": settings_rows(settings),
         "drivers": drivers(curves, weights), "problems": sorted(run.problems.values()),
         "evaluations": evaluations.curves(), "revision": curves.revision, "checkpoints": checkpoints(run),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from shoal.commands.view.curves import rounded
 from shoal.commands.view.database import Database, name, reason
-from shoal.commands.view.index import COLUMNS, Index
+from shoal.commands.view.index import COLUMNS, GroupFile, Index
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -78,15 +79,15 @@ class Search:
     A whole run's texts do not fit into a few hundred milliseconds: what is found so far can be shown at any time."""
 
     def __init__(self, index: Index, text: str, is_regex: bool, within: str, number: int) -> None:
-        self.key = (index.table, text, is_regex, within)
         self.table = f"hits_{number}"
-        self.error, self.done, self.searched, self.stop = "", False, 0, False
+        self.error, self.done, self.stop = "", False, False
         self._index, self._values = index, [text if is_regex else text.lower()]
         matches = "regexp_matches({0}, ?)" if is_regex else "contains(lower({0}), ?)"
         columns = {"prompt": ("prompt",), "completion": ("text",)}.get(within, ("prompt", "text"))
         self._where = " OR ".join(matches.format(column) for column in columns)
         self._values *= len(columns)
-        self.files = sorted(index.files.values(), key=lambda file: -file.number)
+        self._seen: set[int] = set()  # numbers of the files that were searched
+        self._hits, self._files = 0, 0
         self._ready = threading.Event()
         database = index.database
         database.run(f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)')
@@ -96,36 +97,52 @@ class Search:
             self.error, self.done = f"regular expression: {reason(error)}", True
             self._ready.set()
             return
-        threading.Thread(target=self._work, name="search", daemon=True).start()
+        self._begin()
+
+    def _begin(self) -> None:
+        files = sorted((file for file in list(self._index.files.values()) if file.number not in self._seen),
+                       key=lambda file: -file.number)
+        self._files, self.done = len(self._seen) + len(files), False
+        threading.Thread(target=self._work, args=(files,), name="search", daemon=True).start()
+
+    def catch_up(self) -> None:
+        """Goes on with the files that a live run has written since."""
+        ended = self.done and not self.error and self._hits < MAX_HITS
+        if ended and any(number not in self._seen for number in list(self._index.by_number)):
+            self._begin()
 
     def wait(self, seconds: float) -> None:
         self._ready.wait(seconds)
 
-    def _work(self) -> None:
-        database, hits = self._index.database, 0
-        for file in self.files:
+    def _work(self, files: Sequence[GroupFile]) -> None:
+        database = self._index.database
+        for file in files:
             database.give_way()
-            if self.stop or hits >= MAX_HITS:
+            if self.stop or self._hits >= MAX_HITS:
                 break
-            try:
+            # One that was replaced or damaged since it was indexed is named by the index.
+            with contextlib.suppress(database.error):
                 found = database.rows(
                     f'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) '
                     f"WHERE {self._where} GROUP BY place", str(file.path), *self._values)
                 if found:
                     values = ", ".join(f"({file.number}, {int(row['place'])}, {row['hits']})" for row in found)
                     database.run(f"INSERT INTO {self.table} VALUES {values}")
-                hits += len(found)
-            except database.error:
-                pass  # replaced or damaged since it was indexed: the index says so
-            self.searched += 1
+                self._hits += len(found)
+            self._seen.add(file.number)
         self.done = True
         self._ready.set()
+        if self.stop:
+            database.run(f"DROP TABLE IF EXISTS {self.table}")
 
     def state(self) -> dict[str, Any]:
-        return {"done": self.done, "searched": self.searched, "files": len(self.files), "error": self.error}
+        return {"done": self.done, "searched": len(self._seen), "files": self._files, "error": self.error}
 
     def drop(self) -> None:
         self.stop = True
+        if self.done:
+            with contextlib.suppress(self._index.database.error):
+                self._index.database.run(f"DROP TABLE IF EXISTS {self.table}")
 
 
 class Searches:
@@ -136,12 +153,13 @@ class Searches:
         self._most, self._number, self._lock = most, 0, threading.Lock()
 
     def get(self, index: Index, text: str, is_regex: bool, within: str) -> Search:
-        key = (index.table, text, is_regex, within, index.revision)
+        key = (index.table, text, is_regex, within)
         with self._lock:
             if key not in self._kept:
                 self._number += 1
                 self._kept[key] = Search(index, text, is_regex, within, self._number)
             search = self._kept[key] = self._kept.pop(key)
+            search.catch_up()
             for old in list(self._kept)[:-self._most]:
                 self._kept.pop(old).drop()
         return search
@@ -156,9 +174,11 @@ def group_rows(index: Index, searches: Searches, *, sort: str = "step", descendi
                limit: int = 100) -> dict[str, Any]:
     """A page of rows, how many there are in all, and how far a search has come."""
     where, values = condition(index, filter)
+    state = None
     search = searches.get(index, text[:MAX_TEXT], is_regex, within) if text else None
     if search:
         search.wait(0.1)
+        state = search.state()  # before the rows are counted: what is found meanwhile is asked for again
         if search.error:
             raise ShoalError(search.error)
         where += f' AND (file, "group") IN (SELECT (file, "group") FROM {search.table})'
@@ -179,7 +199,7 @@ def group_rows(index: Index, searches: Searches, *, sort: str = "step", descendi
             if isinstance(value, float):
                 row[column] = rounded(value)
     return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting,
-            "search": search.state() if search else None}
+            "search": state}
 
 
 def _prompts(database: Database, index: Index, rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], str]:

@@ -3,7 +3,7 @@
 import { addressOf, change, goTo, here } from "./address.js";
 import { isFile, load, startReplay } from "./data.js";
 import { el, num, replace, stateBox } from "./dom.js";
-import { differenceBlock, promptBlock, textBlock } from "./text.js";
+import { differenceBlock, markFound, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
   const { run, file, group } = parameters;
@@ -41,7 +41,6 @@ function drawGroup(view, parameters) {
   const step = (label, file, group, key) => el("a", { class: `button${file && group !== null ? "" : " off"}`,
     href: file && group !== null ? addressOf("group", { ...here().parameters, file, group, completion: "", compare: "" })
       : null, "aria-disabled": file && group !== null ? null : "true", title: `key ${key}`, text: label });
-  const sorted = record.completions;
   replace(node,
     el("nav", { class: "crumbs", "aria-label": "place" },
       el("a", { href: addressOf("groups", { run, filter: `step=${record.step} set=${record.set}` }),
@@ -58,7 +57,8 @@ function drawGroup(view, parameters) {
         on: { click: () => change({ layout: wide ? "list" : "" }) } }),
       compareControl(record, parameters), isFile ? null : replayNote(view)),
     el("div", { class: wide ? "completions wide" : "completions" },
-      sorted.map((one) => completionCard(view, one, parameters))));
+      record.completions.map((one) => completionCard(view, one, parameters))));
+  if (parameters.find) node.querySelectorAll(".text").forEach((text) => markFound(text, parameters.find, parameters.regex));
 }
 
 function dataColumns(record) {

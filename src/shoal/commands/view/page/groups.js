@@ -111,7 +111,8 @@ function drawGroups(view, record, parameters) {
   }
   const columns = [...COLUMNS.slice(0, 6), ...functions.map((name) => [`mean/${name}`, name, num]), ...COLUMNS.slice(6)];
   const head = columns.map(([key, label]) => headCell(key, label, parameters));
-  const body = rows.map((row, place) => groupRow(view, row, place, columns));
+  const found = { find: parameters.text, regex: parameters.regex };
+  const body = rows.map((row, place) => groupRow(view, row, place, columns, found));
   const page = (label, to, kind, on) => el("button", { type: "button", class: kind, disabled: !on,
     text: label, on: { click: () => change({ offset: to || "" }) } });
   replace(view.body,
@@ -138,8 +139,8 @@ function headCell(key, label, parameters) {
         change({ sort, desc: down ? "" : "1", offset: "" }) } }));
 }
 
-function groupRow(view, row, place, columns) {
-  const link = addressOf("group", { run: view.run, file: row.file, group: row.group });
+function groupRow(view, row, place, columns, found) {
+  const link = addressOf("group", { run: view.run, file: row.file, group: row.group, ...found });
   const cells = columns.map(([key, , format]) => {
     if (key === "prompt") return el("td", { class: "prompt", dir: "auto" }, el("a", { href: link },
       row.prompt ? textNodes(row.prompt.slice(0, 160)) : "(no text)"));

@@ -54,8 +54,9 @@ async function show({ view, parameters }) {
   try {
     if (!(view in VIEWS)) throw new Error(`There is no view ${view}.`);
     const opened = await VIEWS[view](node, parameters, context);
-    if (number === opening) open = opened;
-    else opened?.close?.();
+    if (number !== opening) opened?.close?.();
+    else open = opened;
+    if (number > 1 && number === opening && !content.contains(document.activeElement)) content.focus({ preventScroll: true });
   } catch (error) {
     if (number === opening) replace(node, el("h1", { text: "This cannot be shown" }), stateBox("failed", error.message, () => show(here())));
   }

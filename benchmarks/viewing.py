@@ -6,7 +6,7 @@
 
 `make` writes a run of given size with random texts, rewards and log-probs: 1,000 steps of 512 x 8 completions of 500
 tokens are 2 billion tokens. `serve` starts the server as a process of its own, waits for its first answer, then
-measures views in random order: seconds at the median and the 95th percentile, and the server's memory. `fuzz` sends
+measures views in random order: their time on the clock and of processors, and the server's memory. `fuzz` sends
 requests with random paths, parameters and headers: none may be answered with a fault of the server, or with a file.
 """
 
@@ -160,17 +160,20 @@ def serve(options: argparse.Namespace) -> None:
             time.sleep(0.2)
             waiting = ask(address, f"/api/groups?run={run}&limit=1")[1]["waiting"]
         print(f"all groups in the table after {time.perf_counter() - started:.1f} s, memory {_memory(process)}")
-        by_view: dict[str, list[float]] = {}
+        by_view: dict[str, list[tuple[float, float]]] = {}
         chance = random.Random(0)
         for _ in range(options.requests):
             name, path = _view(chance, run, options)
-            by_view.setdefault(name, []).append(ask(address, path)[0])
-        for name, times in sorted(by_view.items()):
-            print(f"{name:12} median {median(times) * 1000:6.0f} ms  95% {quantiles(times, n=20)[-1] * 1000:6.0f} ms  "
-                  f"worst {max(times) * 1000:6.0f} ms  ({len(times)})")
-        every = [one for times in by_view.values() for one in times]
-        print(f"{'all':12} median {median(every) * 1000:6.0f} ms  95% {quantiles(every, n=20)[-1] * 1000:6.0f} ms")
-        print(f"memory {_memory(process)}")
+            before = _processor_seconds(process)
+            seconds = ask(address, path)[0]
+            by_view.setdefault(name, []).append((seconds, _processor_seconds(process) - before))
+        every = [one for own in by_view.values() for one in own]
+        for name, times in [*sorted(by_view.items()), ("all", every)]:
+            walls, busy = ([1000 * one[place] for one in times] for place in (0, 1))
+            print(f"{name:12} median {median(walls):5.0f} ms  95% {quantiles(walls, n=20)[-1]:5.0f} ms  worst "
+                  f"{max(walls):5.0f} ms;  processor: median {median(busy):5.0f} ms  95% "
+                  f"{quantiles(busy, n=20)[-1]:5.0f} ms  ({len(times)})")
+        print(f"memory {_memory(process)}, load of the machine {os.getloadavg()[0]:.1f}")
 
 
 def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple[str, str]:
@@ -189,6 +192,15 @@ def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple
     }
     name = chance.choice(list(views))
     return name, views[name]
+
+
+def _processor_seconds(process: int) -> float:
+    """What all threads of a process have had of processors: on a machine that others use, what a view really costs."""
+    total = 0
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9
 
 
 def _memory(process: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import sys
 import urllib.parse
 from typing import Any
@@ -87,7 +88,7 @@ def _require_server() -> None:
 
 
 def _address(host: str, port: int, token: str) -> str:
-    name = f"[{host}]" if ":" in host else host
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/" + (f"?token={urllib.parse.quote(token)}" if token else "")
 
 

@@ -13,7 +13,7 @@ from shoal.commands.view.database import name, reason
 from shoal.commands.view.index import COLUMNS, GroupFile, Index
 from shoal.types import ShoalError
 
-MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 10
+MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 6
 _LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
 
 
@@ -182,7 +182,8 @@ def prompt_history(index: Index, name_of_set: str, row: int) -> dict[str, Any]:
     size = len(times)
     read = {round(place * (size - 1) / max(1, MAX_TEXTS - 1)) for place in range(MAX_TEXTS)} if size > MAX_TEXTS \
         else set(range(size))
-    texts = {place: _first_answer(index, files[times[place]["file"]], times[place]["group"]) for place in sorted(read)}
+    texts = {place: _first_answer(index, files[times[place]["file"]], times[place]["group"], with_prompt=not place)
+             for place in sorted(read)}
     prompt = texts[0]["prompt"]
     for place, one in enumerate(times):
         one |= {"file": files[one["file"]].stem, **texts.get(place, {"text": None, "correct": None})}
@@ -190,13 +191,13 @@ def prompt_history(index: Index, name_of_set: str, row: int) -> dict[str, Any]:
     return {"set": name_of_set, "row": row, "prompt": prompt, "times": times, "functions": index.functions}
 
 
-def _first_answer(index: Index, file: GroupFile, place: int) -> dict[str, Any]:
+def _first_answer(index: Index, file: GroupFile, place: int, with_prompt: bool) -> dict[str, Any]:
     """The prompt of a group, and its first completion's text; None for what cannot be read."""
     try:
         found = index.database.rows(
-            f'SELECT left(text, {MAX_TEXT_CHARS}) AS text, correct, prompt FROM read_parquet(?) WHERE "group" = ? '
-            "ORDER BY completion LIMIT 1", str(file.path), place)
-        as_json = index.database.json_columns(file.path)
+            f"SELECT left(text, {MAX_TEXT_CHARS}) AS text, correct, {'prompt' if with_prompt else 'NULL AS prompt'} "
+            'FROM read_parquet(?) WHERE "group" = ? ORDER BY completion LIMIT 1', str(file.path), place)
+        as_json = index.database.json_columns(file.path) if with_prompt else frozenset[str]()
     except index.database.error:
         found, as_json = [], frozenset[str]()
     if not found:

@@ -33,8 +33,11 @@ COLUMNS = {
 """Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
 reward and length within the group."""
 
-NEEDED = ("step", "group", "completion", "row", "version", "purpose", "subset", "prompt", "prompt_ids", "text",
-          "token_ids", "stop_reason", "reward", "valid", "correct", "advantage")
+NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
+NEEDED = dict.fromkeys(("step", "group", "completion", "row", "version", "reward", "valid", "correct", "advantage"), NUMBER)
+NEEDED |= dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT)
+NEEDED |= dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask", "versions", "support_ids"), LIST)
+"""Columns of every groups file -> how the names of their types end, or contain."""
 
 
 @dataclass
@@ -157,7 +160,11 @@ class Index:
         database, paths = self.database, [str(file.path) for file in files]
         columns = database.columns([file.path for file in files])
         if missing := [column for column in NEEDED if column not in columns]:
-            raise ShoalError(f"it lacks the column {missing[0]}, which every groups file of Shoal has")
+            raise ShoalError(f"it lacks the column {missing[0]}: another program, or an earlier version of Shoal "
+                             "wrote it; read it with that")
+        wrong = [column for column, kinds in NEEDED.items() if not any(kind in columns[column] for kind in kinds)]
+        if wrong:
+            raise ShoalError(f"its column {wrong[0]} has the type {columns[wrong[0]]}, which Shoal never writes")
         functions = [column.removeprefix("component/") for column in columns if column.startswith("component/")]
         functions = functions[:MAX_FUNCTIONS]
         for function in functions:

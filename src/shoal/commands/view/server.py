@@ -10,8 +10,11 @@ from __future__ import annotations
 import hmac
 import json
 import socket
+import sys
+import traceback
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shoal.commands.view.runs import one_line
 from shoal.commands.view.viewer import Viewer
 from shoal.report.lines import json_ready
 from shoal.types import ShoalError
@@ -68,9 +72,16 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
     async def nothing(request: Request, error: Exception) -> Response:
         return _json({"error": "there is no such page"}, 404)
 
+    async def fault(request: Request, error: Exception) -> Response:
+        """A fault of this program, or what a damaged run brought about: one line here and one in the terminal."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = one_line(f"{request.url.path} cannot be shown: {type(error).__name__}: {error}")
+        print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)
+        return _json({"error": text}, 500)
+
     app = Starlette(routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view, methods=[
         "GET", "POST"])],
-                    exception_handlers={404: nothing})
+                    exception_handlers={404: nothing, Exception: fault})
     return Guard(app, token)
 
 

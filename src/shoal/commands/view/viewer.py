@@ -69,12 +69,15 @@ class Viewer:
         """Reads a piece of what is new in each run; True if more is waiting."""
         more = False
         for one in self.runs.values():
-            one.curves.read()
-            one.evaluations.read()
-            more |= not one.curves.complete
-            if groups:
-                self.database.give_way()
-                more |= one.index.refresh()
+            try:
+                one.curves.read()
+                one.evaluations.read()
+                more |= not one.curves.complete
+                if groups:
+                    self.database.give_way()
+                    more |= one.index.refresh()
+            except Exception as error:  # a folder that was removed, whatever a hostile file brings about
+                one.run.problem("reading", f"{type(error).__name__}: {error}")
         return more
 
     def read_all(self) -> None:
@@ -88,12 +91,7 @@ class Viewer:
 
     def _watch(self) -> None:
         while not self._end.is_set():
-            try:
-                more = self.refresh()
-            except (OSError, self.database.error) as error:  # a folder that was removed, memory that ran out
-                for one in self.runs.values():
-                    one.run.problem("reading", str(error))
-                more = False
+            more = self.refresh()
             idle = time.monotonic() - self._asked_last > IDLE_AFTER
             self._end.wait(0.002 if more else IDLE_POLL_SECONDS if idle else POLL_SECONDS)
 

@@ -34,10 +34,13 @@ COLUMNS = {
 reward and length within the group."""
 
 NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
-NEEDED = dict.fromkeys(("step", "group", "completion", "row", "version", "reward", "valid", "correct", "advantage"), NUMBER)
-NEEDED |= dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT)
-NEEDED |= dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask", "versions", "support_ids"), LIST)
-"""Columns of every groups file -> how the names of their types end, or contain."""
+NEEDED = {
+    **dict.fromkeys(("step", "group", "completion", "row", "version", "reward", "valid", "correct", "advantage"), NUMBER),
+    **dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT),
+    **dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask", "versions",
+                     "support_ids"), LIST),
+}
+"""Columns of every groups file -> what the name of its type contains."""
 
 
 @dataclass

@@ -146,7 +146,7 @@ def serious_faults(page: Any, source: str) -> list[str]:
 
 
 def test_the_run_has_its_curves_and_events(page, address):
-    page.goto(address)
+    page.goto(address + "#/run?run=first")
     settle(page, "grad_norm 90")
     assert page.locator("canvas").count() >= 5 and page.locator("h1").inner_text() == "first"
     label = page.locator("[aria-label^='reward/mean by step']").get_attribute("aria-label")
@@ -169,7 +169,9 @@ def test_the_run_has_its_curves_and_events(page, address):
 
 def test_runs_are_laid_over_each_other(page, address):
     page.goto(address)
-    settle(page, "What moves the reward")
+    settle(page, "these runs differ in task.name")
+    page.get_by_role("checkbox", name="hostile").uncheck()
+    page.wait_for_function("() => !document.querySelector('.view').innerText.includes('these runs differ')")
     page.get_by_role("checkbox", name="hostile").check()
     settle(page, "these runs differ in task.name")
     assert "runs=first%2Chostile" in page.url

@@ -35,7 +35,8 @@ reward and length within the group."""
 
 NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
 NEEDED = {
-    **dict.fromkeys(("step", "group", "completion", "row", "version", "reward", "valid", "correct", "advantage"), NUMBER),
+    **dict.fromkeys(("step", "group", "completion", "row", "version", "reward", "valid", "correct", "advantage"),
+                    NUMBER),
     **dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT),
     **dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask", "versions",
                      "support_ids"), LIST),

@@ -6,6 +6,7 @@ import { isFile, load } from "./data.js";
 import { duration, el, num, replace, stateBox, table } from "./dom.js";
 
 const MOST_CHARTS = 60;
+const MOST_OVERLAID = 3; // runs that lie over each other unless one is chosen
 
 /** Draws the view into `node`; gives back what keeps it up to date. */
 export async function showRun(node, parameters, context) {
@@ -30,7 +31,7 @@ export async function showRun(node, parameters, context) {
 export function chosenRuns(parameters, context) {
   const known = context.runs.map((run) => run.name);
   const wanted = (parameters.runs ?? parameters.run ?? "").split(",").filter((name) => known.includes(name));
-  return wanted.length ? wanted : known.slice(0, 1);
+  return wanted.length ? wanted : known.slice(0, known.length <= MOST_OVERLAID ? MOST_OVERLAID : 1);
 }
 
 async function readRuns(view, parameters) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 MAX_LIMIT, MAX_TERMS, MAX_TEXT, MAX_HITS = 500, 20, 500, 200_000
+FORGOTTEN_SECONDS = 3.0
 OPERATORS = ("<=", ">=", "!=", "=", "<", ">")
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 
@@ -80,7 +82,8 @@ class Search:
 
     def __init__(self, index: Index, text: str, is_regex: bool, within: str, number: int) -> None:
         self.table = f"hits_{number}"
-        self.error, self.done, self.stop = "", False, False
+        self.error, self.done, self.running, self.stop = "", False, False, False
+        self.asked = time.monotonic()  # when somebody last wanted to know
         self._index, self._values = index, [text if is_regex else text.lower()]
         matches = "regexp_matches({0}, ?)" if is_regex else "contains(lower({0}), ?)"
         columns = {"prompt": ("prompt",), "completion": ("text",)}.get(within, ("prompt", "text"))
@@ -102,12 +105,13 @@ class Search:
     def _begin(self) -> None:
         files = sorted((file for file in list(self._index.files.values()) if file.number not in self._seen),
                        key=lambda file: -file.number)
-        self._files, self.done = len(self._seen) + len(files), False
+        self._files, self.done, self.running = len(self._seen) + len(files), False, True
         threading.Thread(target=self._work, args=(files,), name="search", daemon=True).start()
 
     def catch_up(self) -> None:
-        """Goes on with the files that a live run has written since."""
-        ended = self.done and not self.error and self._hits < MAX_HITS
+        """Goes on where it was left, and with the files that a live run has written since."""
+        self.asked = time.monotonic()
+        ended = not self.running and not self.error and self._hits < MAX_HITS
         if ended and any(number not in self._seen for number in list(self._index.by_number)):
             self._begin()
 
@@ -120,6 +124,9 @@ class Search:
             database.give_way()
             if self.stop or self._hits >= MAX_HITS:
                 break
+            if time.monotonic() - self.asked > FORGOTTEN_SECONDS:  # the page shows something else by now
+                self.running = False
+                return
             # One that was replaced or damaged since it was indexed is named by the index.
             with contextlib.suppress(database.error):
                 found = database.rows(
@@ -130,7 +137,7 @@ class Search:
                     database.run(f"INSERT INTO {self.table} VALUES {values}")
                 self._hits += len(found)
             self._seen.add(file.number)
-        self.done = True
+        self.done, self.running = True, False
         self._ready.set()
         if self.stop:
             database.run(f"DROP TABLE IF EXISTS {self.table}")
@@ -140,7 +147,7 @@ class Search:
 
     def drop(self) -> None:
         self.stop = True
-        if self.done:
+        if not self.running:
             with contextlib.suppress(self._index.database.error):
                 self._index.database.run(f"DROP TABLE IF EXISTS {self.table}")
 
@@ -187,7 +194,7 @@ def group_rows(index: Index, searches: Searches, *, sort: str = "step", descendi
     columns = ", ".join(map(name, COLUMNS))
     with index.database.asked(), index.lock:
         rows = index.database.rows(
-            f'SELECT file, {columns}{means} FROM {index.table} WHERE {where} ORDER BY {order}, step, "set", "group" '
+            f'SELECT file, {columns}{means} FROM {index.table} WHERE {where} ORDER BY {order}, file, "group" '
             "LIMIT ? OFFSET ?", *values, min(limit, MAX_LIMIT), offset)
         total = index.database.rows(f"SELECT count(*) AS n FROM {index.table} WHERE {where}", *values)[0]["n"]
         files = {number: file.stem for number, file in index.by_number.items()}

@@ -141,7 +141,7 @@ SPIKE_DEVIATIONS, SPIKE_AROUND, MOST_SPIKES, MOST_STEPS = 10.0, 15, 12, 20_000
 def spikes(curves: Curves) -> list[dict[str, Any]]:
     """Steps at which metrics leave what they were around them by far: by 10 median deviations. Metrics that do so at
     the same step are named together, since one explains another."""
-    by_step: dict[int, list[tuple[float, str]]] = {}
+    by_step: dict[int, list[tuple[float, str, str]]] = {}  # how far, the metric, in words
     for name in _WATCHED:
         values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
         if np.isfinite(values).sum() < SPIKE_AROUND or np.isnan(values).any():
@@ -156,9 +156,10 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
             if place >= first:
                 step = int(curves.steps[len(curves.steps) - len(values) + place])
                 by_step.setdefault(step, []).append(
-                    (far[place], f"{name} {values[place]:.3g} where {middle[place]:.3g} is usual"))
+                    (far[place], name, f"{name} {values[place]:.3g} where {middle[place]:.3g} is usual"))
     strongest = sorted(by_step, key=lambda step: -max(by_step[step])[0])[:MOST_SPIKES]
-    return [{"step": step, "level": "spike", "text": "; ".join(text for _, text in sorted(by_step[step], reverse=True))}
+    return [{"step": step, "level": "spike", "metrics": [name for _, name, _ in by_step[step]],
+             "text": "; ".join(text for _, _, text in sorted(by_step[step], reverse=True))}
             for step in sorted(strongest)]
 
 

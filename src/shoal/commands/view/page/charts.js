@@ -145,7 +145,8 @@ export class Chart {
     const context = plot.ctx;
     context.save();
     for (const event of this.options.events ?? []) {
-      if (event.level === "evaluation") continue;
+      const elsewhere = event.metrics && !event.metrics.includes(this.options.title);
+      if (event.level === "evaluation" || elsewhere) continue;
       const left = plot.valToPos(event.step, "x", true);
       if (left < plot.bbox.left || left > plot.bbox.left + plot.bbox.width) continue;
       context.strokeStyle = colour(event.level === "note" ? "--muted" : "--warn");

@@ -93,8 +93,8 @@ function drawTokens(view, parameters) {
       : "No update used it, so the trainer's log-probs, and what follows from them, were not recorded."}` }),
     el("div", { class: "controls" }, el("label", { for: "colour", text: "Colour" }), colour, view.legend),
     view.info,
-    el("details", {}, el("summary", { text: `Prompt, ${num(data.prompt.length || 0)} tokens as the model read them` }),
-      textBlock(data.prompt.join(""))),
+    data.prompt.length ? el("details", {}, el("summary", { text: `Prompt, ${num(data.prompt.length)} tokens as the model `
+      + "read them" }), textBlock(data.prompt.join(""))) : null,
     data.tokens ? view.box : [el("p", { class: "notice", text: "The run has no tokenizer that can be read: tokens are "
       + "shown by their numbers." }), view.box]);
   fillTokens(view, 0, SHOWN_TOKENS);
@@ -168,7 +168,7 @@ function describe(view, t) {
     data.support ? ["chosen from", `${data.support[t]} tokens`] : null].filter(Boolean);
   const others = data.others?.[t] ?? [];
   replace(view.info, el("dl", { class: "facts" },
-    el("div", {}, el("dt", { text: "text" }), el("dd", {}, textNodes(JSON.stringify(data.tokens?.[t] ?? null) ?? "–"))),
+    el("div", {}, el("dt", { text: "text" }), el("dd", {}, data.tokens ? textNodes(JSON.stringify(data.tokens[t])) : "–")),
     pairs.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: num(value, 5) })))),
     data.likeliest ? el("p", { class: "faint" }, "Likeliest: ", data.likeliest[t].map(([text, logprob], place) => [
       place ? ", " : "", textNodes(JSON.stringify(text)), ` ${percent(Math.exp(logprob))}`])) : null,

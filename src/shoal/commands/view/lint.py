@@ -167,7 +167,8 @@ class TextLint:
                  if file.stem.startswith("step_")]
         places = {round(place * (len(files) - 1) / max(1, TEXT_FILES - 1)) for place in range(TEXT_FILES)}
         self.files = [files[place] for place in sorted(places)] if files else []
-        threading.Thread(target=self._work, name="lint", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, name="lint", daemon=True)
+        self.thread.start()
 
     def _work(self) -> None:
         for file in self.files:

@@ -92,6 +92,7 @@ class Search:
         self._seen: set[int] = set()  # numbers of the files that were searched
         self._hits, self._files = 0, 0
         self._ready = threading.Event()
+        self.thread: threading.Thread | None = None
         database = index.database
         database.run(f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)')
         try:  # a wrong regular expression is said before a file is read
@@ -106,7 +107,8 @@ class Search:
         files = sorted((file for file in list(self._index.files.values()) if file.number not in self._seen),
                        key=lambda file: -file.number)
         self._files, self.done, self.running = len(self._seen) + len(files), False, True
-        threading.Thread(target=self._work, args=(files,), name="search", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, args=(files,), name="search", daemon=True)
+        self.thread.start()
 
     def catch_up(self) -> None:
         """Goes on where it was left, and with the files that a live run has written since."""
@@ -158,6 +160,7 @@ class Searches:
     def __init__(self, most: int = 4) -> None:
         self._kept: dict[Any, Search] = {}
         self._most, self._number, self._lock = most, 0, threading.Lock()
+        self._dropped: list[threading.Thread | None] = []
 
     def get(self, index: Index, text: str, is_regex: bool, within: str) -> Search:
         key = (index.table, text, is_regex, within)
@@ -168,12 +171,16 @@ class Searches:
             search = self._kept[key] = self._kept.pop(key)
             search.catch_up()
             for old in list(self._kept)[:-self._most]:
-                self._kept.pop(old).drop()
+                dropped = self._kept.pop(old)
+                dropped.drop()
+                self._dropped = [thread for thread in (*self._dropped, dropped.thread) if thread and thread.is_alive()]
         return search
 
-    def close(self) -> None:
+    def close(self) -> list[threading.Thread | None]:
+        """Stops all; the threads that may still be at work."""
         for search in self._kept.values():
             search.drop()
+        return [search.thread for search in self._kept.values()] + self._dropped
 
 
 def group_rows(index: Index, searches: Searches, *, sort: str = "step", descending: bool = False, filter: str = "",

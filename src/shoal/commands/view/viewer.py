@@ -98,13 +98,12 @@ class Viewer:
     def close(self) -> None:
         """Ends the threads: one that is inside DuckDB when the interpreter ends would abort it."""
         self._end.set()
-        for one in self.runs.values():
-            if one.lint:
-                one.lint.stop = True
-        self.searches.close()
+        lints = [one.lint for one in self.runs.values() if one.lint]
+        for found in lints:
+            found.stop = True
         self.replays.close()
-        for thread in threading.enumerate():
-            if thread.name in ("reading runs", "search", "lint"):
+        for thread in (self._thread, *(found.thread for found in lints), *self.searches.close()):
+            if thread is not None:
                 thread.join(10)
 
     # ---- answering

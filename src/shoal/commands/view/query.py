@@ -191,7 +191,7 @@ def group_rows(index: Index, searches: Searches, *, sort: str = "step", descendi
     state = None
     search = searches.get(index, text[:MAX_TEXT], is_regex, within) if text else None
     if search:
-        search.wait(0.1)
+        search.wait(0.04)
         state = search.state()  # before the rows are counted: what is found meanwhile is asked for again
         if search.error:
             raise ShoalError(search.error)

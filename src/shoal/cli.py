@@ -40,7 +40,7 @@ OTHER_WORDS = ("help", "completion")
 ENTRIES: Mapping[str, str] = {
     "train": "train:train", "doctor": "doctor:doctor", "plan": "plan:plan", "eval": "evaluate:evaluate",
     "generate": "generate:generate", "export": "export:export", "convert": "convert:convert", "replay": "replay:replay",
-    "rescore": "rescore:rescore", "diff": "diff:diff", "groups": "groups:groups",
+    "rescore": "rescore:rescore", "diff": "diff:diff", "groups": "groups:groups", "view": "view:view",
     "export-rollouts": "export_rollouts:export_rollouts", "pretrain": "pretrain:pretrain",
 }
 """Command -> `module:function` in `shoal.commands`, called with the configuration and `console`."""
@@ -290,7 +290,7 @@ def _check_words(command: str, config: Any) -> None:
     from shoal.config.text import meaning_of
 
     for key in POSITIONALS.get(command, ()):
-        if not getattr(config, key):
+        if not getattr(config, key) and not keys_of(type(config))[key].is_list:
             raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing "
                              f"({meaning_of(type(config), key)})")
 

@@ -33,6 +33,7 @@ from shoal.config.schema import (
     ReplayConfig,
     RescoreConfig,
     RewardSection,
+    ViewConfig,
 )
 from shoal.types import ShoalError
 
@@ -50,7 +51,7 @@ def own_environment(monkeypatch):
 
 JOBS = {
     name: name for name in ("train", "generate", "export", "evaluate", "convert", "pretrain", "doctor", "plan",
-                            "replay", "rescore", "diff", "export_rollouts")
+                            "replay", "rescore", "diff", "view", "export_rollouts")
 }
 """Module of `shoal.commands` -> the function that the command line calls there."""
 
@@ -97,6 +98,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     ("rescore", ["last", "reward=f.py:g"], "rescore",
      RescoreConfig(run="last", reward=RewardSection(functions=("f.py:g",)))),
     ("diff", ["a", "b"], "diff", DiffConfig(run="a", other="b")),
+    ("view", ["a", "port=0", "b,c", "groups=1,2:3"], "view", ViewConfig(("a", "b,c"), groups=("1", "2:3"))),
+    ("view", [], "view", ViewConfig()),
     ("export-rollouts", ["a", "--format=verl", "to=b"], "export_rollouts",
      ExportRolloutsConfig(run="a", format="verl", to="b")),
 ])

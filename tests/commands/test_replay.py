@@ -76,6 +76,17 @@ def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, st
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
+def test_the_likeliest_tokens_are_those_of_the_sampler(run):
+    vocabulary = len(Tokenizer.load(run / MODEL_FOLDER).vocabulary())
+    for completion in again(run, 1, 1, likeliest=vocabulary + 1)["completions"]:
+        for token in completion["tokens"]:
+            found = {other["id"]: other["logprob"] for other in token["likeliest"]}
+            assert found[token["id"]] == pytest.approx(token["logprob"], abs=2e-5)
+            values = np.array(list(found.values()))
+            assert np.exp(values).sum() == pytest.approx(1, abs=1e-5) and (np.diff(values) <= 0).all()
+            assert token["entropy"] == pytest.approx(-(np.exp(values) * values).sum(), abs=1e-4)
+
+
 def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
     copy = copy_of(run, tmp_path)
     shutil.rmtree(copy / "checkpoints")

@@ -1,24 +1,33 @@
-"""`shoal groups`: the groups of one step as text, or as JSON."""
+"""`shoal groups`: a table of all groups of a run, or the groups of one step, as text or as JSON."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import GroupsConfig
 from shoal.config.text import require_given
 from shoal.report.console import Console, prompt_text
+from shoal.report.figures import one_line
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, group_record
-from shoal.report.reading import figure, read_stored
-from shoal.text import count
+from shoal.report.reading import figure, read_stored, require_groups
+from shoal.text import count, shorten
 from shoal.types import ShoalError
+
+TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness", "prompt")
 
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
-    """Prints every group of a step, or the one at place `group` in the step's file; the records are returned."""
+    """Prints the table that `shoal view` shows; with `step` every group of a step, or the one at place `group` in the
+    step's file. The records are returned."""
     require_given(config, "run")
     with console or Console() as console:
         run = find_run(config.run)
+        if not config.step and config.group < 0:
+            return _table(run, config, console)
+        config = replace(config, step=config.step or 1)
         stored = read_stored(run, config.step)
         if config.group >= len(stored):
             raise ShoalError(f"group={config.group}: step {config.step} of {run} has "
@@ -27,6 +36,33 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
         for place in () if config.json else places:
             _show(f"step {config.step}, group {place}", stored[place], console)
     return {"run": str(run), "step": config.step, "groups": [group_record(stored[place]) for place in places]}
+
+
+def _table(run: Path, config: GroupsConfig, console: Console) -> dict[str, Any]:
+    """The rows of the page's Groups view, of all files that can be read; what is passed over is said."""
+    from shoal.commands.view.runs import Run
+    from shoal.commands.view.viewer import Viewer
+
+    require_groups(run)
+    try:
+        viewer = Viewer([one := Run("run", run)])
+    except ShoalError as error:
+        raise ShoalError(f"{error}; step=1 prints the groups of a step without it") from error
+    try:
+        viewer.read_all()
+        asked = {"run": "run", "sort": config.sort, "desc": "1", "filter": config.filter, "limit": str(config.limit)}
+        found = viewer.answer("groups", asked)
+    finally:
+        viewer.close()
+    for text in one.problems.values():
+        console.warning(text)
+    rows = found["rows"]
+    if not config.json and rows:
+        console.table(TABLE, [tuple(shorten(one_line(row[name]), 60) if name == "prompt" else figure(row[name])
+                                    for name in TABLE) for row in rows])
+    if not config.json:
+        console.note(f"{count(len(rows), 'group')} of {found['total']:,}; step=1 group=0 prints one in full")
+    return {"run": str(run), "total": found["total"], "groups": rows}
 
 
 def _show(place: str, stored: StoredGroup, console: Console) -> None:

@@ -63,6 +63,11 @@ def replay(config: ReplayConfig, console: Console | None = None, name: str = "st
             "completions": [_completion_record(stored, i, sampled[i], differences[i] is None, player.tokenizer)
                             for i in range(group.size)],
         })
+        if config.likeliest:
+            for record, tokens in zip(result["completions"], player.likeliest(group, params, config.likeliest),
+                                      strict=True):
+                for token, found in zip(record["tokens"], tokens, strict=True):
+                    token |= found
         report_replay(result, console)
     return result
 

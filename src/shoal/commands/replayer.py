@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.diff import INERT_KEYS
+from shoal.commands.likeliest import likeliest_tokens
 from shoal.config.keys import is_under
 from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.config.text import to_dict
@@ -184,6 +185,23 @@ class Replayer:
         engine.submit([sample_request(request, 0, self.config.seed)])
         sampled = drain(engine)
         return [sampled[0, index] for index in range(group.size)]
+
+    def likeliest(self, group: Group, params: Params, most: int) -> list[list[dict[str, Any]]]:
+        """For each token of each stored completion the `entropy` there, and the `likeliest` tokens with log-probs: of
+        the whole vocabulary, at the temperature that sampled."""
+        model = self.model(self.config).on(self.roles.sampler)
+        longest = len(group.prompt_ids) + max(map(len, group.completions))
+        size, most = -(-longest // 64) * 64, min(most, model.architecture.vocab_size)
+        is_greedy = group.purpose is Purpose.EVALUATE and group.size == 1
+        temperature = 1.0 if is_greedy else self.config.sampling.temperature or 1.0
+        found = []
+        for completion in group.completions:
+            arrays = likeliest_tokens(model, params, group.prompt_ids, completion, temperature, most, size)
+            found.append([{"entropy": float(entropy), "likeliest": [
+                {"id": int(id), "text": self.tokenizer.token_text(int(id)), "logprob": float(logprob)}
+                for id, logprob in zip(ids, logprobs, strict=True)]} for entropy, ids, logprobs in
+                zip(*arrays, strict=True)])
+        return found
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

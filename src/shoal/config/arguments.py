@@ -8,7 +8,7 @@ Values stay texts; the schema gives them their types: `run_name=123` is text, `s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,10 +64,11 @@ FILE_OPTIONS = ("config_name", "config_file", "config", "preset")
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
+    "view": ("runs",),
 }
-"""Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`."""
+"""Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list takes all words."""
 
-COMMA_LISTS = frozenset({"reward.functions", "reward.weights"})
+COMMA_LISTS = frozenset({"reward.functions", "reward.weights", "groups"})
 """Lists whose items contain no commas: `a,b` is two items (of `sampling.stop` it is one)."""
 
 
@@ -176,8 +177,7 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
             is_switch = flag.is_switch if flag else key is not None and key.type is bool
             if key is not None and key.is_list and count > 1 and not has_words:
                 items = [item for one in rest[:count] for item in split_list(key, one)]
-                quoted = ['"' + re.sub(r'(["\\])', r"\\\1", item) + '"' for item in items]
-                rest, word = rest[count:], f"{word}=[{','.join(quoted)}]"
+                rest, word = rest[count:], f"{word}={list_text(items)}"
             elif not (is_switch and has_words) or rest[0].lower() in ("true", "false"):
                 word = f"{word}={rest.pop(0)}"
         whole.append(word)
@@ -230,21 +230,36 @@ def _name_words(config_type: type, words: Sequence[str]) -> Iterator[str]:
     """The words, those without a key as `key=word` by the command's POSITIONALS."""
     command, names = command_of(config_type), names_of(config_type)
     keys = iter(POSITIONALS.get(command, ()))
+    key, listed = "", []
     for word in words:
         name, equals, _ = word.partition("=")
         has_key = word.startswith("-") or name.lstrip("+") in names or (equals and not Path(word).exists())
         if has_key or command not in POSITIONALS:
             yield word
+        elif listed:
+            listed.append(word)
         elif key := next(keys, ""):
-            yield f"{key}={word}"
+            if keys_of(config_type)[key].is_list:
+                listed.append(word)
+            else:
+                yield f"{key}={word}"
         else:
             raise ShoalError(f"{word}: one word too many, expected `shoal {command} {positionals_text(command)}` and "
                              "keys as key=value")
+    if listed:
+        yield f"{key}={list_text(listed)}"
+
+
+def list_text(items: Iterable[str]) -> str:
+    """The items of a list as `split_list` reads them."""
+    return "[" + ",".join('"' + re.sub(r'(["\\])', r"\\\1", item) + '"' for item in items) + "]"
 
 
 def positionals_text(command: str) -> str:
-    """A command's positional arguments as its usage shows them: `RUN OTHER`."""
-    return " ".join(key.upper() for key in POSITIONALS.get(command, ()))
+    """A command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]` for a list."""
+    keys = keys_of(COMMANDS[command]) if command in COMMANDS else {}
+    return " ".join(f"[{key.upper().removesuffix('S')} ...]" if keys[key].is_list else key.upper()
+                    for key in POSITIONALS.get(command, ()))
 
 
 def read_word(config_type: type, word: str) -> tuple[str, str]:

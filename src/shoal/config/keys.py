@@ -26,6 +26,7 @@ from shoal.config.schema import (
     PretrainConfig,
     ReplayConfig,
     RescoreConfig,
+    ViewConfig,
 )
 from shoal.text import CLOSE, did_you_mean, likeness
 from shoal.types import ShoalError
@@ -34,6 +35,7 @@ COMMANDS: Mapping[str, type] = {
     "train": Config, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig, "generate": GenerateConfig,
     "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
+    "view": ViewConfig,
     "export-rollouts": ExportRolloutsConfig,
     "pretrain": PretrainConfig,
 }

@@ -53,6 +53,7 @@ __all__ = [
     "TaskSection",
     "TeacherSection",
     "TrainSection",
+    "ViewConfig",
     "WandbSection",
     "require",
 ]
@@ -281,13 +282,15 @@ class ReplayConfig:
     """Step, from 1."""
     group: int = 0
     """Index of the group in the step's file, from 0."""
+    likeliest: int = 0
+    """Likeliest tokens, with the entropy, that the JSON lists at each token; 0 for none."""
     json: bool = False
     """Print the result as JSON."""
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
         at_least(self, "", 1, "step")
-        at_least(self, "", 0, "group")
+        at_least(self, "", 0, "group", "likeliest")
 
 
 @dataclass(frozen=True)
@@ -320,20 +323,53 @@ class DiffConfig:
 
 @dataclass(frozen=True)
 class GroupsConfig:
-    """`shoal groups`: prints the groups that a step trained on, with rewards and advantages."""
+    """`shoal groups`: prints a table of a run's groups, or the groups of a step with rewards and advantages."""
 
     run: str = ""
     """Run folder, or `last`."""
-    step: int = 1
-    """Step, from 1."""
+    step: int = 0
+    """Step, from 1, whose groups are printed in full; 0 for the table of all groups."""
     group: int = -1
     """Index of the group in the step's file, from 0; -1 for all."""
+    sort: str = "step"
+    """Column that the table is sorted by, the largest values first."""
+    filter: str = ""
+    """Rows of the table: conditions such as `reward>0.5 set=train step=10..20`."""
+    limit: int = 20
+    """Rows of the table that are printed."""
     json: bool = False
-    """Print them as JSON, with token ids and log-probs."""
+    """Print them as JSON; those of a step with token ids and log-probs."""
 
     def __post_init__(self) -> None:
-        at_least(self, "", 1, "step")
+        at_least(self, "", 0, "step", note="all")
         at_least(self, "", -1, "group", note="all")
+        at_least(self, "", 1, "limit")
+
+
+@dataclass(frozen=True)
+class ViewConfig:
+    """`shoal view`: serves a page with a run's curves, groups and tokens, or writes it to one file."""
+
+    runs: tuple[str, ...] = ()
+    """Run folders, folders of runs, or `last`; without any, the newest run."""
+    from_step: int = 0
+    """First step of the curves; 0 for all."""
+    port: int = 0
+    """Port to serve at; 0 for 8700 or the next free one."""
+    host: str = "127.0.0.1"
+    """Address to serve at; any other than this machine's own needs `token`."""
+    token: str = ""
+    """Secret that the address must contain; `auto` makes one."""
+    open: bool = True
+    """Open a browser, where there is a display."""
+    to: str = ""
+    """File to write the page to, in place of serving it; it needs no network."""
+    groups: tuple[str, ...] = ()
+    """Groups to put into that file: 12 (all of a step), 12:3, 12:0-7; without any, groups of the newest step."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "from_step", "port")
+        require(self.port < 65_536, "port", self.port, "at most 65535")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import html
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from shoal.files import writing
 from shoal.report.console import prompt_text
 from shoal.report.figures import duration, figure_text, is_shown_figure, number_text, summary_rows, text_table
 from shoal.report.folder import find_run
@@ -207,6 +212,13 @@ class Result(Mapping[str, Any]):
             return f"Run in {self.folder}, not finished: {steps} done"
         return f"Run in {self.folder}: {steps} in {duration(float(self.summary['seconds_total']))}"
 
+    def view(self, groups: Sequence[str] = (), height: int = 800) -> Page:
+        """The page of `shoal view` on this run, which a notebook shows inline; `.save(path)` keeps it as a file.
+
+        It contains the curves so far and some groups: the newest step's, or `groups`, such as `["12", "40:0-7"]`.
+        ShoalError if the extra `view` is not installed, or if the run has no such groups."""
+        return Page(make_page(self.folder, groups), self.folder, height)
+
     def plot(self) -> Any:
         """A matplotlib figure of reward, accuracy (mean reward if the task defines none), entropy and KL, and length.
 
@@ -244,6 +256,43 @@ class Result(Mapping[str, Any]):
 
 
 _FEW_POINTS = 30
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page in one file, without a need for network."""
+
+    html: str
+    folder: Path
+    height: int = 800
+
+    def save(self, path: str | Path) -> Path:
+        """Writes it to a file, which any browser opens."""
+        path = Path(path)
+        with writing(path):
+            path.write_text(self.html, encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        # In a frame of its own, without the notebook's origin: what a model wrote reaches nothing of the notebook.
+        return (f'<iframe sandbox="allow-scripts" title="Shoal: {html.escape(self.folder.name)}" width="100%" '
+                f'height="{self.height}" frameborder="0" srcdoc="{html.escape(self.html)}"></iframe>')
+
+    def __repr__(self) -> str:
+        return f"Page on {self.folder}, {len(self.html) / 1e6:.1f} MB: .save(PATH) writes it to a file"
+
+
+def make_page(folder: Path, groups: Sequence[str]) -> str:
+    """The page that `shoal view` writes, made by a process of its own: it reads a run of any size, and ends."""
+    with tempfile.TemporaryDirectory() as place:
+        to = Path(place) / "page.html"
+        chosen = [f"groups=[{','.join(groups)}]"] if groups else []
+        done = subprocess.run([sys.executable, "-m", "shoal", "view", str(folder), f"to={to}", *chosen],
+                              capture_output=True, text=True)
+        if done.returncode or not to.is_file():
+            lines = done.stderr.strip().splitlines() or ["it ended without a message"]
+            raise ShoalError(lines[-1].removeprefix("error: "))
+        return to.read_text(encoding="utf-8")
 
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:

@@ -1,0 +1,102 @@
+"""`shoal view`: a page on one or several runs, served to this machine or written to one file.
+
+    runs      finds run folders and opens their files          curves, overview   the Run view
+    index     a row a group, in DuckDB                         query, detail      Groups, Group, Tokens, Prompt
+    viewer    a view's name -> its record                      lint               what looks wrong
+    server    records and page over HTTP                       static             both in one file
+    page/     HTML, CSS and ES modules, uPlot for curves
+
+It reads only. A run may write while it is read; no lock is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import urllib.parse
+from typing import Any
+
+from shoal.commands.view.runs import open_runs
+from shoal.config.schema import ViewConfig
+from shoal.files import check_new_file
+from shoal.report.console import Console
+from shoal.text import count
+from shoal.types import ShoalError
+
+NICENESS = 5
+"""A run that trains on the same cores goes first."""
+
+
+def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
+    """Serves the page until Ctrl-C; with `to` it writes the page there and returns."""
+    with console or Console() as console:
+        if config.to:
+            return _write(config, console)
+        _require_server()
+        from shoal.commands.view.server import LOOPBACK, listen, make_app, make_server
+        from shoal.commands.view.viewer import Viewer
+
+        token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
+        if config.host not in LOOPBACK and not token:
+            raise ShoalError(f"host={config.host}: whoever reaches this address could read the runs; set token=auto, "
+                             "or leave host= out and forward the port: ssh -L 8700:127.0.0.1:8700 HOST")
+        if config.groups:
+            raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
+        runs = open_runs(config.runs)
+        listening = listen(config.host, config.port)
+        viewer = Viewer(runs, config.from_step)
+        address = _address(config.host, listening.getsockname()[1], token)
+        with contextlib.suppress(OSError, AttributeError):
+            os.nice(NICENESS)
+        viewer.start()
+        for one in runs:
+            for text in one.problems.values():
+                console.note(f"{one.name}: {text}")
+        what = runs[0].name if len(runs) == 1 else count(len(runs), "run")
+        console.text(f"{what}: {address} (Ctrl-C ends it)")
+        sys.stdout.flush()
+        if config.open:
+            _open_browser(address)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                make_server(make_app(viewer, token)).run(sockets=[listening])
+        finally:
+            viewer.close()
+    return {"runs": [str(run.path) for run in runs]}
+
+
+def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
+    from shoal.commands.view.static import write_page
+
+    to = check_new_file(config.to, "to")
+    runs = open_runs(config.runs)
+    size = write_page(runs, config, to)
+    console.note(f"wrote {to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network")
+    return {"runs": [str(run.path) for run in runs], "to": str(to)}
+
+
+def _require_server() -> None:
+    """ShoalError if a package of the extra is missing."""
+    for package in ("duckdb", "starlette", "uvicorn"):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise ShoalError(f"{package} is not installed: shoal view needs `pip install 'shoal[view]'`") from error
+
+
+def _address(host: str, port: int, token: str) -> str:
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?token={urllib.parse.quote(token)}" if token else "")
+
+
+def _open_browser(address: str) -> None:
+    """Opens a browser where a person sees it: not over SSH, not without a display."""
+    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if has_display and not os.environ.get("SSH_CONNECTION") and sys.stdout.isatty():
+        import webbrowser
+
+        with contextlib.suppress(webbrowser.Error):
+            webbrowser.open(address)

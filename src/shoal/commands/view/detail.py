@@ -1,0 +1,231 @@
+"""What one group's file holds of it: texts, rewards and each token, and one prompt's answers through the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.commands.view.database import name, reason
+from shoal.commands.view.index import COLUMNS, GroupFile, Index
+from shoal.types import ShoalError
+
+MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 6
+_LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
+
+
+def group_detail(index: Index, stem: str, place: int) -> dict[str, Any]:
+    """A group's prompt and completions with their rewards, without what is stored by token."""
+    file = _file(index, stem)
+    columns, as_json = _columns(index, file)
+    plain = [column for column in columns if column not in _LISTS]
+    chosen = ", ".join(f"left({name(column)}, {MAX_TEXT_CHARS}) AS {name(column)}" if columns[column] == "VARCHAR"
+                       else name(column) for column in plain)
+    rows = _read(index, file, f"{chosen}, len(token_ids) AS num_tokens, len(prompt_ids) AS num_prompt_tokens, "
+                 "trainer_logprobs IS NOT NULL AS is_trained, coalesce(list_sum(CAST(loss_mask AS INTEGER[])), "
+                 "len(token_ids)) AS num_trained", place)
+    first = rows[0]
+    return {
+        "file": stem, "group": place, "step": first["step"], "version": first["version"], "row": first["row"],
+        "set": "train" if first["purpose"] == "train" else first["subset"],
+        "prompt": _value(first["prompt"], "prompt" in as_json), "num_prompt_tokens": first["num_prompt_tokens"],
+        "columns": {column.removeprefix("column/"): _value(first[column], column in as_json)
+                    for column in plain if column.startswith("column/")},
+        "weights": _under(first, "weight/"),
+        "completions": [_completion(row, as_json) for row in rows],
+        **_neighbours(index, file, place),
+    }
+
+
+def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
+    kept = ("completion", "text", "reward", "valid", "correct", "advantage", "stop_reason", "num_tokens",
+            "is_trained", "num_trained")
+    return {**{column: row[column] for column in kept}, "components": _under(row, "component/"),
+            "extra": {column.removeprefix("extra/"): _value(row[column], column in as_json)
+                      for column in row if column.startswith("extra/") and row[column] is not None}}
+
+
+def _under(row: Mapping[str, Any], head: str) -> dict[str, Any]:
+    return {column.removeprefix(head): value for column, value in row.items()
+            if column.startswith(head) and value is not None}
+
+
+def _value(value: Any, is_json: bool) -> Any:
+    if not is_json or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):  # cut off, or no JSON: shown as it is
+        return value
+
+
+def _neighbours(index: Index, file: GroupFile, place: int) -> dict[str, Any]:
+    """The groups before and after this one in its file, and the files of the same kind before and after."""
+    groups = [row["g"] for row in index.database.rows(
+        f'SELECT "group" AS g FROM {index.table} WHERE file = ? ORDER BY g', file.number)]
+    kind = file.stem.rpartition("_")[0]
+    stems = sorted(stem for stem in index.files if stem.rpartition("_")[0] == kind)
+    at, own = stems.index(file.stem), groups.index(place) if place in groups else 0
+    return {"num_groups": len(groups), "previous_group": groups[own - 1] if own > 0 else None,
+            "next_group": groups[own + 1] if own + 1 < len(groups) else None,
+            "previous_file": stems[at - 1] if at else None,
+            "next_file": stems[at + 1] if at + 1 < len(stems) else None}
+
+
+def _file(index: Index, stem: str) -> GroupFile:
+    file = index.find(stem)
+    if file is None:
+        raise ShoalError(f"{stem[:80]}: the run has no such groups file"
+                         + (" yet: it is still being read" if index.waiting else ""))
+    return file
+
+
+def _columns(index: Index, file: GroupFile) -> tuple[dict[str, str], frozenset[str]]:
+    try:
+        return index.database.columns([file.path]), index.database.json_columns(file.path)
+    except index.database.error as error:
+        raise ShoalError(f"{file.stem}: {reason(error)}") from error
+
+
+def _read(index: Index, file: GroupFile, columns: str, place: int, completion: int | None = None) -> list[dict]:
+    where = '"group" = ?' + (" AND completion = ?" if completion is not None else "")
+    values = [place] if completion is None else [place, completion]
+    try:
+        rows = index.database.rows(f"SELECT {columns} FROM read_parquet(?) WHERE {where} ORDER BY completion "
+                                   f"LIMIT {MAX_SIBLINGS}", str(file.path), *values)
+    except index.database.error as error:
+        raise ShoalError(f"{file.stem}: {reason(error)}") from error
+    if not rows:
+        what = f"group {place}" if completion is None else f"completion {completion} in group {place}"
+        raise ShoalError(f"{file.stem} has no {what}")
+    return rows
+
+
+# ---- tokens
+
+
+def token_detail(index: Index, stem: str, place: int, completion: int, pieces: Any,
+                 settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that is stored by token of one completion, one list a quantity; null where it was not recorded.
+
+    `pieces(ids)` gives each token's text. `ratio` is the trainer's probability before the update by the sampler's."""
+    file = _file(index, stem)
+    rows = _read(index, file, "step, version, advantage, reward, text, stop_reason, prompt_ids, token_ids, logprobs, "
+                 "trainer_logprobs, loss_mask, versions, support_ids", place, completion)
+    row = rows[0]
+    ids = (row["token_ids"] or [])[:MAX_TOKENS]
+    size = len(ids)
+    sampler, trainer = (_floats(row[column], size) for column in ("logprobs", "trainer_logprobs"))
+    ratio = np.exp(np.clip(trainer - sampler, -50, 50))
+    advantage = row["advantage"] if row["advantage"] is not None else math.nan
+    mask = np.ones(size, bool) if row["loss_mask"] is None else np.array([bool(one) for one in row["loss_mask"]][:size])
+    low, high = (1 - _number(settings, "algorithm.clip_low", 0.2), 1 + _number(settings, "algorithm.clip_high", 0.2))
+    clipped = np.where(advantage > 0, ratio > high, ratio < low) & np.isfinite(ratio) & (advantage != 0)
+    versions = row["versions"] or [row["version"]] * size
+    return {
+        "file": stem, "group": place, "completion": completion, "step": row["step"], "version": row["version"],
+        "advantage": row["advantage"], "reward": row["reward"], "stop_reason": row["stop_reason"],
+        "clip": [low, high], "is_trained": row["trainer_logprobs"] is not None,
+        "prompt": pieces((row["prompt_ids"] or [])[:MAX_TOKENS]), "tokens": pieces(ids) or None, "ids": ids,
+        "text": None if pieces(ids[:1]) else row["text"],
+        "logprob": _listed(sampler), "trainer": _listed(trainer), "ratio": _listed(ratio),
+        "gap": _listed(trainer - sampler), "weighted": _listed(advantage * ratio),
+        "clipped": [bool(one) for one in clipped], "mask": [bool(one) for one in mask],
+        "versions": versions[:size],
+        "support": [len(one) for one in row["support_ids"]][:size] if row["support_ids"] else None,
+        "others": _others(row["support_ids"], ids, pieces),
+    }
+
+
+def _others(support: Sequence[Sequence[int]] | None, ids: Sequence[int], pieces: Any) -> list[list[str]] | None:
+    """The other tokens that each was chosen from, at most 8, where the run recorded them."""
+    if not support:
+        return None
+    return [[(pieces([other]) or [str(other)])[0] for other in own[:9] if other != id][:8]
+            for own, id in zip(support, ids, strict=False)]
+
+
+def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
+    found = np.full(size, np.nan)
+    if values is not None:
+        known = [math.nan if value is None else value for value in values][:size]
+        found[:len(known)] = known
+    return found
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
+    value = settings.get(key, default)
+    return float(value) if isinstance(value, int | float) else default
+
+
+# ---- one prompt through the run
+
+
+def prompt_history(index: Index, name_of_set: str, row: int) -> dict[str, Any]:
+    """Each time that a prompt was answered, in the order of steps; of up to MAX_TEXTS of them, spread evenly, the first
+    completion's text."""
+    means = "".join(f", {name(f'mean/{function}')}" for function in index.functions)
+    with index.lock:
+        times = index.database.rows(
+            f'SELECT file, {", ".join(map(name, COLUMNS))}{means} FROM {index.table} WHERE "set" = ? AND "row" = ? '
+            f"ORDER BY step LIMIT {MAX_ANSWERS}", name_of_set, row)
+        files = {one["file"]: index.by_number[one["file"]] for one in times}
+    if not times:
+        raise ShoalError(f"no group of {name_of_set[:80]} has row {row}" + (" so far" if index.waiting else ""))
+    size = len(times)
+    read = {round(place * (size - 1) / max(1, MAX_TEXTS - 1)) for place in range(MAX_TEXTS)} if size > MAX_TEXTS \
+        else set(range(size))
+    texts = {place: _first_answer(index, files[times[place]["file"]], times[place]["group"], with_prompt=not place)
+             for place in sorted(read)}
+    prompt = texts[0]["prompt"]
+    for place, one in enumerate(times):
+        one |= {"file": files[one["file"]].stem, **texts.get(place, {"text": None, "correct": None})}
+        one.pop("prompt", None)
+    return {"set": name_of_set, "row": row, "prompt": prompt, "times": times, "functions": index.functions}
+
+
+def _first_answer(index: Index, file: GroupFile, place: int, with_prompt: bool) -> dict[str, Any]:
+    """The prompt of a group, and its first completion's text; None for what cannot be read."""
+    try:
+        found = index.database.rows(
+            f"SELECT left(text, {MAX_TEXT_CHARS}) AS text, correct, {'prompt' if with_prompt else 'NULL AS prompt'} "
+            'FROM read_parquet(?) WHERE "group" = ? ORDER BY completion LIMIT 1', str(file.path), place)
+        as_json = index.database.json_columns(file.path) if with_prompt else frozenset[str]()
+    except index.database.error:
+        found, as_json = [], frozenset[str]()
+    if not found:
+        return {"text": None, "correct": None, "prompt": None}
+    return found[0] | {"prompt": _value(found[0]["prompt"], "prompt" in as_json)}
+
+
+def prompt_list(index: Index, set: str, change: str, offset: int, limit: int) -> dict[str, Any]:
+    """The prompts of a set that were answered more than once: the first and the newest pass share of each."""
+    wanted = {"learned": "first < last", "lost": "first > last", "never": "best = 0", "always": "worst = 1"}
+    where = wanted.get(change, "true")
+    score = "coalesce(pass, reward)"
+    source = (f'SELECT "set", "row", count(*) AS times, arg_min({score}, step) AS first, '
+              f"arg_max({score}, step) AS last, min(step) AS first_step, max(step) AS last_step, "
+              f"min({score}) AS worst, max({score}) AS best "
+              f'FROM {index.table} WHERE "set" = ? GROUP BY "set", "row" HAVING count(*) > 1')
+    with index.lock:
+        sets = index.database.rows('SELECT "set", count(DISTINCT step) AS steps, count(*) AS groups '
+                                   f'FROM {index.table} GROUP BY "set" ORDER BY "set" = \'train\', "set"')
+        set = set or (sets[0]["set"] if sets else "")
+        totals = index.database.rows(
+            f"SELECT count(*) AS all, {', '.join(f'count_if({sql}) AS {key}' for key, sql in wanted.items())} "
+            f"FROM ({source})", set)[0]
+        rows = index.database.rows(f'SELECT * FROM ({source}) WHERE {where} ORDER BY last - first DESC, "row" '
+                                   "LIMIT ? OFFSET ?", set, min(limit, 500), offset)
+        wanted_rows = ", ".join(str(int(row["row"])) for row in rows if row["row"] is not None) or "NULL"
+        prompts = index.database.rows(f'SELECT "row", prompt FROM {index.prompts} WHERE "set" = ? AND "row" IN '
+                                      f"({wanted_rows})", set)
+    texts = {row["row"]: row["prompt"] for row in prompts}
+    return {"set": set, "sets": sets, "totals": totals, "change": change,
+            "rows": [{**row, "prompt": texts.get(row["row"], "")} for row in rows]}

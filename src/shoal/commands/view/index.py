@@ -1,0 +1,248 @@
+"""What is known of each group without its texts and tokens: a table in memory, a row a group, made once a file.
+
+    groups/*.parquet -> per group: step, row, version, mean and spread of the reward, pass share, length, ...
+                     -> per step: sums from which correlations with length come
+
+Sorting and filtering a million groups reads this table alone (about 150 bytes a group); texts and tokens are read from
+the one file that holds them when a group is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.commands.view.database import Database, name, quoted, reason
+from shoal.commands.view.runs import Run
+from shoal.types import ShoalError
+
+FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
+_FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
+
+COLUMNS = {
+    "step": "INTEGER", "group": "INTEGER", "set": "VARCHAR", "row": "BIGINT", "version": "BIGINT", "size": "INTEGER",
+    "unscored": "INTEGER", "reward": "FLOAT", "spread": "FLOAT", "lowest": "FLOAT", "highest": "FLOAT", "pass": "FLOAT",
+    "length": "FLOAT", "longest": "INTEGER", "truncated": "FLOAT", "staleness": "INTEGER", "prompt_tokens": "INTEGER",
+    "advantage": "FLOAT", "length_effect": "FLOAT",
+}
+"""Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
+reward and length within the group."""
+
+NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
+NEEDED = {
+    **dict.fromkeys(("step", "group", "completion", "row", "version", "reward", "valid", "correct", "advantage"),
+                    NUMBER),
+    **dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT),
+    **dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask", "versions",
+                     "support_ids"), LIST),
+}
+"""Columns of every groups file -> what the name of its type contains."""
+
+
+@dataclass
+class GroupFile:
+    """One file of groups/, in the order of `number`, which the table holds instead of its name."""
+
+    number: int
+    path: Path
+    stem: str  # step_000012, evaluate_held_out_000040
+    stamp: tuple[int, int]  # of the indexed content: time and size
+
+
+class Index:
+    """The groups of one run. `refresh` takes up new files; it is called by one thread, queries by any."""
+
+    def __init__(self, run: Run, database: Database, number: int) -> None:
+        self.run, self.database = run, database
+        self.table, self.prompts, self.sums = (f"{kind}_{number}" for kind in ("groups", "prompts", "sums"))
+        columns = ", ".join(f"{name(column)} {kind}" for column, kind in COLUMNS.items())
+        database.run(f"CREATE TABLE {self.table} (file INTEGER, {columns})")
+        database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
+        database.run(f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x DOUBLE, "
+                     "y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)")
+        self.files: dict[str, GroupFile] = {}
+        self.by_number: dict[int, GroupFile] = {}
+        self.functions: list[str] = []
+        self.weights: dict[str, float] = {}  # of the reward functions, as the newest file has them
+        self.waiting = 0  # files that are there and not indexed yet
+        self.revision = 0
+        self.lock = threading.Lock()
+        self._failed: dict[str, tuple[int, int]] = {}
+        self._listed: tuple[int, dict[str, tuple[Path, tuple[int, int]]]] = (-1, {})
+
+    # ---- taking up files
+
+    def refresh(self, most: int = FILES_AT_ONCE) -> bool:
+        """Indexes up to `most` new or changed files; True if there are more."""
+        there = self._there()
+        for gone in self.files.keys() - there.keys():
+            self._remove(self.files[gone])
+        new = [stem for stem, (_, stamp) in there.items()
+               if (stem not in self.files or self.files[stem].stamp != stamp) and self._failed.get(stem) != stamp]
+        self.waiting = len(new)
+        if not new:
+            return False
+        family = new[0].rpartition("_")[0]  # files of one kind have the same columns, or nearly
+        batch = [stem for stem in new if stem.rpartition("_")[0] == family][:most]
+        self._add([(stem, *there[stem]) for stem in batch])
+        self.waiting = len(new) - len(batch)
+        self.revision += 1
+        return self.waiting > 0
+
+    def _there(self) -> dict[str, tuple[Path, tuple[int, int]]]:
+        """Stem -> path and stamp of the files in groups/, those that lie within the run. Listed again only when the
+        folder has changed: a thousand files are looked at in 20 ms, which a run beside must not pay every second."""
+        try:
+            folder = (self.run.root / "groups").resolve(strict=True)
+            changed = folder.stat().st_mtime_ns
+            if not folder.is_relative_to(self.run.root):
+                self.run.problem("groups", "is a link that leads out of the run: it is not read")
+                return {}
+            # Some file systems have times of a second: what has just changed may change again unseen.
+            if self._listed[0] != changed or time.time_ns() - changed < 3_000_000_000:
+                self._listed = changed, self._list(folder)
+        except FileNotFoundError:
+            return {}
+        except (OSError, RuntimeError) as error:
+            self.run.problem("groups", f"cannot be listed ({error})")
+            return {}
+        return self._listed[1]
+
+    def _list(self, folder: Path) -> dict[str, tuple[Path, tuple[int, int]]]:
+        found: dict[str, tuple[Path, tuple[int, int]]] = {}
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        endings = {entry.name.rpartition(".")[2] for entry in entries}
+        if len(entries) > MAX_FILES:
+            self.run.problem("groups", f"holds {len(entries):,} files: the first {MAX_FILES:,} are read")
+        if "jsonl" in endings and "parquet" not in endings:
+            self.run.problem("groups", "are .jsonl files of a Shoal before 0.1, which stored no parquet: the curves "
+                             "are shown; read the groups with the version that wrote them")
+        for entry in entries[:MAX_FILES]:
+            stem, _, ending = entry.name.rpartition(".")
+            if ending != "parquet" or not _FILE.fullmatch(stem):
+                continue
+            path = self.run.file("groups", entry.name) if entry.is_symlink() else folder / entry.name
+            if path is not None and path.is_file():
+                stat = path.stat()
+                found[stem] = path, (stat.st_mtime_ns, stat.st_size)
+        return found
+
+    def _remove(self, file: GroupFile) -> None:
+        with self.lock:
+            for table in (self.table, self.sums):
+                self.database.run(f"DELETE FROM {table} WHERE file = ?", file.number)
+            del self.files[file.stem], self.by_number[file.number]
+
+    def _add(self, batch: Sequence[tuple[str, Path, tuple[int, int]]]) -> None:
+        """Indexes files together; where DuckDB refuses, each half by itself: one damaged file costs no other."""
+        for stem, _, _ in batch:
+            if stem in self.files:
+                self._remove(self.files[stem])
+        first = max(self.by_number, default=-1) + 1
+        files = [GroupFile(first + place, path, stem, stamp) for place, (stem, path, stamp) in enumerate(batch)]
+        try:
+            self._insert(files)
+        except (self.database.error, ShoalError) as error:
+            if len(batch) > 1:
+                self._add(batch[:len(batch) // 2])
+                self._add(batch[len(batch) // 2:])
+                return
+            stem, _, stamp = batch[0]
+            self._failed[stem] = stamp
+            self.run.problem(f"groups/{stem}.parquet", f"is passed over ({reason(error)})")
+            return
+        with self.lock:
+            for file in files:
+                self.files[file.stem] = self.by_number[file.number] = file
+
+    def _insert(self, files: Sequence[GroupFile]) -> None:
+        database, paths = self.database, [str(file.path) for file in files]
+        columns = database.columns([file.path for file in files])
+        if missing := [column for column in NEEDED if column not in columns]:
+            raise ShoalError(f"it lacks the column {missing[0]}: another program, or an earlier version of Shoal "
+                             "wrote it; read it with that")
+        wrong = [column for column, kinds in NEEDED.items() if not any(kind in columns[column] for kind in kinds)]
+        if wrong:
+            raise ShoalError(f"its column {wrong[0]} has the type {columns[wrong[0]]}, which Shoal never writes")
+        functions = [column.removeprefix("component/") for column in columns if column.startswith("component/")]
+        functions = functions[:MAX_FUNCTIONS]
+        for function in functions:
+            if function not in self.functions:
+                database.run(f"ALTER TABLE {self.table} ADD COLUMN {name(f'mean/{function}')} FLOAT")
+                self.functions.append(function)
+        self._read_weights(files[-1], functions, columns)
+        source = _SOURCE.format(first=files[0].number, functions="".join(
+            f", TRY_CAST({name(f'component/{function}')} AS DOUBLE) AS c{place}"
+            for place, function in enumerate(functions)))
+        database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", paths)
+        means = "".join(f", avg(c{place}) AS {name(f'mean/{function}')}" for place, function in enumerate(functions))
+        unknown = [function for function in self.functions if function not in functions]
+        means += "".join(f", NULL AS {name(f'mean/{function}')}" for function in unknown)
+        columns_of = [("reward", "reward"), *((one, f"c{place}") for place, one in enumerate(functions))]
+        with self.lock, database.transaction():
+            database.run(f"INSERT INTO {self.table} BY NAME {_GROUPS.format(means=means)}")
+            database.run(_PROMPTS.format(prompts=self.prompts, chars=PROMPT_CHARS))
+            for function, column in columns_of:
+                database.run(_SUMS.format(sums=self.sums, function=quoted(function), column=column))
+        database.run("DROP TABLE read_now")
+
+    def _read_weights(self, file: GroupFile, functions: Sequence[str], columns: Mapping[str, str]) -> None:
+        known = [function for function in functions if f"weight/{function}" in columns]
+        chosen = ", ".join(f"TRY_CAST({name(f'weight/{one}')} AS DOUBLE)" for one in known)
+        if known and file.stem.startswith("step_"):
+            row = self.database.cursor.execute(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1",
+                                               [str(file.path)]).fetchone()
+            self.weights |= {one: value for one, value in zip(known, row or (), strict=False) if value is not None}
+
+    # ---- what it knows
+
+    @property
+    def num_groups(self) -> int:
+        return self.database.rows(f"SELECT count(*) AS n FROM {self.table}")[0]["n"]
+
+    def find(self, stem: str) -> GroupFile | None:
+        return self.files.get(stem)
+
+
+_SOURCE = """
+SELECT file_index + {first} AS file, TRY_CAST(step AS INTEGER) AS step, TRY_CAST("group" AS INTEGER) AS "group",
+  CASE purpose WHEN 'train' THEN 'train' ELSE left(subset, 200) END AS "set", TRY_CAST("row" AS BIGINT) AS "row",
+  TRY_CAST(version AS BIGINT) AS version, TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(valid AS BOOLEAN) AS valid,
+  TRY_CAST(correct AS BOOLEAN) AS correct, TRY_CAST(advantage AS DOUBLE) AS advantage, stop_reason,
+  len(token_ids) AS length, len(prompt_ids) AS prompt_tokens, left(prompt, 20000) AS prompt {functions}
+FROM read_parquet(?, union_by_name = true)
+"""
+
+_GROUPS = """
+SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_value("row") AS "row",
+  any_value(version) AS version, count(*) AS size, count_if(NOT coalesce(valid, false)) AS unscored,
+  avg(reward) AS reward, stddev_pop(reward) AS spread, min(reward) AS lowest, max(reward) AS highest,
+  avg(correct::INTEGER) AS pass, avg(length) AS length, max(length) AS longest,
+  avg((stop_reason = 'length')::INTEGER) AS truncated,
+  CASE any_value("set") WHEN 'train' THEN any_value(step) - 1 - any_value(version) ELSE 0 END AS staleness,
+  any_value(prompt_tokens) AS prompt_tokens, max(abs(advantage)) AS advantage,
+  CASE WHEN stddev_pop(reward) > 1e-9 AND stddev_pop(length) > 0 THEN corr(reward, length) END AS length_effect {means}
+FROM read_now GROUP BY file, "group"
+"""
+
+# The last message of a conversation, else the text. A row of the data has its prompt once, however often it is asked.
+_PROMPTS = """
+INSERT INTO {prompts}
+SELECT "set", "row", left(coalesce(CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END,
+                                   prompt), {chars})
+FROM (SELECT "set", "row", any_value(prompt) AS prompt FROM read_now GROUP BY "set", "row") AS new
+WHERE NOT EXISTS (SELECT 1 FROM {prompts} AS old WHERE old."set" = new."set" AND old."row" = new."row")
+"""
+
+_SUMS = """
+INSERT INTO {sums}
+SELECT file, any_value(step), {function}, count({column}), sum(x), sum({column}), sum(x * x),
+  sum({column} * {column}), sum(x * {column}), min({column}), max({column})
+FROM (SELECT *, CASE WHEN {column} IS NULL THEN NULL ELSE length::DOUBLE END AS x FROM read_now WHERE "set" = 'train')
+GROUP BY file
+"""

@@ -1,0 +1,287 @@
+"""What looks wrong with the rewards of a run, over all its groups; each finding names the groups that show it.
+
+Numbers come from the index, which has every group. Texts are read in a thread, of up to TEXT_COMPLETIONS completions of
+files spread evenly over the run; the finding says how many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.commands.view.curves import Curves
+from shoal.commands.view.index import GroupFile, Index
+from shoal.tasks.graders.answer import extract_answer
+
+TEXT_FILES, TEXT_COMPLETIONS, MAX_CHARS, EXAMPLES = 40, 16_384, 20_000, 6
+STRONG_EFFECT, MANY_CONSTANT, MANY_FLAGGED = 0.3, 0.5, 0.01
+REPEATED_CHARS, REPEATED_RATIO = 200, 0.18
+"""A text of so many characters that zlib makes so much smaller repeats itself."""
+COPIED_WORDS, COPIED_SHARE = 8, 0.5
+"""A completion copies the prompt where so large a share of its runs of 8 words stand in the prompt."""
+
+
+def finding(kind: str, level: str, title: str, text: str, filter: str = "",
+            examples: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    return {"kind": kind, "level": level, "title": title, "text": text, "filter": filter, "examples": list(examples)}
+
+
+# ---- by numbers
+
+
+def number_findings(index: Index, curves: Curves) -> list[dict[str, Any]]:
+    with index.lock:
+        total = index.database.rows(_TOTALS.format(table=index.table))[0]
+        functions = index.database.rows(_FUNCTIONS.format(sums=index.sums))
+    if not total["groups"]:
+        return []
+    return [found for check in (_length, _constant, _truncated, _unscored, _drift) for found in check(total, functions)
+            ] + _unvarying(functions) + _cost(curves)
+
+
+_TOTALS = """
+SELECT count(*) AS groups, sum(size) AS completions, avg((spread < 1e-9)::INTEGER) AS constant,
+  avg(length_effect) AS effect, count(length_effect) AS with_effect, avg(truncated) AS truncated,
+  count_if(unscored > 0) AS unscored, avg(pass) AS pass,
+  avg(reward) FILTER (truncated > 0) AS reward_truncated, avg(reward) FILTER (truncated = 0) AS reward_whole,
+  avg(pass) FILTER (step <= early) AS pass_early, avg(pass) FILTER (step >= late) AS pass_late,
+  avg(reward) FILTER (step <= early) AS reward_early, avg(reward) FILTER (step >= late) AS reward_late,
+  avg(length) FILTER (step <= early) AS length_early, avg(length) FILTER (step >= late) AS length_late
+FROM (SELECT *, (SELECT quantile_cont(step, 0.2) FROM {table} WHERE "set" = 'train') AS early,
+  (SELECT quantile_cont(step, 0.8) FROM {table} WHERE "set" = 'train') AS late FROM {table} WHERE "set" = 'train')
+"""
+
+_FUNCTIONS = """
+SELECT function, sum(n) AS n, min(low) AS low, max(high) AS high, count(*) AS steps,
+  (sum(n) * sum(xy) - sum(x) * sum(y)) / nullif(sqrt(greatest(sum(n) * sum(xx) - sum(x) * sum(x), 0)
+    * greatest(sum(n) * sum(yy) - sum(y) * sum(y), 0)), 0) AS correlation
+FROM {sums} GROUP BY function ORDER BY function = 'reward' DESC, function
+"""
+
+
+def _length(total: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    effect, number = total["effect"], total["with_effect"]
+    overall = {row["function"]: row["correlation"] for row in functions if row["correlation"] is not None}
+    said = ", ".join(f"{name} {value:+.2f}" for name, value in overall.items())
+    if effect is None or number < 10:
+        return []
+    text = (f"Within groups whose rewards differ, reward and length correlate by {effect:+.2f} on average, over "
+            f"{number:,} groups. Over all completions: {said}.")
+    if abs(effect) < STRONG_EFFECT:
+        return [finding("length", "ok", "Reward hardly follows length.", text)]
+    longer = "longer" if effect > 0 else "shorter"
+    return [finding("length", "warning", f"Within a group {longer} completions score better",
+                    f"{text} Training then makes completions {longer}, whatever else it does.",
+                    "length_effect>0.7" if effect > 0 else "length_effect<-0.7")]
+
+
+def _constant(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
+    share = total["constant"]
+    text = f"{share:.0%} of {total['groups']:,} training groups have one reward for all their completions."
+    if share <= MANY_CONSTANT:
+        return [finding("constant", "ok", "Most groups have rewards that differ.", text, "set=train spread=0")]
+    return [finding("constant", "warning", "Most groups teach nothing",
+                    f"{text} Their advantages are 0: take easier or harder questions, or larger groups.",
+                    "set=train spread=0")]
+
+
+def _truncated(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
+    share = total["truncated"]
+    if not share or share < MANY_FLAGGED:
+        return []
+    cut, whole = total["reward_truncated"], total["reward_whole"]
+    compared = "" if cut is None or whole is None else \
+        f" Groups with such completions have a mean reward of {cut:.3g}, the others of {whole:.3g}."
+    return [finding("truncated", "warning" if share > 0.2 else "note", f"{share:.1%} of completions are cut off",
+                    f"They reached the token limit.{compared}", "set=train truncated>0")]
+
+
+def _unscored(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
+    number = total["unscored"]
+    return [] if not number else [finding("unscored", "warning", f"{number:,} groups have completions without a score",
+                                          "A reward function failed or returned nothing for them.",
+                                          "set=train unscored>0")]
+
+
+def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
+    """Whether the reward rises while what it stands for does not."""
+    before, after = total["reward_early"], total["reward_late"]
+    solved, solves = total["pass_early"], total["pass_late"]
+    if None in (before, after, solved, solves):
+        return []
+    text = (f"From the first to the last fifth of the steps: reward {before:.3g} to {after:.3g}, pass share "
+            f"{solved:.1%} to {solves:.1%}, length {total['length_early']:.0f} to {total['length_late']:.0f} tokens.")
+    if after > before + 0.02 and solves < solved + 0.01:
+        return [finding("hacking", "warning", "The reward rises, the share of right answers does not",
+                        f"{text} Something else than right answers is rewarded: read groups with high reward and none "
+                        "solved.", "set=train pass=0 step>0")]
+    return [finding("hacking", "ok", "Reward and right answers move together.", text)]
+
+
+def _unvarying(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [finding("unvarying", "warning", f"{row['function']} never varies",
+                    f"It gave {row['low']:g} to each of {row['n']:,.0f} completions: nothing is learned from it. Check "
+                    "it with `shoal rescore`, or leave it out of reward.functions.")
+            for row in functions if row["n"] >= 64 and row["low"] == row["high"] and row["function"] != "reward"]
+
+
+def _cost(curves: Curves) -> list[dict[str, Any]]:
+    waited, steps = (curves.columns.get(name) for name in ("time/reward_seconds", "time/step_seconds"))
+    if not waited or not steps:
+        return []
+    known = [(one, all) for one, all in zip(waited, steps, strict=True) if one == one and all == all]
+    seconds, total = sum(one for one, _ in known), sum(all for _, all in known)
+    if not known or not total:
+        return []
+    text = (f"Steps wait {seconds / len(known):.3g} s for rewards once sampling has ended, {seconds / total:.1%} of "
+            "their time.")
+    return [finding("cost", "warning" if seconds > 0.1 * total else "ok", "What rewards cost.", text)]
+
+
+# ---- by texts
+
+
+@dataclass
+class Flag:
+    """What one check found: how often, with which rewards, and the first examples."""
+
+    number: int = 0
+    reward: float = 0.0
+    examples: list[dict[str, Any]] = field(default_factory=list)
+
+
+class TextLint:
+    """Reads completions in a thread and counts those that look wrong; `findings` at any time."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self.done, self.stop, self.read = False, False, 0
+        self.completions, self.reward, self.with_answer, self.identical, self.groups = 0, 0.0, 0, 0, 0
+        self.flags: dict[str, Flag] = defaultdict(Flag)
+        files = [file for file in sorted(index.files.values(), key=lambda file: file.stem)
+                 if file.stem.startswith("step_")]
+        places = {round(place * (len(files) - 1) / max(1, TEXT_FILES - 1)) for place in range(TEXT_FILES)}
+        self.files = [files[place] for place in sorted(places)] if files else []
+        self.thread = threading.Thread(target=self._work, name="lint", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        for file in self.files:
+            self._index.database.give_way()
+            if self.stop:
+                return
+            with contextlib.suppress(self._index.database.error):  # replaced meanwhile: the index says what is wrong
+                self._add(file)
+            self.read += 1
+        self.done = True
+
+    def _add(self, file: GroupFile) -> None:
+        most = max(16, TEXT_COMPLETIONS // max(1, len(self.files)))
+        rows = self._index.database.rows(
+            f'SELECT "group", completion, left(text, {MAX_CHARS}) AS text, left(prompt, {MAX_CHARS}) AS prompt, '
+            'reward, correct FROM read_parquet(?) ORDER BY "group", completion LIMIT ?', str(file.path), most)
+        by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for row in rows:
+            by_group[row["group"]].append(row)
+        for group, own in by_group.items():
+            self.groups += 1
+            self.identical += len(own) > 1 and len({row["text"] for row in own}) == 1
+            best = max((row["reward"] for row in own if row["reward"] is not None), default=None)
+            right = max((row["reward"] for row in own if row["correct"] and row["reward"] is not None), default=None)
+            shingles = _shingles(own[0]["prompt"])
+            for row in own:
+                self.completions += 1
+                self.reward += row["reward"] or 0
+                self.with_answer += extract_answer(row["text"]) is not None
+                for kind in _kinds(row, shingles, best, right):
+                    self._flag(kind, file, group, row)
+
+    def _flag(self, kind: str, file: GroupFile, group: int, row: Mapping[str, Any]) -> None:
+        flag = self.flags[kind]
+        flag.number, flag.reward = flag.number + 1, flag.reward + (row["reward"] or 0)
+        example = {"file": file.stem, "group": group, "completion": row["completion"], "reward": row["reward"],
+                   "text": row["text"][:160]}
+        if len(flag.examples) < EXAMPLES:
+            flag.examples.append(example)
+        elif (row["reward"] or 0) > min(one["reward"] or 0 for one in flag.examples):
+            flag.examples.sort(key=lambda one: one["reward"] or 0)
+            flag.examples[0] = example
+
+    def findings(self) -> list[dict[str, Any]]:
+        if not self.completions:
+            return []
+        over = f"{self.completions:,} completions of {self.read} steps"
+        found = []
+        for kind, (title, text) in TEXT_CHECKS.items():
+            flag = self.flags.get(kind)
+            if kind == "no_answer" and self.with_answer < self.completions / 2:
+                continue  # answers of this task stand in another form
+            if flag is None or not flag.number:
+                found.append(finding(kind, "ok", f"No completions {title}.", f"Of {over}."))
+                continue
+            others = self.completions - flag.number
+            rest = "" if not others else f", the others {(self.reward - flag.reward) / others:.3g}"
+            share = flag.number / self.completions
+            found.append(finding(
+                kind, "warning" if share > MANY_FLAGGED else "note",
+                f"{flag.number:,} completions {title} ({share:.1%})",
+                f"Of {over}. {text} Their mean reward is {flag.reward / flag.number:.3g}{rest}.",
+                examples=sorted(flag.examples, key=lambda one: -(one["reward"] or 0))))
+        share = self.identical / self.groups
+        found.append(finding("identical", "warning" if share > 0.3 else "ok",
+                             f"{share:.0%} of groups hold one and the same text in all completions",
+                             "Such a group has no advantages; many of them mean that sampling has lost its variety."))
+        return found
+
+
+TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
+    "no_answer": ("score best without giving an answer", "They have no <answer>, and no sibling has more reward."),
+    "empty": ("are empty", "They hold fewer than 3 characters."),
+    "wrong_best": ("are wrong and score as well as a right sibling",
+                   "The task says that they are wrong, the reward does not."),
+    "repeated": ("repeat themselves", "Their text shrinks to a fifth when compressed."),
+    "copied": ("copy the prompt", "Half of their runs of 8 words stand in the prompt."),
+    "many_answers": ("give several answers", "They have more than one <answer>: one of them may be right."),
+}
+"""Kind -> what such a completion does, and how it was recognised."""
+
+
+def _kinds(row: Mapping[str, Any], prompt: frozenset[str], best: float | None, right: float | None) -> list[str]:
+    text, reward = row["text"] or "", row["reward"]
+    checks: dict[str, Callable[[], bool]] = {
+        "no_answer": lambda: reward is not None and reward == best and reward > 0 and extract_answer(text) is None,
+        "empty": lambda: len(text.strip()) < 3,
+        "wrong_best": lambda: row["correct"] is False and right is not None and reward is not None and reward >= right,
+        "repeated": lambda: len(text) >= REPEATED_CHARS and repeats(text),
+        "copied": lambda: copies(text, prompt),
+        "many_answers": lambda: text.count("</answer>") > 1 or text.count("\\boxed{") > 1,
+    }
+    return [kind for kind, check in checks.items() if check()]
+
+
+def repeats(text: str) -> bool:
+    data = text.encode("utf-8", "replace")
+    return len(zlib.compress(data, 1)) < REPEATED_RATIO * len(data)
+
+
+def copies(text: str, prompt: frozenset[str]) -> bool:
+    own = _shingles(text)
+    return len(own) >= COPIED_WORDS and len(own & prompt) >= COPIED_SHARE * len(own)
+
+
+def _shingles(text: str | None) -> frozenset[str]:
+    words = (text or "").split()
+    return frozenset(" ".join(words[place:place + COPIED_WORDS]) for place in range(len(words) - COPIED_WORDS + 1))
+
+
+def lint(index: Index, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
+    """All findings, what is wrong first."""
+    order = {"warning": 0, "note": 1, "ok": 2}
+    done, read = texts.done and not index.waiting, texts.read  # before the findings, which may grow meanwhile
+    found = sorted([*numbers, *texts.findings()], key=lambda one: order[one["level"]])
+    return {"findings": found, "done": done, "read": read, "files": len(texts.files)}

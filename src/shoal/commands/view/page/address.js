@@ -1,0 +1,60 @@
+// The state of the page is its address: #/group?run=first&file=step_000012&group=3. A link names what one sees.
+
+let current = { view: "run", parameters: {} };
+const listeners = [];
+
+export function readAddress(hash = location.hash) {
+  const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");
+  return { view: path || "run", parameters: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+export function addressOf(view, parameters = {}) {
+  const query = new URLSearchParams(Object.entries(parameters)
+    .filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false));
+  const text = query.toString();
+  return `#/${view}${text ? `?${text}` : ""}`;
+}
+
+export function here() {
+  return current;
+}
+
+/** Opens an address; with `quietly` it takes the place of the present one, and only the state changes. */
+export function goTo(view, parameters, { quietly = false } = {}) {
+  const hash = addressOf(view, parameters);
+  current = readAddress(hash);
+  try {
+    if (quietly) history.replaceState(null, "", hash);
+    else history.pushState(null, "", hash);
+  } catch {
+    // A page inside a notebook has no address of its own; its state is kept here.
+  }
+  if (!quietly) listeners.forEach((call) => call(current));
+}
+
+/** Changes some parameters of the present view. */
+export function change(parameters, options) {
+  goTo(current.view, { ...current.parameters, ...parameters }, options);
+}
+
+export function onAddress(call) {
+  listeners.push(call);
+  const follow = () => {
+    current = readAddress();
+    listeners.forEach((one) => one(current));
+  };
+  addEventListener("popstate", follow);
+  addEventListener("hashchange", () => {
+    if (addressOf(current.view, current.parameters) !== addressOf(...Object.values(readAddress()))) follow();
+  });
+  // Links are followed here: in a notebook's frame the browser would take them for addresses of the notebook.
+  addEventListener("click", (event) => {
+    const link = event.target.closest?.("a[href^='#']");
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey || event.button || link.hash === "#content") return;
+    event.preventDefault();
+    const { view, parameters } = readAddress(link.getAttribute("href"));
+    goTo(view, parameters);
+    scrollTo(0, 0);
+  });
+  current = readAddress();
+}

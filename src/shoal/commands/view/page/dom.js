@@ -1,0 +1,64 @@
+// Elements and figures. Text goes into the page as text nodes alone: nothing here, or in any other module, parses HTML.
+
+/** An element. `props`: class, text, on (events), and attributes; null and false attributes are left out. */
+export function el(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "class") node.className = value;
+    else if (name === "text") node.textContent = value;
+    else if (name === "on") for (const [event, call] of Object.entries(value)) node.addEventListener(event, call);
+    else if (name === "value") node.value = value;
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+export function replace(node, ...children) {
+  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined
+    && child !== false));
+  return node;
+}
+
+/** A state of a view: loading, empty or failed. */
+export function stateBox(kind, text, retry) {
+  const again = retry ? el("button", { type: "button", text: "Try again", on: { click: retry } }) : null;
+  return el("div", { class: `state ${kind}`, role: kind === "failed" ? "alert" : "status" },
+    el("p", { text }), again);
+}
+
+/** A number for reading: few digits, no noise; an en dash for none. */
+export function num(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (typeof value !== "number") return String(value);
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size < 1e-4 || size >= 1e9) return value.toExponential(2).replace("-", "−");
+  if (Number.isInteger(value)) return value.toLocaleString("en-US").replace("-", "−");
+  const places = Math.min(8, Math.max(0, digits - 1 - Math.floor(Math.log10(size))));
+  return value.toLocaleString("en-US", { maximumFractionDigits: places }).replace("-", "−");
+}
+
+export function percent(value) {
+  return value === null || value === undefined ? "–" : `${num(100 * value, 3)}%`;
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.max(0, Math.round(seconds));
+  const hours = Math.floor(whole / 3600), minutes = Math.floor((whole % 3600) / 60), rest = whole % 60;
+  const two = (value) => String(value).padStart(2, "0");
+  return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
+}
+
+/** A table in a box of its own that scrolls sideways, so that a narrow page never does. */
+export function table(head, rows, label) {
+  const cells = (tag, row) => row.map((cell, place) => el(tag, {
+    scope: tag === "th" ? "col" : null, class: place ? "number" : null,
+  }, cell));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+    el("table", {}, el("thead", {}, el("tr", {}, cells("th", head))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, cells("td", row))))));
+}

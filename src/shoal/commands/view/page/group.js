@@ -1,0 +1,165 @@
+// The Group view: a prompt as the model read it, and its completions with all that scored them.
+
+import { addressOf, change, goTo, here } from "./address.js";
+import { isFile, load, startReplay } from "./data.js";
+import { el, num, replace, stateBox } from "./dom.js";
+import { differenceBlock, markFound, promptBlock, textBlock } from "./text.js";
+
+export async function showGroup(node, parameters) {
+  const { run, file, group } = parameters;
+  replace(node, stateBox("loading", "Reading the group …"));
+  const record = await load("group", { run, file, group });
+  const view = { node, run, record, selected: Number(parameters.completion || 0) };
+  drawGroup(view, parameters);
+  const to = (place) => place !== null && place !== undefined;
+  const open = (nextFile, nextGroup) => goTo("group", { ...here().parameters, run, file: nextFile, group: nextGroup,
+    completion: "", compare: "" });
+  return {
+    moved: (next) => {
+      if (next.run !== run || next.file !== file || next.group !== group) return false;
+      view.selected = Number(next.completion || 0);
+      drawGroup(view, next);
+      return true;
+    },
+    keys: {
+      n: () => to(record.next_group) && open(file, record.next_group),
+      p: () => to(record.previous_group) && open(file, record.previous_group),
+      "]": () => record.next_file && open(record.next_file, group),
+      "[": () => record.previous_file && open(record.previous_file, group),
+      j: () => selectCompletion(view, view.selected + 1), k: () => selectCompletion(view, view.selected - 1),
+      t: () => goTo("tokens", { run, file, group, completion: view.selected }),
+      Enter: () => goTo("tokens", { run, file, group, completion: view.selected }),
+      Escape: () => goTo("groups", { run, filter: `step=${record.step} set=${record.set}` }),
+    },
+  };
+}
+
+function drawGroup(view, parameters) {
+  const { record, run, node } = view;
+  const wide = parameters.layout !== "list";
+  const isTrain = record.set === "train";
+  const step = (label, file, group, key) => el("a", { class: `button${file && group !== null ? "" : " off"}`,
+    href: file && group !== null ? addressOf("group", { ...here().parameters, file, group, completion: "", compare: "" })
+      : null, "aria-disabled": file && group !== null ? null : "true", title: `key ${key}`, text: label });
+  replace(node,
+    el("nav", { class: "crumbs", "aria-label": "place" },
+      el("a", { href: addressOf("groups", { run, filter: `step=${record.step} set=${record.set}` }),
+        text: `${isTrain ? "step" : `${record.set}, version`} ${num(record.step)}` }),
+      step("previous step", record.previous_file, record.group, "["), step("next step", record.next_file, record.group, "]"),
+      step("previous group", record.file, record.previous_group, "p"), step("next group", record.file, record.next_group, "n")),
+    el("h1", { text: `Group ${record.group} of ${isTrain ? `step ${num(record.step)}` : `${record.set}, version ${record.step}`}` }),
+    el("p", { class: "faint" }, `Row ${num(record.row)} of the data, sampled by version ${num(record.version)}, `
+      + `${num(record.num_prompt_tokens)} prompt tokens. `,
+      el("a", { href: addressOf("prompt", { run, set: record.set, row: record.row }), text: "This prompt through the run" })),
+    el("section", { class: "card" }, el("h2", { text: "Prompt" }), promptBlock(record.prompt), dataColumns(record)),
+    el("div", { class: "controls" }, el("h2", { text: `${record.completions.length} completions` }),
+      el("button", { type: "button", text: wide ? "One below the other" : "Side by side",
+        on: { click: () => change({ layout: wide ? "list" : "" }) } }),
+      compareControl(record, parameters), isFile ? null : replayNote(view)),
+    el("div", { class: wide ? "completions wide" : "completions" },
+      record.completions.map((one) => completionCard(view, one, parameters))));
+  if (parameters.find) node.querySelectorAll(".text").forEach((text) => markFound(text, parameters.find, parameters.regex));
+}
+
+function dataColumns(record) {
+  const names = Object.keys(record.columns);
+  if (!names.length) return null;
+  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  return el("details", {}, el("summary", { text: `The data's columns: ${names.join(", ")}` }),
+    el("dl", {}, names.flatMap((name) => [el("dt", { text: name }), el("dd", {}, textBlock(shown(record.columns[name])))])));
+}
+
+function compareControl(record, parameters) {
+  const options = [el("option", { value: "", text: "no comparison" }), record.completions.map((one) =>
+    el("option", { value: String(one.completion), text: `with completion ${one.completion}` }))];
+  const select = el("select", { id: "compare", on: { change: (event) => change({ compare: event.target.value }) } }, options);
+  select.value = parameters.compare ?? "";
+  return el("label", { for: "compare" }, "Differences ", select);
+}
+
+/** Sampling the group again with the weights of its version: a button, or why there is none. */
+function replayNote(view) {
+  const { record, run } = view;
+  if (record.set !== "train") return null;
+  const said = el("p", { class: "faint", role: "status", text: record.no_replay
+    ? `Not from this page: ${record.no_replay}. In a terminal:`
+    : "Takes the weights of its version from a checkpoint, or retrains them; then Tokens has entropies and the likeliest "
+      + "other tokens. In a terminal:" });
+  const button = record.no_replay ? null : el("button", { type: "button", text: "Sample it again",
+    on: { click: () => replayGroup(view, said, button) } });
+  view.replaying = { said, button };
+  if (!record.no_replay) followReplay(view, said, button, false);
+  return el("details", { class: "replay" }, el("summary", { text: "Sample it again" }), button, said,
+    el("code", { text: `shoal replay ${JSON.stringify(record.path || run)} step=${record.step} group=${record.group}` }));
+}
+
+async function replayGroup(view, said, button) {
+  const { record, run } = view;
+  button.disabled = true;
+  try {
+    await startReplay({ run, file: record.file, group: record.group });
+    await followReplay(view, said, button, true);
+  } catch (error) {
+    said.textContent = error.message;
+    button.disabled = false;
+  }
+}
+
+async function followReplay(view, said, button, wanted) {
+  const { record, run, node } = view;
+  while (node.isConnected || wanted) {
+    const found = await load("replay", { run, file: record.file, group: record.group }).catch(() => ({ state: "none" }));
+    button.disabled = found.state === "running";
+    if (found.state === "running") said.textContent = `Sampling … ${num(found.seconds)} s`;
+    if (found.state === "failed") said.textContent = `It failed: ${found.error}`;
+    if (found.state === "done") {
+      const other = found.by_completion.flatMap((same, place) => (same ? [] : [place]));
+      said.textContent = found.identical ? `Identical: sampled again bit for bit, with the weights of ${found.weights}. `
+        + "Tokens now has entropies and the likeliest others."
+        : `Not identical: completions ${other.join(", ")} differ, with the weights of ${found.weights}.`;
+    }
+    if (found.state !== "running") return;
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+    if (!node.isConnected) return;
+  }
+}
+
+function completionCard(view, one, parameters) {
+  const { record, run } = view;
+  const other = parameters.compare ? record.completions.find((row) => String(row.completion) === parameters.compare) : null;
+  const sign = one.advantage > 0 ? "up" : one.advantage < 0 ? "down" : "";
+  const facts = [
+    fact("reward", num(one.reward)),
+    ...Object.entries(one.components).map(([name, value]) => fact(record.weights[name] === undefined ? name
+      : `${name} × ${num(record.weights[name])}`, num(value))),
+    one.advantage === null ? fact("advantage", "none: no update used it") : fact("advantage",
+      (one.advantage > 0 ? "+" : "") + num(one.advantage), sign),
+    fact("tokens", num(one.num_tokens) + (one.num_trained === one.num_tokens ? "" : `, ${num(one.num_trained)} of the model`)),
+    fact("ended by", one.stop_reason === "length" ? "the limit" : one.stop_reason, one.stop_reason === "length" ? "warn" : ""),
+    one.correct === null ? null : fact("correct", one.correct ? "yes" : "no", one.correct ? "up" : "down"),
+    one.valid ? null : fact("score", "none", "warn"),
+  ];
+  const extra = Object.entries(one.extra);
+  return el("article", { class: `card completion${one.completion === view.selected ? " selected" : ""}`,
+    "aria-label": `completion ${one.completion}` },
+    el("h3", {}, el("a", { href: addressOf("tokens", { run, file: record.file, group: record.group, completion: one.completion }),
+      text: `Completion ${one.completion}` }), el("span", { class: `bar ${sign}`, "aria-hidden": "true" })),
+    el("dl", { class: "facts" }, facts),
+    other && other !== one ? differenceBlock(one.text, other.text) : textBlock(one.text),
+    extra.length ? el("details", { open: true }, el("summary", { text: "What the grader said" }),
+      el("dl", {}, extra.flatMap(([name, value]) => [el("dt", { text: name }),
+        el("dd", {}, textBlock(typeof value === "string" ? value : JSON.stringify(value)))]))) : null);
+}
+
+function fact(name, value, kind = "") {
+  return el("div", {}, el("dt", { text: name }), el("dd", { class: kind || null, text: value }));
+}
+
+function selectCompletion(view, place) {
+  const cards = [...view.node.querySelectorAll(".completion")];
+  if (!cards.length) return;
+  view.selected = Math.max(0, Math.min(cards.length - 1, place));
+  change({ completion: view.selected || "" }, { quietly: true });
+  cards.forEach((card, index) => card.classList.toggle("selected", index === view.selected));
+  cards[view.selected].scrollIntoView({ block: "nearest" });
+}

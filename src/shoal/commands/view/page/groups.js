@@ -1,0 +1,158 @@
+// The Groups view: a table of all groups, sorted by any column, filtered by numbers and by text.
+
+import { addressOf, change, here } from "./address.js";
+import { load } from "./data.js";
+import { el, num, percent, replace, stateBox } from "./dom.js";
+import { textNodes } from "./text.js";
+
+const PAGE = 50;
+const COLUMNS = [
+  ["step", "step", num], ["group", "group", num], ["set", "set", String], ["prompt", "prompt", null],
+  ["reward", "reward", num], ["spread", "spread", num], ["pass", "pass", percent], ["length", "length", num],
+  ["truncated", "truncated", percent], ["staleness", "stale", num], ["size", "size", num],
+];
+const MEANINGS = {
+  step: "training step, or the version that an evaluation evaluates", group: "place in the step",
+  set: "train, or the data set of an evaluation", prompt: "its last message", reward: "mean over its completions",
+  spread: "standard deviation of the reward", pass: "completions that solve it", length: "mean tokens of a completion",
+  truncated: "completions that reached the token limit", staleness: "updates between sampling and training",
+  size: "completions",
+};
+
+export async function showGroups(node, parameters, context) {
+  const run = parameters.run || context.runs[0]?.name;
+  const view = { run, node, rows: [], selected: 0, stop: null, context, timer: 0 };
+  view.form = filterForm(view, parameters);
+  view.note = el("p", { class: "faint count", role: "status" });
+  view.body = el("div", { class: "groupsBody" }, stateBox("loading", "Reading groups …"));
+  replace(node, el("h1", { text: `Groups of ${run}` }), view.form, view.note, view.body);
+  await readGroups(view, parameters);
+  return {
+    update: () => readGroups(view, here().parameters),
+    moved: (next) => {
+      if ((next.run || context.runs[0]?.name) !== run) return false;
+      view.selected = 0;
+      readGroups(view, next);
+      return true;
+    },
+    close: () => { view.stop?.abort(); clearTimeout(view.timer); },
+    keys: {
+      j: () => select(view, view.selected + 1), k: () => select(view, view.selected - 1),
+      Enter: () => view.body.querySelector("tr.selected a")?.click(),
+      n: () => view.body.querySelector("button.nextPage")?.click(),
+      p: () => view.body.querySelector("button.previousPage")?.click(),
+    },
+  };
+}
+
+function filterForm(view, parameters) {
+  const filter = el("input", { id: "filter", type: "text", value: parameters.filter ?? "", spellcheck: "false",
+    autocomplete: "off", placeholder: "reward>0.5 step=10..20 set=train" });
+  const text = el("input", { id: "search", type: "search", value: parameters.text ?? "", spellcheck: "false",
+    autocomplete: "off", placeholder: "text in prompt or completion" });
+  const regex = el("input", { id: "regex", type: "checkbox" });
+  regex.checked = parameters.regex === "1";
+  const within = el("select", { id: "within", "aria-label": "where to look" }, [["any", "anywhere"], ["prompt", "in the prompt"],
+    ["completion", "in completions"]].map(([value, name]) => el("option", { value, text: name })));
+  within.value = parameters.within || "any";
+  const apply = (event) => {
+    event?.preventDefault();
+    change({ filter: filter.value.trim(), text: text.value, regex: regex.checked ? "1" : "",
+      within: within.value === "any" ? "" : within.value, offset: "" });
+  };
+  return el("form", { class: "controls", role: "search", on: { submit: apply } },
+    el("span", { class: "field" }, el("label", { for: "filter", text: "Filter" }), filter),
+    el("span", { class: "field" }, el("label", { for: "search", text: "Text" }), text), within, el("label", {}, regex, " regular expression"),
+    el("button", { type: "submit", text: "Search" }),
+    el("button", { type: "button", text: "Clear", on: { click: () => {
+      filter.value = text.value = "";
+      regex.checked = false;
+      apply();
+    } } }));
+}
+
+async function readGroups(view, parameters) {
+  view.stop?.abort();
+  clearTimeout(view.timer);
+  view.stop = new AbortController();
+  const { sort, desc } = sortingOf(parameters);
+  const { filter = "", text = "", regex = "", within = "", offset = "" } = parameters;
+  const asked = { run: view.run, sort, desc, filter, text, regex, within, offset, limit: PAGE };
+  try {
+    const record = await load("groups", asked, view.stop.signal);
+    drawGroups(view, record, parameters);
+    if (record.search && !record.search.done) {
+      view.timer = setTimeout(() => readGroups(view, parameters), 400);
+    }
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    view.note.textContent = "";
+    replace(view.body, stateBox("failed", error.message, () => readGroups(view, parameters)));
+  }
+}
+
+function drawGroups(view, record, parameters) {
+  const { rows, total, search, waiting, functions } = record;
+  const offset = Number(parameters.offset || 0);
+  view.rows = rows;
+  view.selected = Math.min(view.selected, Math.max(0, rows.length - 1));
+  const said = [`${num(total)} ${total === 1 ? "group" : "groups"}`];
+  if (search) {
+    said.push(search.done ? `searched all ${num(search.files)} files`
+      : `searched ${num(search.searched)} of ${num(search.files)} files, the newest first …`);
+  }
+  if (waiting) said.push(`${num(waiting)} files of groups are still being read …`);
+  view.note.textContent = said.join("  ·  ");
+  if (!rows.length) {
+    const text = search && !search.done ? "Nothing found so far …" : waiting ? "Reading groups …"
+      : parameters.filter || parameters.text ? "No group passes this filter." : "This run has no groups yet.";
+    replace(view.body, stateBox("empty", text));
+    return;
+  }
+  const columns = [...COLUMNS.slice(0, 6), ...functions.map((name) => [`mean/${name}`, name, num]), ...COLUMNS.slice(6)];
+  const head = columns.map(([key, label]) => headCell(key, label, parameters));
+  const found = { find: parameters.text, regex: parameters.regex };
+  const body = rows.map((row, place) => groupRow(view, row, place, columns, found));
+  const page = (label, to, kind, on) => el("button", { type: "button", class: kind, disabled: !on,
+    text: label, on: { click: () => change({ offset: to || "" }) } });
+  replace(view.body,
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "groups" },
+      el("table", { class: "groups" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body))),
+    el("div", { class: "pager" }, page("Previous", Math.max(0, offset - PAGE), "previousPage", offset > 0),
+      el("span", { text: `${num(offset + 1)} to ${num(offset + rows.length)} of ${num(total)}` }),
+      page("Next", offset + PAGE, "nextPage", offset + rows.length < total)));
+}
+
+/** The column that rows are sorted by; the newest steps come first unless another is named. */
+function sortingOf({ sort, desc }) {
+  return sort ? { sort, desc: desc ?? "" } : { sort: "step", desc: "1" };
+}
+
+function headCell(key, label, parameters) {
+  const sort = key.replace(/^mean\//, ""), sorting = sortingOf(parameters);
+  const isSorted = sorting.sort === sort, down = isSorted && sorting.desc === "1";
+  if (key === "prompt") return el("th", { scope: "col", class: "prompt", text: label });
+  return el("th", { scope: "col", class: `c-${key.split("/")[0]}`, "aria-sort": isSorted ? (down ? "descending"
+    : "ascending") : null },
+    el("button", { type: "button", class: "sort", title: MEANINGS[key] ?? `mean of the reward function ${label}`,
+      text: label + (isSorted ? (down ? " ↓" : " ↑") : ""), on: { click: () =>
+        change({ sort, desc: down ? "" : "1", offset: "" }) } }));
+}
+
+function groupRow(view, row, place, columns, found) {
+  const link = addressOf("group", { run: view.run, file: row.file, group: row.group, ...found });
+  const cells = columns.map(([key, , format]) => {
+    if (key === "prompt") return el("td", { class: "prompt", dir: "auto" }, el("a", { href: link },
+      row.prompt ? textNodes(row.prompt.slice(0, 160)) : "(no text)"));
+    return el("td", { class: `number c-${key.split("/")[0]}`, text: format(row[key]) });
+  });
+  return el("tr", { class: place === view.selected ? "selected" : null }, cells);
+}
+
+function select(view, place) {
+  const rows = [...view.body.querySelectorAll("tbody tr")];
+  if (!rows.length) return;
+  view.selected = Math.max(0, Math.min(rows.length - 1, place));
+  rows.forEach((row, index) => row.classList.toggle("selected", index === view.selected));
+  rows[view.selected].scrollIntoView({ block: "nearest" });
+}

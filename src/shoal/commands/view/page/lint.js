@@ -1,0 +1,50 @@
+// Lint: what looks wrong with the rewards, over all groups; each finding leads to the groups that show it.
+
+import { addressOf, here } from "./address.js";
+import { isFile, load } from "./data.js";
+import { el, num, replace, stateBox } from "./dom.js";
+import { textNodes } from "./text.js";
+
+const LEVELS = { warning: "look at this", note: "worth knowing", ok: "fine" };
+
+export async function showLint(node, parameters, context) {
+  const run = parameters.run || context.runs[0]?.name;
+  const view = { timer: 0, closed: false };
+  replace(node, stateBox("loading", "Looking at all groups …"));
+  const read = async () => {
+    const record = await load("lint", { run });
+    if (view.closed) return;
+    drawLint(node, run, record);
+    clearTimeout(view.timer);
+    if (!record.done && !isFile) view.timer = setTimeout(() => read().catch(() => {}), 1000);
+  };
+  await read();
+  return { update: read, close: () => { view.closed = true; clearTimeout(view.timer); }, keys: {} };
+}
+
+function drawLint(node, run, record) {
+  const fine = record.findings.filter((found) => found.level === "ok");
+  const cards = record.findings.filter((found) => found.level !== "ok").map((found) => el("article", { class: `card finding ${found.level}` },
+    el("h2", {}, el("span", { class: `badge ${found.level}`, text: LEVELS[found.level] }), ` ${found.title}`),
+    el("p", { text: found.text }),
+    found.filter ? el("p", {}, el("a", { href: addressOf("groups", { run, filter: found.filter, ...sortOf(found) }),
+      text: `Groups: ${found.filter}` })) : null,
+    found.examples.length ? el("ul", { class: "examples" }, found.examples.map((one) => el("li", {},
+      el("a", { href: addressOf("group", { run, file: one.file, group: one.group, completion: one.completion || "" }),
+        text: `${one.file}, group ${one.group}, completion ${one.completion}` }),
+      ` reward ${num(one.reward)}: `, el("span", { class: "quote", dir: "auto" }, textNodes(one.text))))) : null));
+  const reading = record.done ? "" : record.waiting ? `Groups are still being read: ${num(record.waiting)} files to go.`
+    : `Texts are being read: ${num(record.read)} of ${num(record.files)} files.`;
+  replace(node, el("h1", { text: `Lint of ${run}` }),
+    el("p", { class: "faint", role: "status", text: reading || `Texts of ${num(record.files)} steps were read, numbers of all groups.` }),
+    !record.findings.length ? null : cards.length ? cards : el("p", { class: "card", text: "Nothing looks wrong." }),
+    fine.length ? el("section", { class: "card" }, el("h2", { text: "Checked, and fine" }), el("ul", { class: "fine" },
+      fine.map((found) => el("li", {}, el("strong", { text: found.title }), ` ${found.text}`)))) : null,
+    record.findings.length ? null : stateBox("empty", here() && record.waiting ? "Groups are still being read …"
+      : "There are no training groups to look at yet."));
+}
+
+function sortOf(found) {
+  return found.kind === "length" ? { sort: "length_effect", desc: found.filter.includes(">") ? "1" : "" }
+    : found.kind === "hacking" ? { sort: "reward", desc: "1" } : {};
+}

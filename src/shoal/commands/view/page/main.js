@@ -1,0 +1,178 @@
+// The page's frame: which view is open, which runs there are, keys, themes, and what a live run writes.
+
+import { addressOf, goTo, here, onAddress } from "./address.js";
+import { fileNote, isFile, load } from "./data.js";
+import { el, replace, stateBox } from "./dom.js";
+import { showGroup } from "./group.js";
+import { showGroups } from "./groups.js";
+import { showLint } from "./lint.js";
+import { showPrompt, showPrompts } from "./prompts.js";
+import { chosenRuns, showRun } from "./run.js";
+import { showTokens } from "./tokens.js";
+
+const POLL_MILLISECONDS = 3000;
+const VIEWS = { run: showRun, groups: showGroups, group: showGroup, tokens: showTokens, prompts: showPrompts,
+  prompt: showPrompt, lint: showLint };
+const TABS = [["run", "Run"], ["groups", "Groups"], ["prompts", "Prompts"], ["lint", "Lint"]];
+const KEYS = [["1 2 3 4", "Run, Groups, Prompts, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
+  ["n p", "next, previous group or page; next marked token"], ["] [", "next, previous step"],
+  ["Enter", "open what is selected"], ["t", "tokens of the selected completion"], ["← →", "next, previous token"],
+  ["c", "next colour of tokens"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
+
+const content = document.getElementById("content");
+const header = document.getElementById("top");
+const context = { runs: [], open: (view, parameters) => goTo(view, parameters) };
+const revisions = new Map();
+let open = null, shown = null, opening = 0;
+
+async function start() {
+  applyTheme(remembered("theme"));
+  try {
+    context.runs = (await load("runs")).runs;
+  } catch (error) {
+    replace(content, stateBox("failed", error.message, start));
+    return;
+  }
+  onAddress(show);
+  addEventListener("keydown", onKey);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => open?.restyle?.());
+  await show(here());
+  if (!isFile) setTimeout(poll, POLL_MILLISECONDS);
+}
+
+async function show({ view, parameters }) {
+  drawHeader(view, parameters);
+  if (open && shown === view && open.moved?.(parameters)) return;
+  const number = ++opening;
+  open?.close?.();
+  open = null;
+  shown = view;
+  const node = el("div", { class: `view view-${view}` });
+  replace(content, node);
+  const name = TABS.find(([key]) => key === view)?.[1] ?? view;
+  document.title = `${name} · ${parameters.run ?? context.runs[0]?.name ?? ""} · Shoal`;
+  try {
+    if (!(view in VIEWS)) throw new Error(`There is no view ${view}.`);
+    const opened = await VIEWS[view](node, parameters, context);
+    if (number !== opening) opened?.close?.();
+    else open = opened;
+    if (number > 1 && number === opening && !content.contains(document.activeElement)) content.focus({ preventScroll: true });
+  } catch (error) {
+    if (number === opening) replace(node, el("h1", { text: "This cannot be shown" }), stateBox("failed", error.message, () => show(here())));
+  }
+}
+
+function drawHeader(view, parameters) {
+  const run = parameters.run || (parameters.runs ?? "").split(",")[0] || context.runs[0]?.name;
+  const tab = { group: "groups", tokens: "groups", prompt: "prompts" }[view] ?? view;
+  const tabs = TABS.map(([key, name]) => el("a", { href: addressOf(key, key === "run" && parameters.runs
+    ? { runs: parameters.runs } : { run }), "aria-current": key === tab ? "page" : null, text: name }));
+  const picker = context.runs.length > 1 ? el("select", { id: "run", "aria-label": "Run", on: { change: (event) =>
+    goTo(tab, { run: event.target.value }) } }, context.runs.map((one) => el("option", { value: one.name, text: one.name })))
+    : el("span", { class: "runName", dir: "auto", text: run ?? "" });
+  if (context.runs.length > 1) picker.value = run;
+  replace(header, el("span", { class: "brand", text: "Shoal" }), picker,
+    el("nav", { "aria-label": "Views" }, tabs),
+    el("span", { class: "live", id: "live", role: "status" }),
+    isFile ? el("span", { class: "faint fileNote", text: fileNote }) : null,
+    el("button", { type: "button", class: "plain", title: "key d", text: "Theme", on: { click: turnTheme } }),
+    el("button", { type: "button", class: "plain", title: "key ?", text: "Keys", on: { click: showKeys } }));
+  showLive();
+}
+
+function showLive() {
+  const node = document.getElementById("live");
+  if (!node) return;
+  const running = context.runs.filter((run) => run.progress.state === "running").length;
+  node.textContent = running && !isFile ? "live" : "";
+}
+
+/** What a running run has written since is read, and the open view drawn again where it changed. */
+async function poll() {
+  if (document.visibilityState === "visible") {
+    const { view, parameters } = here();
+    const names = view === "run" ? chosenRuns(parameters, context) : [parameters.run || context.runs[0]?.name];
+    try {
+      let changed = false;
+      for (const run of names) {
+        const status = await load("status", { run });
+        const known = context.runs.find((one) => one.name === run);
+        if (known) known.progress = status.progress;
+        const mark = view === "run" ? `${status.revision} ${status.progress.state}` : `${status.index} ${status.waiting}`;
+        changed ||= revisions.has(`${view} ${run}`) && revisions.get(`${view} ${run}`) !== mark;
+        revisions.set(`${view} ${run}`, mark);
+      }
+      header.classList.remove("lost");
+      if (changed) await open?.update?.();
+    } catch (error) {
+      header.classList.add("lost");
+      const node = document.getElementById("live");
+      if (node) node.textContent = "the server does not answer";
+      setTimeout(poll, 3 * POLL_MILLISECONDS);
+      return;
+    }
+    showLive();
+  }
+  setTimeout(poll, POLL_MILLISECONDS);
+}
+
+// ---- keys and themes
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
+  if (typing) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  if (document.querySelector("dialog[open]")) return;
+  if (event.key === "Enter" && event.target.closest?.("a, button, summary")) return;
+  const { parameters } = here();
+  const run = parameters.run;
+  const common = {
+    "/": () => (document.getElementById("search") ? document.getElementById("search").focus()
+      : (goTo("groups", { run }), setTimeout(() => document.getElementById("search")?.focus(), 50))),
+    "?": showKeys, d: turnTheme,
+    ...Object.fromEntries(TABS.map(([key], place) => [String(place + 1), () => goTo(key, { run })])),
+  };
+  const call = open?.keys?.[event.key] ?? common[event.key];
+  if (!call) return;
+  event.preventDefault();
+  call();
+}
+
+function showKeys() {
+  const dialog = el("dialog", { "aria-labelledby": "keysTitle" }, el("h2", { id: "keysTitle", text: "Keys" }),
+    el("dl", { class: "keys" }, KEYS.flatMap(([key, text]) => [el("dt", {}, el("kbd", { text: key })), el("dd", { text })])),
+    el("button", { type: "button", text: "Close", on: { click: () => dialog.close() } }));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+function remembered(name) {
+  try {
+    return localStorage.getItem(`shoal.${name}`);
+  } catch {
+    return null; // a page in a notebook's frame has no storage
+  }
+}
+
+function applyTheme(theme) {
+  if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
+}
+
+function turnTheme() {
+  const now = document.documentElement.dataset.theme
+    ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  const next = now === "dark" ? "light" : "dark";
+  applyTheme(next);
+  try {
+    localStorage.setItem("shoal.theme", next);
+  } catch {
+    // kept for this page only
+  }
+  open?.restyle?.();
+}
+
+start();

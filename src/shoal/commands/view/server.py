@@ -1,0 +1,186 @@
+"""Serves the page and its records over HTTP, to this machine alone unless a token is given.
+
+A request is answered only if its Host is this machine's name (a page of another site that had its name resolve to
+127.0.0.1 sends its own), or if it carries the token; and if its Origin, where there is one, is this server. Paths are
+names in a table, never paths of files.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shoal.commands.view.runs import one_line
+from shoal.commands.view.viewer import Viewer
+from shoal.report.lines import json_ready
+from shoal.types import ShoalError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+          "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+HEADERS = {
+    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
+}
+KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+MAX_URL = 16_384
+
+
+def page_files() -> dict[str, bytes]:
+    """The page's own files by name."""
+    folder = resources.files("shoal.commands.view") / "page"
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir()
+            if entry.name.endswith(tuple(KINDS)) and entry.is_file()}
+
+
+def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
+    files = page_files()
+
+    async def page(request: Request) -> Response:
+        return _file(files, "index.html")
+
+    async def static(request: Request) -> Response:
+        return _file(files, request.path_params["name"])
+
+    async def view(request: Request) -> Response:
+        try:
+            if request.method == "POST":
+                record = await run_in_threadpool(viewer.replay, request.query_params)
+            else:
+                record = await run_in_threadpool(viewer.answer, request.path_params["view"], request.query_params)
+        except ShoalError as error:
+            return _json({"error": " ".join(str(error).split())}, 400)
+        except viewer.database.error as error:  # out of memory, a file that vanished while it was read
+            return _json({"error": " ".join(str(error).split("\nLINE")[0].split())[:300]}, 400)
+        return _json(record)
+
+    async def nothing(request: Request, error: Exception) -> Response:
+        return _json({"error": "there is no such page"}, 404)
+
+    async def fault(request: Request, error: Exception) -> Response:
+        """A fault of this program, or what a damaged run brought about: one line here and one in the terminal."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = one_line(f"{request.url.path} cannot be shown: {type(error).__name__}: {error}")
+        print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)
+        return _json({"error": text}, 500)
+
+    app = Starlette(routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view, methods=[
+        "GET", "POST"])],
+                    exception_handlers={404: nothing, Exception: fault})
+    return Guard(app, token)
+
+
+def _file(files: Mapping[str, bytes], name: str) -> Response:
+    if name not in files:
+        return _json({"error": "there is no such page"}, 404)
+    kind = KINDS["." + name.rpartition(".")[2]]
+    return Response(files[name], media_type=kind)
+
+
+def _json(record: Any, status: int = 200) -> Response:
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError):  # numbers that JSON lacks, values of DuckDB that it does not know
+        text = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
+    return Response(text.encode("utf-8", "backslashreplace"), status, media_type="application/json")
+
+
+class Guard:
+    """Refuses requests from elsewhere, and puts the headers on every answer."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *(
+                    (name.lower().encode(), value.encode()) for name, value in HEADERS.items())]
+            await send(message)
+
+        refused = self._refusal(Request(scope))
+        if refused:
+            await _json({"error": refused[1]}, refused[0])(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> tuple[int, str] | None:
+        host = request.headers.get("host", "")
+        is_replay = request.method == "POST" and request.url.path == "/api/replay"
+        if request.method not in ("GET", "HEAD") and not is_replay:
+            return 405, "this page only reads: GET is the one method, but for /api/replay"
+        if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:
+            return 414, "the address is too long"
+        if not self._token and host_name(host) not in LOOPBACK:
+            return 403, "this page is served to 127.0.0.1 and localhost; for another host start it with token="
+        origin = request.headers.get("origin")
+        if is_replay and origin is None:
+            return 403, "only the page itself begins a replay"
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return 403, "this page answers no other site"
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and \
+                request.url.path.startswith("/api"):
+            return 403, "this page answers no other site"
+        if self._token and request.url.path.startswith("/api") and not self._is_token(request):
+            return 401, "a token is needed: open the address with ?token=..., as it was printed"
+        return None
+
+    def _is_token(self, request: Request) -> bool:
+        given = request.headers.get("x-shoal-token", "")
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port; empty for what is none."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, _, port = host.partition(":")
+    return name.lower() if not port or port.isdigit() else ""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at a port; with port 0 at 8700, or the next free one. ShoalError if it is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    fault: OSError | None = None
+    for number in [port] if port else [*range(8700, 8720), 0]:
+        found = socket.socket(family)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, number))
+            found.listen(64)
+            return found
+        except OSError as error:
+            found.close()
+            fault = error
+    raise ShoalError(f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose another "
+                     "port, or leave port= out for a free one")
+
+
+def make_server(app: ASGIApp) -> Any:
+    """A server that answers in `run(sockets=[...])`, until Ctrl-C or `should_exit`."""
+    import uvicorn
+
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
+                            server_header=False, date_header=False, timeout_keep_alive=30,
+                            timeout_graceful_shutdown=1)
+    return uvicorn.Server(config)

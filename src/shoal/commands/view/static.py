@@ -1,0 +1,168 @@
+"""The page in one file: the same modules, and the records of chosen groups, with no request left to make.
+
+The modules become one script in the order of their imports, which needs every name to stand at the top of one module
+only. Its Content-Security-Policy names the hashes of this script and style and nothing else, so that nothing in the
+records could run, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.view.runs import Run
+from shoal.commands.view.server import page_files
+from shoal.commands.view.viewer import OpenRun, Viewer
+from shoal.config.schema import ViewConfig
+from shoal.files import appearing, writing
+from shoal.report.lines import json_ready
+from shoal.types import ShoalError
+
+MODULES = ("uPlot.js", "dom.js", "text.js", "data.js", "address.js", "charts.js", "run.js", "groups.js", "group.js",
+           "tokens.js", "prompts.js", "lint.js", "main.js")
+"""In this order no module needs one after it."""
+DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, LINT_SECONDS = 32, 2000, 20, 120.0
+_SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
+
+
+def write_page(runs: Sequence[Run], config: ViewConfig, to: Path) -> int:
+    """Writes the page; returns its size in bytes. ShoalError for groups that the runs lack."""
+    viewer = Viewer(runs, config.from_step)
+    try:
+        viewer.read_all()
+        records = dict(_records(viewer, config.groups))
+    finally:
+        viewer.close()
+    note = f"written by shoal view, {time.strftime('%Y-%m-%d %H:%M')}"
+    data = page_text({"records": records, "note": note}).encode("utf-8", "backslashreplace")
+    with appearing(to) as temporary, writing(to):
+        temporary.write_bytes(data)
+    return len(data)
+
+
+def page_text(content: Mapping[str, Any]) -> str:
+    files = {name: data.decode() for name, data in page_files().items()}
+    script, style = script_of(files), files["uPlot.css"] + files["page.css"]
+    policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+              "base-uri 'none'; form-action 'none'")
+    # Within JSON a `<` can stand only inside a text, so that no record can end the element that holds it.
+    data = json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    page = files["index.html"]
+    head = (f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
+            f'<script type="application/json" id="data">{data}</script>')
+    page = re.sub(r"<link rel=\"stylesheet\"[^>]*>\n", "", page)
+    page = re.sub(r"<script type=\"module\"[^>]*></script>", lambda _: head, page)
+    # After the elements that it works on: an inline module is run only when the page has been read, yet not everywhere.
+    return page.replace("</body>", f'<script type="module">{script}</script>\n</body>')
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def script_of(files: Mapping[str, str]) -> str:
+    """All modules as one."""
+    parts = []
+    for name in MODULES:
+        text = re.sub(r"^import\b[^;]*;\n", "", files[name], flags=re.MULTILINE)
+        if name == "uPlot.js":
+            text = re.sub(r"^export \{ uPlot as default \};", "return uPlot;", text, flags=re.MULTILINE)
+            text = f"const uPlot = (() => {{\n{text}\n}})();"
+        parts.append(re.sub(r"^export (?=async function|function|const|let|class)", "", text, flags=re.MULTILINE))
+    return "\n".join(parts).replace("</script", "<\\/script")
+
+
+# ---- the records
+
+
+def record_key(view: str, parameters: Mapping[str, Any]) -> str:
+    """As `recordKey` of data.js has it."""
+    pairs = [f"{name}={value}" for name, value in sorted(parameters.items()) if value not in ("", None)]
+    return "&".join([view, *pairs])
+
+
+def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    def record(view: str, **parameters: Any) -> tuple[str, Any]:
+        texts = {name: str(value) for name, value in parameters.items()}
+        return record_key(view, parameters), viewer.answer(view, texts)
+
+    yield record("runs")
+    if len(viewer.runs) > 1:
+        yield record("compare", runs=",".join(viewer.runs))
+    for name, one in viewer.runs.items():
+        for view in ("overview", "curves"):
+            yield record(view, run=name)
+        lint = _whole_lint(viewer, name)
+        yield record_key("lint", {"run": name}), lint
+        yield from _prompt_records(viewer, name, record)
+        rows = _chosen(viewer, one, specs, lint)
+        page = viewer.answer("groups", {"run": name, "limit": "1"})
+        yield record_key("groups", {"run": name}), page | {"rows": rows, "total": len(rows)}
+        for row in rows:
+            key, group = record("group", run=name, file=row["file"], group=row["group"])
+            yield key, group
+            for one_of in group["completions"]:
+                yield record("tokens", run=name, file=row["file"], group=row["group"], completion=one_of["completion"])
+
+
+def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
+    until = time.monotonic() + LINT_SECONDS
+    while not (found := viewer.answer("lint", {"run": name}))["done"] and time.monotonic() < until:
+        time.sleep(0.05)
+    return found | {"done": True}
+
+
+def _prompt_records(viewer: Viewer, name: str, record: Any) -> Iterator[tuple[str, Any]]:
+    """The lists of prompts by set and change, and the histories of those that changed most."""
+    key, first = record("prompts", run=name)
+    yield key, first
+    for one in first["sets"]:
+        for change in ("", "learned", "lost", "never", "always"):
+            key, found = record("prompts", run=name, set=one["set"], change=change)
+            yield key, found
+            if one is first["sets"][0]:  # an address may leave it out
+                yield record_key("prompts", {"run": name, "change": change}), found
+            if change in ("learned", "lost") and one["set"] != "train":
+                for row in found["rows"][:MAX_PROMPTS]:
+                    yield record("prompt", run=name, set=one["set"], row=row["row"])
+
+
+def _chosen(viewer: Viewer, one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the Groups view for the groups that were asked for; by default the newest step's and lint's examples."""
+    filters = [_filter(spec) for spec in specs]
+    limit = MAX_GROUPS
+    if not specs:
+        steps = [int(stem.removeprefix("step_")) for stem in one.index.files if stem.startswith("step_")]
+        filters, limit = [f"set=train step={max(steps)}"] if steps else [], DEFAULT_GROUPS
+        filters += [f"set=train step={int(example['file'].removeprefix('step_'))} group={example['group']}"
+                    for found in lint["findings"] for example in found["examples"][:3]]
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for text in filters:
+        found: list[dict[str, Any]] = []
+        while len(found) < limit:
+            page = viewer.answer("groups", {"run": one.run.name, "filter": text, "sort": "group", "limit": "500",
+                                            "offset": str(len(found))})
+            found += page["rows"]
+            if not page["rows"] or len(found) >= page["total"]:
+                break
+        if specs and not found:
+            raise ShoalError(f"groups: {one.run.name} has none with {text}")
+        rows |= {(row["file"], row["group"]): row for row in found[:limit]}
+    if len(rows) > MAX_GROUPS:
+        raise ShoalError(f"groups: {len(rows):,} groups make too large a file; choose {MAX_GROUPS:,} or fewer")
+    return sorted(rows.values(), key=lambda row: (row["step"], row["group"]))
+
+
+def _filter(spec: str) -> str:
+    """`12:0-7` as a filter of the Groups view."""
+    matched = _SPEC.fullmatch(spec.strip())
+    if not matched:
+        raise ShoalError(f"groups={spec}: expected a step (12), a group of it (12:3) or several (12:0-7)")
+    step, first, last = matched.groups()
+    return f"set=train step={step}" + ("" if first is None else f" group={first}..{last or first}")

@@ -1,0 +1,581 @@
+"""`shoal view` without a browser: what it reads of runs, live, damaged or hostile, and what its server answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import random
+import re
+import socket
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stored_runs import HOSTILE, append_step, stored_group, write_lines, write_run
+
+pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
+pytest.importorskip("starlette")
+
+from starlette.testclient import TestClient
+
+from shoal import cli
+from shoal.commands.view import replays, static, view
+from shoal.commands.view.curves import MAX_POINTS, Curves
+from shoal.commands.view.lines import MAX_LINE_BYTES
+from shoal.commands.view.overview import comparison, spikes
+from shoal.commands.view.runs import Run, flat_yaml, open_runs
+from shoal.commands.view.server import host_name, listen, make_app, page_files
+from shoal.commands.view.viewer import Viewer
+from shoal.config.schema import ViewConfig
+from shoal.report.groups import read_file
+from shoal.types import ShoalError
+
+
+def opened(*paths: Path) -> Viewer:
+    viewer = Viewer(open_runs([str(path) for path in paths]))
+    viewer.read_all()
+    return viewer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first", steps=40, spike=37)
+
+
+@pytest.fixture(scope="module")
+def viewer(run):
+    viewer = opened(run)
+    yield viewer
+    viewer.close()
+
+
+def problems(viewer: Viewer) -> list[str]:
+    return [text for one in viewer.runs.values() for text in one.run.problems.values()]
+
+
+def rows(viewer: Viewer, run: str = "first", **parameters: Any) -> list[dict[str, Any]]:
+    texts = {name: str(value) for name, value in parameters.items()}
+    return viewer.answer("groups", {"run": run, "limit": "500", **texts})["rows"]
+
+
+# ---- groups
+
+
+def test_the_table_has_the_figures_of_the_files(viewer, run):
+    found = {(row["file"], row["group"]): row for row in rows(viewer)}
+    assert len(found) == 40 * 2 + 2 * 2 and not problems(viewer)
+    for path in run.joinpath("groups").glob("*.parquet"):
+        for place, stored in enumerate(read_file(path)):
+            row, group = found[path.stem, place], stored.group
+            lengths = [len(one) for one in group.completions]
+            assert row["reward"] == pytest.approx(group.rewards.mean())
+            assert row["spread"] == pytest.approx(group.rewards.std())
+            assert row["pass"] == pytest.approx(group.correct.mean())
+            assert row["length"] == pytest.approx(np.mean(lengths)) and row["longest"] == max(lengths)
+            assert (row["set"], row["row"], row["version"]) == (group.subset, group.example.row, group.version)
+            assert row["mean/correct"] == pytest.approx(group.reward_components["correct"].mean())
+            assert row["prompt"] == f"question {group.example.row}" and row["staleness"] == 0
+
+
+@pytest.mark.parametrize(("filter", "number"), [
+    ("", 84), ("set=train", 80), ("set=held_out", 4), ("spread>0", 40), ("spread=0 set=train", 40), ("step=3..4", 4),
+    ("reward<0.11 and set=train", 40), ("row=11", 1), ("correct=0.5", 40), ("pass!=0.5 set=train", 40),
+    ("advantage=none", 4), ('set="held_out" reward>1', 3),
+])
+def test_filters(viewer, filter, number):
+    assert len(rows(viewer, filter=filter)) == number
+
+
+@pytest.mark.parametrize(("parameters", "message"), [
+    ({"filter": "rewrad>1"}, "there is no column 'rewrad', did you mean reward?"),
+    ({"filter": "reward"}, "'reward' is no condition"),
+    ({"filter": "reward>x"}, "reward is a number"),
+    ({"filter": "set>train"}, "compare it with = or !="),
+    ({"sort": "step; DROP TABLE groups_0"}, "there is no column"),
+    ({"text": "(", "regex": "1"}, "regular expression"),
+    ({"offset": "-1"}, "offset=-1: expected 0"),
+    ({"limit": "many"}, "expected an integer"),
+])
+def test_what_cannot_be_asked_is_said_in_a_line(viewer, parameters, message):
+    with pytest.raises(ShoalError, match=re.escape(message)):
+        rows(viewer, **parameters)
+
+
+def test_rows_are_sorted_by_any_column_and_page_by_page(viewer):
+    steps = [row["step"] for row in rows(viewer, sort="step", desc=1)]
+    assert steps == sorted(steps, reverse=True)
+    lengths = [row["length"] for row in rows(viewer, sort="length")]
+    assert lengths == sorted(lengths)
+    pages = [viewer.answer("groups", {"run": "first", "limit": "30", "offset": str(at)}) for at in (0, 30, 60)]
+    assert [len(page["rows"]) for page in pages] == [30, 30, 24] and pages[0]["total"] == 84
+    assert len({(row["file"], row["group"]) for page in pages for row in page["rows"]}) == 84
+
+
+@pytest.mark.parametrize(("parameters", "number"), [
+    ({"text": "Step 7"}, 2), ({"text": "question 11"}, 1), ({"text": "question 11", "within": "completion"}, 0),
+    ({"text": r"step 3\d", "regex": 1}, 20), ({"text": "^answer 1.1 of step [01]$", "regex": 1}, 3),
+    ({"text": "step 7", "filter": "spread>0"}, 1), ({"text": "'; DROP TABLE groups_0; --"}, 0),
+])
+def test_text_is_found_in_prompts_and_completions(viewer, parameters, number):
+    assert found(viewer, "first", **parameters) == number
+
+
+def found(viewer: Viewer, run: str, text: str, **parameters: Any) -> int:
+    """Groups with a text, once all files were searched."""
+    texts = {"run": run, "text": text, **{name: str(value) for name, value in parameters.items()}}
+    for _ in range(100):
+        answer = viewer.answer("groups", texts)
+        if answer["search"]["done"]:
+            break
+    assert answer["search"]["searched"] == len(viewer.runs[run].index.files)
+    return answer["total"]
+
+
+def test_a_group_has_everything_that_scored_it(viewer):
+    group = viewer.answer("group", {"run": "first", "file": "step_000002", "group": "0"})
+    assert group["prompt"] == [{"role": "user", "content": "question 1"}] and group["columns"]["answer"] == "1"
+    assert (group["previous_group"], group["next_group"]) == (None, 1)
+    assert (group["previous_file"], group["next_file"]) == ("step_000001", "step_000003")
+    one = group["completions"][1]
+    assert one["components"] == {"correct": 1.0, "format": 1.0} and group["weights"] == {"correct": 1.0, "format": 0.1}
+    assert one["extra"] == {"verdict": "grader says 1.1"} and one["advantage"] == pytest.approx(0.5)
+    assert one["stop_reason"] == "eos" and one["correct"] is True and one["text"] == "answer 1.1 of step 1"
+
+
+def test_tokens_have_what_the_loss_saw(viewer, run):
+    data = viewer.answer("tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "0"})
+    stored = read_file(run / "groups" / "step_000002.parquet")[0]
+    own = stored.group.completions[0]
+    assert data["ids"] == own.token_ids.tolist() and len(data["tokens"]) == len(own)
+    assert data["logprob"] == pytest.approx(own.logprobs.tolist(), rel=1e-4)
+    assert data["gap"] == pytest.approx([0.01] * len(own), rel=1e-3)
+    assert data["ratio"] == pytest.approx([np.exp(0.01)] * len(own), rel=1e-4)
+    assert data["weighted"] == pytest.approx([stored.advantages[0] * np.exp(0.01)] * len(own), rel=1e-4)
+    assert data["clipped"] == [False] * len(own) and data["versions"] == [1] * len(own)
+    other = viewer.answer("tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "1"})
+    assert other["trainer"] == [None] * len(other["ids"]) and not other["is_trained"]
+
+
+def test_the_text_of_tokens_is_the_text_of_the_completion(viewer, run):
+    from shoal.model.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(run / "model")
+    text = "Größe: 你好 👩‍🔬 end"
+    ids = tokenizer.encode_prompt(text).tolist()
+    pieces = viewer.runs["first"].pieces(ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert len(pieces) == len(ids) and not any("\ufffd" in piece for piece in pieces[:-1])
+
+
+def test_prompts_through_time(viewer):
+    found = viewer.answer("prompts", {"run": "first"})
+    assert found["set"] == "held_out" and found["totals"]["learned"] == 1 and found["totals"]["always"] == 1
+    history = viewer.answer("prompt", {"run": "first", "set": "held_out", "row": "0"})
+    assert [(one["step"], one["correct"]) for one in history["times"]] == [(0, False), (40, True)]
+    assert [one["text"] for one in history["times"]] == ["answer 0.1 of step 0", "answer 1.1 of step 40"]
+    trained = viewer.answer("prompt", {"run": "first", "set": "train", "row": "1"})
+    assert len(trained["times"]) == 13 and sum(one["text"] is not None for one in trained["times"]) == 6
+    assert trained["times"][0]["text"] and trained["times"][-1]["text"]
+
+
+# ---- the run
+
+
+def test_the_overview_answers_how_it_goes(viewer):
+    found = viewer.answer("overview", {"run": "first"})
+    assert found["progress"]["state"] == "finished" and found["progress"]["step"] == 40
+    assert found["table"][0][1:] == ["50.0%", "100.0%", "+50.0 points"]
+    driver = found["drivers"][1]
+    assert driver["function"] == "correct" and driver["adds"] == pytest.approx(0.4375, abs=0.01)
+    spike = next(event for event in found["events"] if event["level"] == "spike")
+    assert spike["step"] == 37 and spike["text"].startswith("grad_norm 90")
+    warning = next(event for event in found["events"] if event["level"] == "warning")
+    assert warning["step"] == 2 and warning["text"] == "something to look at <b>here</b>"
+    assert {row["key"] for row in found["settings"] if row["differs"]} >= {"steps"}
+    assert viewer.answer("curves", {"run": "first", "first": "10", "last": "12"})["x"] == [10, 11, 12]
+
+
+def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
+    path = write_run(tmp_path / "live", steps=6, finished=False, settings=["steps=60"])
+    viewer = opened(path)
+    try:
+        progress = viewer.answer("overview", {"run": "live"})["progress"]
+        assert (progress["state"], progress["step"], progress["steps"]) == ("running", 6, 60)
+        assert progress["seconds_left"] == pytest.approx(54)
+        before = viewer.answer("status", {"run": "live"})
+        assert found(viewer, "live", "of step 6") == 2  # the evaluation of version 6
+        append_step(path, 7, [stored_group(6, 99, [0.1, 1.1])])
+        (path / "groups" / "step_000008.parquet.tmp").write_bytes(b"PAR1")
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 8, "reward/me')  # a line that is being written
+        viewer.read_all()
+        after = viewer.answer("status", {"run": "live"})
+        assert after["revision"] == before["revision"] + 1 and after["progress"]["step"] == 7
+        assert rows(viewer, "live", filter="row=99")[0]["step"] == 7 and not problems(viewer)
+        assert found(viewer, "live", "of step 6") == 3
+        # Resumed from step 5: the steps after it are written anew.
+        write_lines(path / "new.jsonl", [{"step": step, "reward/mean": 0.0} for step in range(1, 6)])
+        (path / "new.jsonl").replace(path / "metrics.jsonl")
+        (path / "groups" / "step_000007.parquet").unlink()
+        viewer.read_all()
+        assert viewer.answer("status", {"run": "live"})["progress"]["step"] == 5
+        assert not rows(viewer, "live", filter="row=99")
+        append_step(path, 6, [stored_group(5, 98, [0.1, 1.1])])  # another content under the same name
+        viewer.read_all()
+        assert [row["row"] for row in rows(viewer, "live", filter="step=6 set=train")] == [98]
+    finally:
+        viewer.close()
+
+
+def test_long_curves_keep_their_spikes(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": n, "a": float(n == 4321), "b": None} for n in range(20_000)])
+    curves = Curves(Run("long", tmp_path))
+    while not curves.complete:
+        curves.read()
+    thin = curves.thinned()
+    assert len(thin["x"]) <= MAX_POINTS + 2 and max(thin["y"]["a"]) == 1.0
+    assert curves.thinned(4000, 4500)["y"]["a"][321] == 1.0
+
+
+def test_spikes_are_found_where_they_are(tmp_path):
+    noise = np.random.default_rng(0).normal(1, 0.05, 200)
+    noise[61] = 9
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "grad_norm": value} for step, value in enumerate(noise, 1)])
+    curves = Curves(Run("long", tmp_path))
+    curves.read(5)
+    assert [event["step"] for event in spikes(curves)] == [62]
+
+
+def test_runs_of_other_tasks_are_not_compared():
+    found = comparison([("a", {"task.name": "words", "steps": 5}), ("b", {"task.name": "gsm8k", "steps": 6})])
+    assert "task.name" in found["warning"] and "Reward" in found["not_comparable"]
+    assert [row["key"] for row in found["differing"]] == ["task.name", "steps"]
+    assert comparison([("a", {"steps": 5}), ("b", {"steps": 6})])["warning"] == ""
+
+
+# ---- lint
+
+
+def cheating(step: int) -> list[Any]:
+    """Groups whose faults are known: what is longer scores better, whatever is right."""
+    long = "step by step " * 40
+    texts = ["<answer>1</answer>", "", long, f"{long} <answer>2</answer>"]
+    return [stored_group(step, place, [0.1, 0.2, 1.1, 1.2], texts,
+                         correct=[True, False, False, step == 0]) for place in range(8)]
+
+
+def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
+    viewer = opened(write_run(tmp_path / "cheat", 10, cheating))
+    try:
+        while not (found := viewer.answer("lint", {"run": "cheat"}))["done"]:
+            pass
+        levels = {one["kind"]: one for one in found["findings"]}
+        for kind in ("length", "repeated", "wrong_best", "unvarying"):
+            assert levels[kind]["level"] == "warning", kind
+        assert "format never varies" in levels["unvarying"]["title"]
+        example = levels["repeated"]["examples"][0]
+        group = viewer.answer("group", {"run": "cheat", "file": example["file"], "group": str(example["group"])})
+        assert "step by step" in group["completions"][example["completion"]]["text"]
+        assert len(rows(viewer, "cheat", filter=levels["length"]["filter"])) == 80
+        assert levels["empty"]["title"].startswith("80 completions are empty")
+    finally:
+        viewer.close()
+
+
+# ---- damaged and hostile runs: one line each
+
+
+def test_damaged_files_are_passed_over(tmp_path):
+    path = write_run(tmp_path / "torn", 5)
+    groups = path / "groups"
+    whole = (groups / "step_000003.parquet").read_bytes()
+    (groups / "step_000003.parquet").write_bytes(whole[:len(whole) // 2])
+    (groups / "step_000004.parquet").write_bytes(b"PAR1 no parquet PAR1")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a"]}), groups / "step_000005.parquet")
+    table = pq.read_table(groups / "step_000002.parquet")
+    pq.write_table(table.set_column(table.column_names.index("token_ids"), "token_ids", pa.array(["x"] * len(table))),
+                   groups / "step_000006.parquet")
+    (path / "summary.json").write_text('{"before": [')
+    (path / "evaluations.jsonl").write_text('[1]\n{"step": 0, "name": "held_out", "accuracy": "<b>"}\n')
+    viewer = opened(path)
+    try:
+        assert {row["step"] for row in rows(viewer, "torn", filter="set=train")} == {1, 2}
+        said = problems(viewer)
+        assert sum(text.startswith("groups/") for text in said) == 4
+        assert any("column token_ids has the type VARCHAR" in text for text in said)
+        assert any("lacks the column" in text for text in said)
+        assert any(text.startswith("summary.json: is damaged") for text in said + viewer.answer(
+            "overview", {"run": "torn"})["problems"])
+        assert all("\n" not in text for text in said)
+    finally:
+        viewer.close()
+
+
+def test_links_out_of_a_run_are_not_followed(tmp_path, run):
+    path = write_run(tmp_path / "linked", 2)
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"step": 1, "secret": 42}\n')
+    for name, target in (("metrics.jsonl", secret), ("summary.json", secret), ("log.txt", secret),
+                         ("groups/step_000009.parquet", run / "groups" / "step_000001.parquet")):
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to(target)
+    (path / "groups" / "step_000008.parquet").symlink_to(path / "groups" / "step_000008.parquet")  # a cycle
+    (path / "groups" / "loop").symlink_to(path)
+    viewer = opened(path)
+    try:
+        overview = viewer.answer("overview", {"run": "linked"})
+        assert "secret" not in json.dumps(overview["topics"]) and viewer.answer("curves", {"run": "linked"})["x"] == []
+        assert {row["step"] for row in rows(viewer, "linked", filter="set=train")} == {1, 2}
+        assert sum("leads out of the run" in text for text in problems(viewer)) >= 3
+        with pytest.raises(viewer.database.error):
+            viewer.database.rows("SELECT * FROM read_text(?)", str(secret))
+        with pytest.raises(viewer.database.error):
+            viewer.database.run("SET enable_external_access = true")
+    finally:
+        viewer.close()
+
+
+def test_hostile_metrics_are_read_without_harm(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 1, "a": 1, "<script>": 2}', b'{"step": "x"}', b"[1, 2]", b"\xff\xfe", b"NaN",
+             b'{"step": 1e999}', b'{"step": 2, "a": NaN, "b": 1e999, "c": true, "d": "text"}',
+             b'{"a": ' + b"[" * 100_000,
+             b'{"step": 3, "pad": "' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}', b'{"step": 4, "a": 4}',
+             json.dumps({"step": 5, **{f"name{place}": place for place in range(2000)}}).encode()]
+    path.write_bytes(b"\n".join(lines) + b'\n{"step": 6, "a"')
+    run = Run("hostile", tmp_path)
+    curves = Curves(run)
+    while not curves.complete:
+        curves.read()
+    assert list(curves.steps) == [1, 2, 4, 5] and len(curves.columns) <= 400
+    assert len(run.problems) == 1 and curves.thinned()["y"]["<script>"][0] == 2
+
+
+def test_a_small_file_cannot_stand_for_billions_of_settings():
+    letters = "abcdefghijklmnop"
+    bomb = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(letters))
+    with pytest.raises(ValueError, match="aliases"):
+        flat_yaml(bomb)
+    with pytest.raises(ValueError):
+        flat_yaml("!!python/object/apply:os.system ['true']")
+    assert flat_yaml("steps: 5\ntask: {name: words, columns: {}}") == {
+        "steps": 5, "task.name": "words", "task.columns": {}}
+
+
+def test_an_older_format_says_so(tmp_path):
+    path = write_run(tmp_path / "old", 2)
+    for file in (path / "groups").iterdir():
+        file.rename(file.with_suffix(".jsonl"))
+    viewer = opened(path)
+    try:
+        assert any("read the groups with the version that wrote them" in text for text in problems(viewer))
+        assert viewer.answer("curves", {"run": "old"})["x"] == [1, 2]
+    finally:
+        viewer.close()
+
+
+# ---- which runs
+
+
+def test_runs_are_found_by_folder_and_named_apart(tmp_path, monkeypatch):
+    for day in ("a", "b"):
+        write_run(tmp_path / day / "same", 1)
+    assert [run.name for run in open_runs([str(tmp_path)])] == ["a/same", "b/same"]
+    assert [run.name for run in open_runs([str(tmp_path / "a" / "same")])] == ["same"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ShoalError, match=r"is no run folder: it holds no config\.yaml, and no folder below it does"):
+        open_runs([str(tmp_path / "empty")])
+    with pytest.raises(ShoalError, match="there is no such folder"):
+        open_runs([str(tmp_path / "nowhere")])
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ShoalError, match="there is no run under outputs"):
+        open_runs([])
+    os.utime(write_run(tmp_path / "empty" / "outputs" / "old", 1) / "config.yaml", (1, 1))
+    write_run(tmp_path / "empty" / "outputs" / "new", 1)
+    assert [run.name for run in open_runs([])] == ["new"]
+
+
+def test_settings_that_cannot_be_served(run):
+    with pytest.raises(ShoalError, match="whoever reaches this address could read the runs; set token=auto"):
+        view(ViewConfig((str(run),), host="0.0.0.0"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ShoalError, match="choose another port"):
+            listen("127.0.0.1", taken.getsockname()[1])
+    listen("127.0.0.1", 0).close()
+
+
+# ---- the server
+
+
+@pytest.fixture(scope="module")
+def client(viewer):
+    with TestClient(make_app(viewer), base_url="http://127.0.0.1:8700") as client:
+        yield client
+
+
+def test_the_page_and_its_headers(client):
+    answer = client.get("/")
+    assert answer.status_code == 200 and "<script" in answer.text
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    for name, data in page_files().items():
+        answer = client.get(f"/static/{name}")
+        assert answer.content == data and answer.headers["x-content-type-options"] == "nosniff"
+        assert "javascript" in answer.headers["content-type"] or not name.endswith(".js")
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({}, 200), ({"host": "localhost:9"}, 200), ({"host": "[::1]:8700"}, 200), ({"host": "evil.example"}, 403),
+    ({"host": "127.0.0.1.evil.example"}, 403), ({"host": "evil.example:127.0.0.1"}, 403), ({"host": ""}, 403),
+    ({"origin": "http://127.0.0.1:8700"}, 200), ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
+    ({"sec-fetch-site": "cross-site"}, 403), ({"sec-fetch-site": "same-origin"}, 200),
+])
+def test_only_this_machine_and_this_page_are_answered(client, headers, status):
+    assert client.get("/api/runs", headers=headers).status_code == status
+
+
+def test_a_token_is_asked_for_where_one_was_set(viewer):
+    with TestClient(make_app(viewer, "secret"), base_url="http://elsewhere:8700") as client:
+        assert client.get("/").status_code == 200  # the page itself says nothing of a run
+        assert client.get("/api/runs").status_code == 401
+        assert client.get("/api/runs", headers={"x-shoal-token": "wrong"}).status_code == 401
+        assert client.get("/api/runs", headers={"x-shoal-token": "secret"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/static/../server.py", "/static/..%2fserver.py", "/static/%2e%2e/viewer.py",
+                                  "/config.yaml", "/static//etc/passwd", "/static/uPlot.LICENSE.txt", "/api/",
+                                  "/api/overview/first"])
+def test_no_file_is_reached_by_its_path(client, path):
+    answer = client.get(path)
+    assert answer.status_code in (400, 404) and "import" not in answer.text
+
+
+def test_random_requests_are_refused_in_order(client):
+    spec = importlib.util.spec_from_file_location("viewing", Path(__file__).parents[2] / "benchmarks" / "viewing.py")
+    assert spec and spec.loader
+    viewing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(viewing)
+    chance, statuses = random.Random(1), Counter()
+    for _ in range(400):
+        method, path, headers = viewing.fuzz_request(chance, ["first"])
+        answer = client.request(method, path, headers={name.lower(): value for name, value in headers.items()})
+        statuses[answer.status_code] += 1
+        assert answer.status_code < 500, (method, path, answer.text)
+        assert "root:x:0" not in answer.text
+        if answer.status_code >= 400 and method != "HEAD" and path.startswith("/api"):
+            assert "\n" not in answer.json()["error"]
+    assert statuses[200] > 20 and statuses[400] > 50
+
+
+def test_names_of_hosts():
+    hosts = {"LocalHost:80": "localhost", "[::1]:80": "::1", "a:b": "", "": "", "x": "x"}
+    assert {text: host_name(text) for text in hosts} == hosts
+
+
+# ---- sampling again
+
+
+def test_a_group_is_sampled_again_only_where_no_foreign_code_runs(viewer, client, monkeypatch):
+    begun: list[tuple[int, int]] = []
+
+    class Stub:
+        state, error, started, result = "running", "", 0.0, {}
+
+        def __init__(self, run: Run, step: int, group: int) -> None:
+            begun.append((step, group))
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(replays, "Replay", Stub)
+    own, address = {"origin": "http://127.0.0.1:8700"}, "/api/replay?run=first&file=step_000005&group=1"
+    assert client.post(address).status_code == 403 and client.post(address, headers={"origin": "x"}).status_code == 403
+    assert client.post("/api/groups?run=first", headers=own).status_code == 405
+    assert client.get(address).json() == {"state": "none"} and not begun
+    assert client.post(address, headers=own).json()["state"] == "running" and begun == [(5, 1)]
+    assert "wait for it" in client.post(address, headers=own).json()["error"]
+    run = viewer.runs["first"].run
+    for settings in ({"task.name": "own.py:task"}, {"task.name": "words", "reward.functions": ["own.py:f"]},
+                     {"task.name": "words", "reward.functions": ["module:f"]}, {}):
+        assert "code of its own" in replays.refusal(run, settings, "step_000001")
+    assert not replays.refusal(run, {"task.name": "words", "reward.functions": ["correct"]}, "step_000001")
+    assert replays.refusal(run, {"task.name": "words"}, "evaluate_held_out_000000")
+
+
+# ---- one file
+
+
+def test_modules_become_one_script():
+    files = {name: data.decode() for name, data in page_files().items()}
+    assert set(static.MODULES) == {name for name in files if name.endswith(".js")}
+    own = [files[name] for name in static.MODULES if name != "uPlot.js"]
+    names = [found for text in own for found in re.findall(
+        r"^(?:export )?(?:async )?(?:function|class|const|let)\s+(\w+)", text, re.MULTILINE)]
+    assert not [name for name, times in Counter(names).items() if times > 1]
+    script = static.script_of(files)
+    assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+    for text in own:
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\.style\b", text)
+
+
+def test_a_page_in_one_file(tmp_path, capsys):
+    path = write_run(tmp_path / "sent", 3, lambda step: [stored_group(step, 0, [0, 0.1, 1, 1.1], HOSTILE)])
+    to = tmp_path / "page.html"
+    assert cli.main(["view", str(path), f"to={to}", "groups=1,2:0"]) == 0
+    page = to.read_text()
+    assert page.count("<script") == 2 + sum(data.count(b"<script") for name, data in page_files().items()
+                                            if name.endswith(".js"))
+    assert "http-equiv=\"Content-Security-Policy\"" in page and "unsafe-inline" not in page
+    assert not re.search(r"(src|href)=\"(http|/)", page)
+    found = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert [row["step"] for row in found["records"]["groups&run=sent"]["rows"]] == [1, 2]
+    assert found["records"]["group&file=step_000001&group=0&run=sent"]["completions"][0]["text"] == HOSTILE[0]
+    assert cli.main(["view", str(path), f"to={to}"]) == 2 and "exists" in capsys.readouterr().err
+    assert cli.main(["view", str(path), f"to={to}x", "groups=9"]) == 2
+    assert "groups: sent has none with set=train step=9" in capsys.readouterr().err
+    assert cli.main(["view", str(path), f"to={to}x", "groups=x"]) == 2
+    assert "expected a step (12)" in capsys.readouterr().err
+
+
+def test_the_terminal_prints_the_same_table(viewer, run, capsys):
+    assert cli.main(["groups", str(run), "sort=reward", "filter=set=train step>38", "limit=3"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split() == ["step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness",
+                              "prompt"]
+    assert [line.split()[:4] for line in out[1:4]] == [["39", "0", "train", "0.6"], ["40", "0", "train", "0.6"],
+                                                       ["39", "1", "train", "0.1"]]
+    assert cli.main(["groups", str(run), "filter=set=train step>38", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"] == rows(viewer, filter="set=train step>38", desc=1)
+    assert cli.main(["groups", str(run), "sort=nothing"]) == 2
+    assert "there is no column 'nothing'" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    for words, more in ((["view", str(run)], ""), (["view", str(run), "to=x.html"], ""),
+                        (["groups", str(run)], "step=1 prints")):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert "pip install 'shoal[view]'" in said and more in said
+
+
+def test_nothing_is_left_running(viewer):
+    before = set(threading.enumerate())
+    other = opened(viewer.runs["first"].run.path)
+    other.start()
+    for text in "abcdef":
+        other.answer("groups", {"run": "first", "text": text})
+    other.answer("lint", {"run": "first"})
+    other.close()
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]

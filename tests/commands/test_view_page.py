@@ -1,0 +1,326 @@
+"""The page of `shoal view` in a real browser: headless Chromium of the system, driven by Playwright."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_runs import HOSTILE, stored_group, write_run
+
+from shoal.commands.view import view
+from shoal.commands.view.runs import open_runs
+from shoal.commands.view.viewer import Viewer
+from shoal.config.schema import ViewConfig
+from shoal.report.result import load_run
+
+pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, which is missing")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if CHROMIUM is None:
+    pytest.skip("the page is tested in Chromium, which is missing (apt install chromium)", allow_module_level=True)
+
+GROUP = "file=step_000002&group=0"
+VIEWS = {
+    "run": ("#/run?run=first", "What moves the reward"), "groups": ("#/groups?run=first", "84 groups"),
+    "group": (f"#/group?run=first&{GROUP}&compare=0", "This prompt through the run"),
+    "tokens": (f"#/tokens?run=first&{GROUP}&completion=0&token=4&colour=gap", "token by token"),
+    "prompts": ("#/prompts?run=first&change=learned", "question 0"),
+    "prompt": ("#/prompt?run=first&set=held_out&row=0", "wrong at 0, right at 40"),
+    "lint": ("#/lint?run=first", "Checked, and fine"),
+}
+
+
+def hostile_groups(step: int) -> list[Any]:
+    return [stored_group(step, 0, [0, 0.1, 1, 1.1], HOSTILE, note=HOSTILE[0])]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "first", 40, spike=37)
+    write_run(folder / "hostile", 2, hostile_groups, settings=["task=gsm8k"])
+    return folder
+
+
+@contextlib.contextmanager
+def served(*paths: Path) -> Iterator[str]:
+    from shoal.commands.view.server import listen, make_app, make_server
+
+    viewer, listening = Viewer(open_runs([str(path) for path in paths])), listen("127.0.0.1", 0)
+    server = make_server(make_app(viewer))
+    viewer.start()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        viewer.close()
+
+
+@pytest.fixture(scope="module")
+def address(runs) -> Iterator[str]:
+    with served(runs) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu",
+                                                                             "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def new_page(browser: Any, width: int = 1280, theme: str = "light", **options: Any) -> Iterator[Any]:
+    """A page whose console stays empty: an exception, or what the policy forbids, fails the test."""
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme, **options)
+    page, said = context.new_page(), []
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.set_default_timeout(10_000)
+    page.said = said
+    yield page
+    context.close()
+    assert not page.said
+
+
+@pytest.fixture
+def page(browser) -> Iterator[Any]:
+    with new_page(browser) as page:
+        yield page
+
+
+def settle(page: Any, text: str = "") -> None:
+    """Until the view stands, with this text in it."""
+    page.wait_for_function("text => !document.querySelector('.state.loading') && document.querySelector('.view')"
+                           "?.innerText.includes(text)", arg=text)
+
+
+# ---- views and links
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (375, "dark")])
+def test_each_view_has_an_address_and_fits(browser, address, width, theme):
+    source = axe_source()
+    with new_page(browser, width, theme) as page:
+        page.add_init_script("window.shift = 0; new PerformanceObserver(list => list.getEntries().forEach(entry => {"
+                             "if (!entry.hadRecentInput) window.shift += entry.value; }))"
+                             ".observe({type: 'layout-shift', buffered: true})")
+        for name, (link, text) in VIEWS.items():
+            page.goto("about:blank")
+            page.goto(address + link)
+            settle(page, text)
+            assert page.url == address + link, name
+            wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert page.evaluate(wide) <= 0, name
+            assert page.evaluate("window.shift") < 0.1, name
+            if source:
+                assert serious_faults(page, source) == [], name
+
+
+def axe_source() -> str:
+    """axe-core, where the package that brings it is installed; else accessibility is not checked."""
+    try:
+        return (resources.files("axe_playwright_python") / "axe.min.js").read_text()
+    except (ModuleNotFoundError, FileNotFoundError):
+        return ""
+
+
+def serious_faults(page: Any, source: str) -> list[str]:
+    page.evaluate(source)
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found
+            if one["impact"] in ("serious", "critical")]
+
+
+def test_the_run_has_its_curves_and_events(page, address):
+    page.goto(address + "#/run?run=first")
+    settle(page, "grad_norm 90")
+    assert page.locator("canvas").count() >= 5 and page.locator("h1").inner_text() == "first"
+    label = page.locator("[aria-label^='reward/mean by step']").get_attribute("aria-label")
+    assert "lowest 0.313" in label and "highest 0.8" in label
+    assert "step 37" in page.locator(".events li.spike").inner_text()
+    page.locator(".chart").first.scroll_into_view_if_needed()
+    box = page.locator(".chart .u-over").first.bounding_box()
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=4)
+    page.mouse.up()
+    page.wait_for_function("() => location.hash.includes('from=')")
+    page.get_by_role("button", name="All steps").click()
+    page.wait_for_function("() => !location.hash.includes('from=')")
+    page.locator(".events li.spike a").click()
+    settle(page, "2 groups")
+    page.go_back()
+    settle(page, "What moves the reward")
+
+
+def test_runs_are_laid_over_each_other(page, address):
+    page.goto(address)
+    settle(page, "these runs differ in task.name")
+    page.get_by_role("checkbox", name="hostile").uncheck()
+    page.wait_for_function("() => !document.querySelector('.view').innerText.includes('these runs differ')")
+    page.get_by_role("checkbox", name="hostile").check()
+    settle(page, "these runs differ in task.name")
+    assert "runs=first%2Chostile" in page.url
+    assert "Settings that differ between the runs" in page.locator("main").inner_text()
+
+
+def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
+    page.goto(address + "#/groups?run=first")
+    settle(page, "84 groups")
+    page.get_by_label("Filter").fill("set=train spread>0")
+    page.keyboard.press("Enter")
+    settle(page, "40 groups")
+    page.keyboard.press("Escape")
+    page.locator("body").click(position={"x": 700, "y": 5})
+    page.keyboard.press("/")
+    page.keyboard.type("step 17")
+    page.keyboard.press("Enter")
+    settle(page, "1 group ")
+    page.get_by_role("link", name="question 2").click()
+    settle(page, "This prompt through the run")
+    assert page.locator(".completion mark").all_inner_texts() == ["step 17"] * 4 and "find=step+17" in page.url
+    page.go_back()
+    settle(page, "1 group ")
+    page.get_by_label("Text").fill("(")
+    page.get_by_label("regular expression").check()
+    page.get_by_role("button", name="Search").click()
+    settle(page, "regular expression: ")
+    page.said.clear()  # the browser notes the refused request
+    page.get_by_role("button", name="Clear").click()
+    settle(page, "84 groups")
+    page.get_by_role("button", name="length").click()
+    page.wait_for_function("() => location.hash.includes('sort=length')")
+    page.locator("body").click(position={"x": 700, "y": 5})
+    for key in ("j", "j", "k", "Enter"):
+        page.keyboard.press(key)
+    settle(page, "This prompt through the run")
+    page.keyboard.press("t")
+    settle(page, "token by token")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".t.selected").get_attribute("data-t") == "2" and "token=2" in page.url
+    link = page.url
+    page.keyboard.press("Escape")
+    settle(page, "This prompt through the run")
+    page.goto(link)
+    page.reload()
+    settle(page, "token by token")
+    assert page.locator(".t.selected").get_attribute("data-t") == "2"
+    page.keyboard.press("?")
+    assert page.get_by_role("dialog").is_visible()
+    page.get_by_role("button", name="Close").click()
+    page.keyboard.press("3")
+    settle(page, "through time")
+
+
+def test_tokens_show_their_numbers(page, address):
+    page.goto(address + VIEWS["tokens"][0])
+    settle(page, "token by token")
+    info = page.locator(".info")
+    assert "0.01" in info.inner_text() and "1.0101" in info.inner_text()
+    assert page.locator(".t[data-t='0']").get_attribute("data-c") == "3"
+    page.locator(".t[data-t='9']").hover()
+    assert "id\n79" in info.inner_text()
+    page.get_by_label("Colour").select_option("logprob")
+    page.wait_for_function("() => document.querySelector('[data-t=\"0\"]').dataset.c === '0'")
+
+
+def test_what_models_wrote_is_text(page, address):
+    page.goto(address + "#/group?run=hostile&file=step_000001&group=0")
+    settle(page, "4 completions")
+    texts = page.locator(".completion")
+    assert "<script>document.title='hacked'</script><img src=x" in texts.nth(0).inner_text()
+    assert page.locator("main img, main script, main iframe").count() == 0 and "hacked" not in page.title()
+    assert "␛[31mred␛[0m U+202EUright" in texts.nth(1).inner_text().replace("U+202Er", "U+202EUr")
+    assert "שלום עולם 你好 👩‍🔬🏽" in texts.nth(2).inner_text()
+    assert texts.nth(3).get_by_role("button").inner_text() == "Show the other 80,000 characters"
+    texts.nth(3).get_by_role("button").click()
+    assert len(texts.nth(3).locator(".text").first.inner_text()) == 100_000
+    page.goto(address + "#/groups?run=hostile")
+    settle(page, "6 groups")
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_what_is_not_there_is_said(page, address):
+    for link, text in (("#/group?run=first&file=step_000999&group=0", "the run has no such groups file"),
+                       ("#/groups?run=nowhere", "there is no run 'nowhere' here"),
+                       ("#/nonsense", "There is no view nonsense"),
+                       ("#/groups?run=first&filter=reward%3E5", "No group passes"),
+                       ("#/prompt?run=first&set=held_out&row=77", "no group of held_out has row 77")):
+        page.goto(address + link)
+        settle(page, text)
+    page.said.clear()  # the browser notes refused requests
+
+
+# ---- live, and in one file
+
+
+def test_a_run_that_trains_is_followed(page, workshop):
+    words = workshop.words("live", "steps=12", "task.num_eval_questions=2", "train.pass_k=0", "checkpoint.every=50")
+    training = subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.DEVNULL,
+                                stderr=subprocess.DEVNULL)
+    try:
+        config = workshop.runs / "live" / "config.yaml"
+        while not config.is_file() and training.poll() is None:
+            threading.Event().wait(0.05)
+        with served(workshop.runs / "live") as address:
+            page.goto(address)
+            page.wait_for_function("() => document.querySelector('.view .badge')", timeout=60_000)
+            seen = page.locator(".badge.running").count()
+            page.wait_for_function("() => document.querySelector('.status .badge.finished')", timeout=90_000)
+            assert seen and "step 12 of 12" in page.locator(".status").inner_text()
+            assert page.locator("canvas").count() > 3
+            page.goto(address + "#/groups?run=live&filter=step%3D12+set%3Dtrain")
+            settle(page, "2 groups")
+            page.goto("about:blank")
+        assert training.wait(60) == 0
+    finally:
+        training.kill()
+        training.wait()
+
+
+def test_the_page_in_one_file_asks_for_nothing(browser, runs, tmp_path):
+    to = tmp_path / "page.html"
+    view(ViewConfig((str(runs),), to=str(to), groups=("1:0", "2")))
+    asked: list[str] = []
+    with new_page(browser, offline=True) as page:
+        page.on("request", lambda request: asked.append(request.url))
+        for name, (link, text) in VIEWS.items():
+            page.goto("about:blank")
+            page.goto(to.as_uri() + link)
+            settle(page, "3 groups" if name == "groups" else text)
+        page.goto(to.as_uri() + "#/groups?run=first&filter=spread%3E0&sort=reward")
+        settle(page, "2 groups")
+        page.goto(to.as_uri() + "#/groups?run=hostile&text=hacked")
+        settle(page, "2 groups")
+        page.goto(to.as_uri() + "#/group?run=first&file=step_000009&group=0")
+        settle(page, "This is not in the file.")
+    places = {url.partition("#")[0] for url in asked if not url.startswith(("about:", "data:"))}
+    assert places == {to.as_uri()}
+
+
+def test_a_notebook_shows_the_page_in_a_frame(browser, runs, tmp_path):
+    shown = load_run(runs / "first").view(groups=["1"])
+    assert shown.save(tmp_path / "kept.html").read_text() == shown.html and "MB" in repr(shown)
+    with new_page(browser, offline=True) as page:
+        page.set_content(f"<p>a notebook</p>{shown._repr_html_()}")
+        frame = page.frame_locator("iframe")
+        frame.get_by_text("What moves the reward").wait_for()
+        frame.get_by_role("link", name="Groups").click()
+        frame.get_by_role("link", name="question 0").click()
+        frame.get_by_text("This prompt through the run").wait_for()
+        assert page.url == "about:blank" and "a notebook" in page.locator("body").inner_text()

@@ -170,7 +170,8 @@ def settings(a: AlgorithmSection) -> oracle.Settings:
     return oracle.Settings(
         a.loss, a.clip_low, a.clip_high, a.clip_dual, a.cispo_bound, a.sapo_positive, a.sapo_negative, a.kl,
         a.kl_coef if a.kl_placement == "loss" else 0.0, a.kl_clamp_input, a.kl_clamp_value, a.kl_weighted,
-        a.entropy_coef, a.aggregation, a.aggregation_tokens or MAX_TOKENS, a.correction, a.correction_level,
+        a.entropy_coef, a.aggregation, a.aggregation_tokens or MAX_TOKENS,
+        "none" if a.correction == "auto" else a.correction, a.correction_level,
         a.correction_cap, a.correction_floor)
 
 

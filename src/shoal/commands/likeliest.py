@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.model.segment_attention import segment_attention
-from shoal.model.transformer import Model, forward, head_projection
+from shoal.model.transformer import Model, forward, head_projection, output_head
 from shoal.types import Completion, Params
 
 CHUNK = 128
@@ -45,7 +45,7 @@ def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _distributions(model: Model, most: int, params: Params, hidden: jax.Array, temperature: float) -> Any:
-    logprobs = jax.nn.log_softmax(head_projection(model, params)(hidden) / temperature)
+    logprobs = jax.nn.log_softmax(head_projection(model, output_head(params))(hidden) / temperature)
     entropy = -jnp.sum(jnp.exp(logprobs) * jnp.where(jnp.isneginf(logprobs), 0.0, logprobs), axis=-1)
     values, ids = jax.lax.top_k(logprobs, most)
     return entropy, ids, values

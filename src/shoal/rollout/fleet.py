@@ -21,7 +21,7 @@ import jax
 from shoal.rollout.group import sample_request
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses
-from shoal.rollout.member import Member, wrong_answer
+from shoal.rollout.member import Member, wrong_answer, wrong_versions
 from shoal.rollout.publish import Channel
 from shoal.text import count
 from shoal.types import (
@@ -258,8 +258,10 @@ class Fleet:
         if (entry := self.ledger.entries.get(id)) is not None:
             # While a version is copied, the one that hosts sample from may be released already.
             newest = max([self._last[0] if self._last else -1, *self.channel.versions])
-            reason = wrong_answer(sample_request(entry.request, id, self.seed), completions,
-                                  self.channel.model.architecture.vocab_size, newest)
+            request = sample_request(entry.request, id, self.seed)
+            # This process's own engine is right about the rest; weights that are not finite are the trainer's to see.
+            reason = wrong_versions(request, completions, newest) if member.restarts is None else \
+                wrong_answer(request, completions, self.channel.model.architecture.vocab_size, newest)
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return []

@@ -110,6 +110,12 @@ def wrong_answer(request: SampleRequest, completions: Sequence[Completion], voca
             return f"a token that is not in the vocabulary of {vocab_size}"
         if not np.all(np.isfinite(one.logprobs) & (one.logprobs <= ROUNDING)):
             return "a log-prob that is not a finite number of at most 0"
+    return wrong_versions(request, completions, newest)
+
+
+def wrong_versions(request: SampleRequest, completions: Sequence[Completion], newest: int) -> str:
+    """How tokens break the bound on their age; "" if none does."""
+    for one in filter(len, completions):
         oldest, latest = int(one.versions.min()), int(one.versions.max())
         if request.exact and not oldest == latest == request.version:
             return f"tokens of version {oldest if oldest != request.version else latest}, not {request.version}"

@@ -182,10 +182,10 @@ class UnrulyHost:
 
 
 class Absent:
-    """A host that is not there yet."""
+    """A host that has not started."""
 
     def _raise(self, *args: Any) -> Any:
-        raise HostLost("it is not there yet")
+        raise HostLost("it has not started")
 
     load = submit = poll = cancel = progress = _raise
 

@@ -32,7 +32,7 @@ class EngineHost:
     _queue: deque[SampleRequest] = field(default_factory=deque)
     _running: set[int] = field(default_factory=set)  # ids in the engine
     _manifests: dict[int, Manifest] = field(default_factory=dict)
-    _newest: int = -1  # of the versions that it was told of
+    _newest: int = -1  # of the versions that `load` has named
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
 

@@ -119,9 +119,6 @@ class Job:
     def _copied(self) -> list[tuple[Any, Any]]:
         return copied_shapes(self.learner.shapes().trainable, self.sampler_model)
 
-    def _published(self) -> Any:
-        return published_shapes(self.sampler_model)
-
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
         found, model = {}, self.model.on(self.roles.reference)

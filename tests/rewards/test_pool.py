@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import gone
 from scoring import score
 
 from shoal.commands import export_rollouts
@@ -70,19 +71,6 @@ def at_bad(act: Callable[[], Any]) -> Callable[..., list[Any]]:
         return [act() if text == "bad" else float(len(text)) for text in texts_of(completions)]
 
     return checker
-
-
-def gone(pid: int, seconds: float = 20.0) -> bool:
-    """Whether a process ends, or is a zombie that nobody here can reap, within some time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 # ---- what goes wrong, and whose fault it is

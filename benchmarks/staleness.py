@@ -1,0 +1,90 @@
+"""What the age of samples does to learning: accuracy on `words` by mode and lag, paired by seed with that of lag 0.
+
+    python benchmarks/staleness.py [--seeds 0 1 2 3 4] [--modes fixed-0 fixed-1 ...] [--steps 80] [--folder FOLDER]
+
+Each run is `shoal train` with its own process; greedy accuracy on the 500 held-out questions. `newest` asks for as many
+steps ahead as the lag allows, so that samples are as old as they can be. The controls have no correction, and four
+updates for each step: eight versions of lag are then thirty-two updates. A run that has ended is read, not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+
+from scipy.stats import t as student
+
+OWN_DEVICES = ("mesh.trainer=1", "mesh.sampler=1", "train.versions=newest")
+CONTROL = ("train.max_staleness=8", "algorithm.num_minibatches=4")
+MODES = {
+    "fixed-0": (),
+    "fixed-1": ("train.max_staleness=1",),
+    "fixed-4": ("train.max_staleness=4",),
+    "newest-1": (*OWN_DEVICES, "train.max_staleness=1", "train.ahead=1"),
+    "newest-4": (*OWN_DEVICES, "train.max_staleness=4", "train.ahead=4"),
+    "control-corrected": CONTROL,
+    "control": (*CONTROL, "algorithm.correction=none"),
+}
+
+
+def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
+    """A run's accuracy in percent; the mean age of its tokens in versions, and the share of samples that is left after
+    weighting by the ratio of trainer to sampler."""
+    place = folder / f"{mode}-seed{seed}"
+    if (found := last_accuracy(place, steps)) is None:
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2" * (mode[:6] == "newest")
+        command = [sys.executable, "-m", "shoal.cli", "train", *MODES[mode], f"seed={seed}", f"steps={steps}",
+                   "train.pass_k=0", f"run_name={place.name}", f"base_output_directory={folder}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "XLA_FLAGS": flags.strip()})
+        found = last_accuracy(place, steps)
+        assert found is not None, place
+    metrics = lines(place / "metrics.jsonl")
+    return {"accuracy": found, "age": mean(one["staleness"] for one in metrics),
+            "ess": mean(one["sampler_gap/ess"] for one in metrics)}
+
+
+def last_accuracy(place: Path, steps: int) -> float | None:
+    return next((100 * one["accuracy"] for one in lines(place / "evaluations.jsonl")
+                 if (one["step"], one["name"]) == (steps, "held_out")), None)
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def interval(differences: list[float]) -> str:
+    """Mean and half width of the 95% interval of Student's t, over seeds; in points."""
+    if len(differences) < 2:
+        return f"{mean(differences):+.1f}"
+    half = student.ppf(0.975, len(differences) - 1) * stdev(differences) / len(differences) ** 0.5
+    return f"{mean(differences):+.1f} ± {half:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/staleness"))
+    options = parser.parse_args()
+    print(f"{options.steps} steps, {len(options.seeds)} seeds; greedy accuracy in percent on 500 held-out questions")
+    print(f"{'':18} {'accuracy':>8} {'by seed':^{5 * len(options.seeds)}} {'less that of fixed-0':>21} {'age':>5} "
+          f"{'share left':>10}")
+    first: list[float] = []
+    for mode in options.modes:
+        runs = [run(mode, seed, options.steps, options.folder.absolute()) for seed in options.seeds]
+        accuracies = [one["accuracy"] for one in runs]
+        first = first or accuracies
+        by_seed = " ".join(f"{one:4.1f}" for one in accuracies)
+        difference = interval([one - other for one, other in zip(accuracies, first, strict=True)])
+        print(f"{mode:18} {mean(accuracies):8.1f} {by_seed} {difference if accuracies is not first else '':>21} "
+              f"{mean(one['age'] for one in runs):5.2f} {mean(one['ess'] for one in runs):10.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

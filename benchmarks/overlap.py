@@ -1,6 +1,6 @@
 """How much do sampling and training at once gain, by simulation and with the real fleet and loop over sleeping parts?
 
-    python benchmarks/overlap.py [--cases targets|all|none] [--table] [--steps 30] [--token-ms 10] [--seed 0]
+    python benchmarks/overlap.py [--cases targets|all|none] [--table] [--real] [--steps 30] [--token-ms 10] [--seed 0]
 
 A step learns from P x G completions. One place samples one of them at a time, a token each `--token-ms`. Lengths are
 constant, or lognormal with a given sigma. An update takes a share of the synchronous sampling time: what a step's
@@ -14,16 +14,25 @@ completions take when nothing else is sampled, in the mean. Nothing else takes t
 `rollout/host.py` and `trainer/loop.py` as they are over engines and updates that sleep (benchmarks/fakes.py), with the
 same lengths; `run/sim` is the run's seconds a step over those predicted. The first steps, in which the pipeline fills,
 and the last are left out of all figures.
+
+`--real` is the default command with nothing that sleeps, on eight simulated devices of this CPU: four of the trainer's
+and four of the sampler's. They share its cores, so that it shows idle shares and not what real devices would gain.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fakes import run_case
 from simulation import Case, Figures, figures, sampling_seconds, simulate
@@ -99,10 +108,29 @@ def print_runs(cases: Sequence[Case], steps: int, seed: int, token_seconds: floa
         print(f"\nrun/sim: {min(ratios):.3f} to {max(ratios):.3f}, mean {statistics.mean(ratios):.3f}")
 
 
+def print_real(steps: int, seed: int) -> None:
+    """Real models on simulated devices; of each run the mean over the steps after the first fifth."""
+    print(f"\n4 + 4 simulated devices, {os.cpu_count()} cores, {steps} steps\n"
+          "mode      idle: trainer  sampler  staleness: mean  seconds a step")
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    for mode, k in (("fixed", 0), ("fixed", 1), ("newest", 2)):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["mesh.trainer=4", "mesh.sampler=4", "mesh.data=4", f"train.max_staleness={k}",
+                     f"train.versions={mode}", "train.evaluate_every=-1", f"seed={seed}", f"steps={steps}",
+                     f"base_output_directory={folder}", "run_name=real"]
+            subprocess.run([sys.executable, "-m", "shoal.cli", "train", *words], env=environment, check=True,
+                           stdout=subprocess.DEVNULL)
+            rows = [json.loads(row) for row in (Path(folder) / "real/metrics.jsonl").read_text().splitlines()]
+        trainer, sampler, age, seconds = (statistics.mean(row[name] for row in rows[steps // 5:]) for name in (
+            "idle/trainer", "idle/sampler", "staleness", "time/step_seconds"))
+        print(f"{mode:<7}{k}{trainer:14.0%}{sampler:9.0%}{age:17.2f}{seconds:16.2f}", flush=True)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", choices=("targets", "all", "none"), default="targets")
     parser.add_argument("--table", action="store_true", help="the simulation alone, over 200 steps")
+    parser.add_argument("--real", action="store_true", help="real models on simulated devices")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--token-ms", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -111,6 +139,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.table:
         print_table(200, options.seed, options.token_ms / 1e3)
         print_capacities(100, options.seed, options.token_ms / 1e3)
+    if options.real:
+        print_real(options.steps, options.seed)
     cases = {"targets": TARGETS, "all": TARGETS + MORE, "none": []}[options.cases]
     print_runs(cases, options.steps, options.seed, options.token_ms / 1e3)
     print(f"{time.monotonic() - started:.0f} s")

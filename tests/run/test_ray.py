@@ -27,7 +27,7 @@ from shoal.config.schema import Config
 from shoal.rollout import cluster
 from shoal.rollout.proof import Proof
 from shoal.run.preflight import settings
-from shoal.types import HostLost, ShoalError
+from shoal.types import HostRefused, ShoalError
 
 pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
               pytest.mark.filterwarnings("ignore::ResourceWarning", r"ignore:os\.fork:RuntimeWarning"),
@@ -201,18 +201,18 @@ def test_a_host_that_draws_otherwise_is_refused_or_counted():
     said: list[str] = []
     for strict in (True, False):
         made = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, strict, {"python": "3.11"}, said.append)
-        made.join("worker 0", proof())
-        made.join("worker 1", proof())
+        assert not made.join("worker 0", proof())
+        assert not made.join("worker 1", proof())
         assert made.alive == {"worker 0", "worker 1"} and not said
         if strict:
-            with pytest.raises(HostLost, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; refused, "
-                                               r"as train.versions=fixed promises"):
+            with pytest.raises(HostRefused, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; "
+                                                  r"refused, as train.versions=fixed promises"):
                 made.join("worker 2", other)
             assert made.alive == {"worker 0", "worker 1"}
         else:
-            made.join("worker 2", other)
-            made.join("worker 2", other)  # started again
+            assert made.join("worker 2", other)
+            assert made.join("worker 2", other)  # started again
             assert made.alive >= {"worker 2"} and made.different == {"worker 2"} and len(said) == 1
     fresh = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, True, {"python": "3.12"}, said.append)
-    with pytest.raises(HostLost, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
+    with pytest.raises(HostRefused, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
         fresh.join("worker 0", proof())

@@ -37,7 +37,9 @@ class Member:
     given: dict[int, int] = field(default_factory=dict)  # id -> completions of the groups that it has
     retry_at: float = 0.0
     progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
+    answered: int = 0  # tokens of its answers
     losses: int = 0
+    refused: bool = False
     total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
     _moved_at: float = field(default_factory=time.monotonic)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
@@ -75,13 +77,17 @@ class Member:
         idle = now - self._moved_at
         return idle if idle > limit else 0.0
 
-    def lose(self, now: float) -> None:
-        """Takes the host out. Its name is free for another after a pause, which doubles from loss to loss."""
+    def lose(self, now: float, refused: bool = False) -> int:
+        """Takes the host out; how many tokens it sampled in vain, by what it told last. Its name is free for another
+        after a pause, which doubles from loss to loss."""
         assert self.restarts is not None
-        self.host, self.given, self.progress = None, {}, HostProgress()
+        tokens = self.progress.tokens - self.answered
+        self.host, self.given, self.progress, self.answered = None, {}, HostProgress(), 0
         self.losses += 1
         self.restarts -= 1
+        self.refused = refused
         self.retry_at = now + min(2.0 ** (self.losses - 1), MOST_PAUSE_SECONDS)
+        return tokens
 
     def begin(self, host: Host, now: float) -> None:
         """Puts a new host in."""
@@ -91,7 +97,7 @@ class Member:
     @property
     def is_gone(self) -> bool:
         """True if the host was lost and no other comes."""
-        return self.host is None and self.restarts is not None and self.restarts < 0
+        return self.refused or (self.host is None and self.restarts is not None and self.restarts < 0)
 
 
 def wrong_answer(request: SampleRequest, completions: Sequence[Completion], vocab_size: int,

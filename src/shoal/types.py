@@ -309,7 +309,6 @@ class RolloutStats:
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
     tokens: int = 0  # of the groups that were taken
-    host_tokens: int = 0  # that hosts sampled, whatever became of them
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
     drawing: int = 0  # places of the sampler that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
@@ -319,6 +318,7 @@ class RolloutStats:
     sampler_idle: float | None = None  # share of the places, over the time since, that drew nothing; None: not counted
     queue: dict[str, int] = field(default_factory=dict)  # groups that wait, run, or are sampled and not handed over
     fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
+    host_tokens: int = 0  # that hosts sampled, whatever became of them
 
 
 class Manifest(Protocol):

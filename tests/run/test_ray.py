@@ -6,6 +6,7 @@ One cluster for all, without a dashboard; workers of one simulated CPU device.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -114,8 +115,11 @@ def test_one_worker_that_is_killed_gives_the_bits_of_the_callers_thread(workshop
                                                                         tmp_path):
     sent = attacking(monkeypatch, {2: signal.SIGKILL})
     assert_same_run(here, workshop.train("one", *LAGGING, *words("publish.channel=files",
-                                                                 f"publish.folder={tmp_path}")))
+                                                                 f"publish.folder={tmp_path}"), "report.timeline=true"))
     assert sent == [signal.SIGKILL]
+    assert '"worker 0"' in (text := (workshop.runs / "one" / "timeline.json").read_text()) and '"sample"' in text
+    tokens = json.loads((workshop.runs / "one" / "summary.json").read_text())["tokens"]
+    assert tokens["sampled"] == tokens["trained"] + tokens["evaluated"] + tokens["lost"] and tokens["lost"] >= 0
     rows = metrics(workshop.runs / "one")
     assert sum(row["fleet/lost"] for row in rows) == 1 and sum(row["fleet/asked_again"] for row in rows) >= 1
     wait_for(lambda: not workers_of(nodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -57,7 +57,8 @@ class Member:
     def look(self, now: float) -> None:
         """Notes what the host has done since it was last looked at."""
         assert self.host is not None
-        before, self.progress = self.progress, self.host.progress()
+        before, told = self.progress, self.host.progress()
+        self.progress = replace(told, tokens=max(told.tokens, self.answered))  # a host need not count them
         for name in ("tokens", "drawing", "places", "busy_seconds"):
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)

@@ -239,7 +239,7 @@ class Scripted(FakeHost):
 
     def __init__(self, script: Iterator[str], all_hosts: list[Scripted]) -> None:
         super().__init__()
-        self.script, self.begun, self.used, self.repeated = script, 0, 0, {}
+        self.script, self.begun, self.used, self.repeated, self.dead = script, 0, 0, {}, False
         all_hosts.append(self)
 
     def poll(self) -> dict[int, list[Completion]]:
@@ -250,18 +250,24 @@ class Scripted(FakeHost):
             raise HostLost("its process was killed")
         elif act == "repeat":
             return dict(self.repeated)
-        elif act in ("answer", "wrong"):
+        elif act in ("answer", "wrong", "answer and die"):
             self.tokens, self.begun = self.tokens - self.begun, 0
             self.repeated = self.answer_last()
             if act == "wrong":
                 return {id: one[1:] for id, one in self.repeated.items()}
-            self.used += TOKENS
+            self.used, self.dead = self.used + TOKENS, act != "answer"
             return dict(self.repeated)
         return {}
 
+    def progress(self) -> HostProgress:
+        if self.dead:
+            raise HostLost("its process was killed")
+        return super().progress()
+
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["draw", "draw", "answer", "answer", "repeat", "wrong", "die"]), max_size=60))
+@given(st.lists(st.sampled_from(["draw", "draw", "answer", "answer", "repeat", "wrong", "die", "answer and die"]),
+                max_size=60))
 def test_the_account_of_tokens_is_closed_whatever_hosts_do(script):
     """Sampled = taken + lost with hosts + cancelled, each counted by the hosts themselves, too."""
     acts, made = iter(script), []

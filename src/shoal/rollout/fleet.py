@@ -289,7 +289,7 @@ class Fleet:
                 return []
         if (entry := self.ledger.answer(id, completions)) is None:
             return []
-        member.answered += sum(map(len, completions))
+        member.answers(sum(map(len, completions)))
         self._show_progress(entry)
         return self.rewards.ready(entry, self.ledger)
 

@@ -69,6 +69,12 @@ class Member:
         elif not self.given:
             self._moved_at = now
 
+    def answers(self, tokens: int) -> None:
+        """Counts the tokens of an answer, of which the host may not have told yet."""
+        self.answered += tokens
+        untold = max(0, self.answered - self.progress.tokens)
+        self.progress.tokens, self.total.tokens = self.progress.tokens + untold, self.total.tokens + untold
+
     def stalled_seconds(self, now: float) -> float:
         """How long the host has made no progress, where that is too long; else 0."""
         if not self.given:

@@ -129,7 +129,7 @@ class Run:
         version, state, extra = self.restored.version, self.restored.state, self.restored.extra
         self.prompts.restore(extra["prompts"])
         self.useful_share = extra.get("useful_share", 1.0)
-        self.pending = dict(extra["pending"])
+        self.pending.update(extra["pending"])
         self.request_again()
         self.requested, self.saved = version + len(self.pending), version
         # Before publication, which releases the weights that nobody asks for.

@@ -15,7 +15,7 @@ function of its address, so groups can be compared bit for bit. One host is ten 
 Checked at each step: its groups are those that it asked for, each once, in order; each token's version is within the
 bound, and with fixed versions the one asked for; what was sampled is what the undisturbed run has; no more groups are
 under way than the bound allows. Every tenth version is evaluated on the way, by the answers of that version alone.
-Nothing waits longer than DEADLINE_SECONDS.
+Nothing waits longer than DEADLINE_SECONDS. All tokens that hosts sampled were taken, or lost with their host.
 """
 
 from __future__ import annotations
@@ -119,12 +119,16 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any],
                            stall_seconds=STALL_SECONDS, on_note=on_note)
         run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest),
                        QUESTIONS)
-        account.asked, started = run.pending, time.perf_counter()
+        account.asked, started, read = run.pending, time.perf_counter(), len(trainer.stats)
         account.under_way = lambda ledger=fleet.ledger: sum(
             one.request.purpose is Purpose.TRAIN for one in ledger.entries.values())
         try:
             run.train()
             ended = True
+            stats = [*trainer.stats[read:], fleet.read_stats(Purpose.TRAIN)]
+            if spare := sum(one.host_tokens - one.tokens - one.fleet["tokens_lost"] for one in stats) - \
+                    fleet.read_stats(Purpose.EVALUATE).tokens:
+                raise Wrong(f"{spare} sampled tokens were neither taken nor lost")
             if left := len(fleet.ledger.entries):
                 raise Wrong(f"{left} groups are left")
         except Killed:
@@ -140,8 +144,8 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any],
     for one in trainer.stats:
         total.update(one.fleet)
     return account, (f"{time.perf_counter() - began:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
-                     f"groups asked again {total['asked_again']}, second answers {total['duplicates']}, "
-                     f"hosts made {sum(hosts.made.values())}")
+                     f"groups asked again {total['asked_again']}, tokens lost {total['tokens_lost']}, "
+                     f"second answers {total['duplicates']}, hosts made {sum(hosts.made.values())}")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -121,6 +121,7 @@ class SleepingEngine:
     token_seconds: float
     version: int = -1
     parameters: Any = None
+    tokens: int = 0  # sampled so far
     sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion
 
     def __post_init__(self) -> None:
@@ -170,6 +171,7 @@ class SleepingEngine:
                 if len(self._open[one.request.id]) == one.request.num_completions:
                     done = self._open.pop(one.request.id)
                     finished[one.request.id] = sorted(done, key=lambda completion: completion.index)
+        self.tokens += len(self._in_progress)
         self._counted = (self._counted[0] + len(self._in_progress), self._counted[1] + self.places)
         self._in_progress = [one for one in self._in_progress if len(one.versions) < one.length]
         self._time = None if self.idle else now

@@ -51,6 +51,10 @@ class HostLost(Exception):
     """A host does not answer any more: its process has ended, or cannot be reached. Its text says why."""
 
 
+class HostRefused(HostLost):
+    """Raised by a host whose numbers differ from those of the others, where they must not. It is not made anew."""
+
+
 class StopRequested(KeyboardInterrupt):
     """Raised where a run can be left after somebody asked it to stop; the step under way is given up."""
 
@@ -304,7 +308,7 @@ class RolloutStats:
 
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
-    tokens: int = 0
+    tokens: int = 0  # of the groups that were taken
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
     drawing: int = 0  # places of the sampler that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
@@ -313,7 +317,8 @@ class RolloutStats:
     unchanged: int = 0  # publications of the weights of the publication before
     sampler_idle: float | None = None  # share of the places, over the time since, that drew nothing; None: not counted
     queue: dict[str, int] = field(default_factory=dict)  # groups that wait, run, or are sampled and not handed over
-    fleet: dict[str, int] = field(default_factory=dict)  # hosts now; hosts lost, groups asked again, second answers
+    fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
+    host_tokens: int = 0  # that hosts sampled, whatever became of them
 
 
 class Manifest(Protocol):
@@ -335,11 +340,12 @@ class HostProgress:
 
     version: int = -1  # of the weights that it samples from; -1: none yet
     capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
-    tokens: int = 0  # sampled
+    tokens: int = 0  # sampled, those of completions under way and of cancelled ones too
     dispatches: int = 0  # compiled steps whose tokens have arrived
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
     busy_seconds: float = 0.0  # in which it had completions to sample
+    differs: bool = False  # it draws otherwise than the first host, and samples nevertheless
 
 
 class Host(Protocol):
@@ -347,8 +353,9 @@ class Host(Protocol):
     nothing of rewards.
 
     `Fleet` calls all of these from one thread at a time, and none of them waits for another host. Each may raise
-    HostLost; the fleet then closes the host, asks its groups again elsewhere and makes it anew. A process elsewhere
-    implements it as well as `EngineHost` does: docs/architecture.md, "A sampler on another machine".
+    HostLost; the fleet then closes the host, asks its groups again elsewhere and makes it anew, unless that was
+    HostRefused. A process elsewhere implements it as well as `EngineHost` does: docs/architecture.md, "A sampler on
+    another machine".
     """
 
     def load(self, version: int, manifest: Manifest) -> None:

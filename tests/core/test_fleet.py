@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small import PLAINEST, random_parameters, roles
 from tiny_runs import Workshop, checkpoints, metrics, read_lines
 
@@ -27,6 +31,7 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import Stage
 from shoal.rollout.member import Member, wrong_answer
 from shoal.rollout.publish import MemoryChannel
+from shoal.run.timeline import Timeline
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.update import Updater
@@ -37,6 +42,7 @@ from shoal.types import (
     GroupRequest,
     HostLost,
     HostProgress,
+    HostRefused,
     Manifest,
     Purpose,
     RewardFunction,
@@ -49,6 +55,9 @@ from shoal.types import (
 pytestmark = pytest.mark.compile_quickly
 
 PARAMS = SamplingParams(max_tokens=3)
+TOKENS = 4 * 3
+"""Of a group."""
+NOTHING = {"hosts": 2, "lost": 0, "tokens_lost": 0, "asked_again": 0, "duplicates": 0, "refused": 0}
 TASK = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
 
 
@@ -69,6 +78,8 @@ class FakeHost:
         self.queued: list[SampleRequest] = []
         self.versions: list[int] = []
         self.answered, self.closed, self.cancelled = 0, False, []
+        self.tokens = 0
+        self.differs = False
 
     def load(self, version: int, manifest: Manifest) -> None:
         assert manifest.exists
@@ -84,7 +95,11 @@ class FakeHost:
             return wrong
         if not self.queued:
             return {}
+        return self.answer_last()
+
+    def answer_last(self) -> dict[int, list[Completion]]:
         self.answered += 1
+        self.tokens += TOKENS
         request = self.queued.pop()
         return {request.id: answer(request)}
 
@@ -93,18 +108,20 @@ class FakeHost:
         self.queued = [one for one in self.queued if one.id != id]
 
     def progress(self) -> HostProgress:
-        return HostProgress(capacity=self.capacity, dispatches=self.answered)
+        return HostProgress(max(self.versions, default=-1), self.capacity, self.tokens, self.answered,
+                            differs=self.differs)
 
     def close(self) -> None:
         self.closed = True
 
 
 @contextmanager
-def fleet(hosts: dict[str, Any], **options: Any) -> Iterator[Fleet]:
+def fleet(hosts: dict[str, Any], in_thread: bool = True, **options: Any) -> Iterator[Fleet]:
     model = Model(PLAINEST, roles().sampler)
     rewards = GroupRewards(TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
     channel = MemoryChannel(model, dict.fromkeys(hosts, model))
-    with closing(Fleet(channel, hosts, rewards, seed=0, by_itself=True, **options)) as made:
+    with closing(Fleet(channel, hosts, rewards, seed=0, by_itself=in_thread, **options)) as made:
+        made.by_itself = True  # hosts are polled whenever groups are taken, and all is counted
         made.publish(0, random_parameters(PLAINEST))
         yield made
 
@@ -127,7 +144,7 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
         assert sum(host.answered for host in hosts.values()) == 30 and min(h.answered for h in hosts.values()) > 0
         assert not source.ledger.entries
         stats = source.read_stats(Purpose.TRAIN)
-        assert stats.tokens == 30 * 4 * 3 and stats.fleet == {"hosts": 2, "lost": 0, "asked_again": 0, "duplicates": 0}
+        assert stats.tokens == stats.host_tokens == 30 * TOKENS and stats.fleet == NOTHING
         assert stats.queue == {"waiting": 0, "running": 0, "sampled": 0}
     assert all(host.closed for host in hosts.values())
 
@@ -186,6 +203,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
         return made[-1]
 
     first = FakeHost(dies(2))
+    first.tokens = 5  # of what it will not end
     with fleet({"a": first, "b": FakeHost(lambda host: time.sleep(0.002))}, restart=restart,
                on_note=said.append) as source:
         source.request(requests(range(40)))
@@ -195,6 +213,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
         assert rows_of(source, 1) == list(range(5))
     assert first.closed and len(made) == 1 and made[0].versions == [0]
     assert stats.fleet["lost"] == 1 and stats.fleet["asked_again"] >= 1
+    assert (stats.fleet["tokens_lost"], stats.host_tokens, stats.tokens) == (5, 40 * TOKENS + 5, 40 * TOKENS)
     assert said == [f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups asked again"]
 
 
@@ -213,6 +232,91 @@ def test_with_no_host_left_the_run_ends_with_one_error(monkeypatch):
         source.cancel(Purpose.TRAIN, 0)  # what the loop does before it saves
         source.request(requests(range(9)))
     assert made == ["a", "a"]
+
+
+class Scripted(FakeHost):
+    """Does what comes next of a script that all hosts share; it answers once that is at its end."""
+
+    def __init__(self, script: Iterator[str], all_hosts: list[Scripted]) -> None:
+        super().__init__()
+        self.script, self.begun, self.used, self.repeated, self.dead = script, 0, 0, {}, False
+        all_hosts.append(self)
+
+    def poll(self) -> dict[int, list[Completion]]:
+        act = next(self.script, "answer") if self.queued else "nothing"
+        if act == "draw" and self.begun < TOKENS:
+            self.tokens, self.begun = self.tokens + 1, self.begun + 1
+        elif act == "die":
+            raise HostLost("its process was killed")
+        elif act == "repeat":
+            return dict(self.repeated)
+        elif act in ("answer", "wrong", "answer and die"):
+            self.tokens, self.begun = self.tokens - self.begun, 0
+            self.repeated = self.answer_last()
+            if act == "wrong":
+                return {id: one[1:] for id, one in self.repeated.items()}
+            self.used, self.dead = self.used + TOKENS, act != "answer"
+            return dict(self.repeated)
+        return {}
+
+    def progress(self) -> HostProgress:
+        if self.dead:
+            raise HostLost("its process was killed")
+        return super().progress()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["draw", "draw", "answer", "answer", "repeat", "wrong", "die", "answer and die"]),
+                max_size=60))
+def test_the_account_of_tokens_is_closed_whatever_hosts_do(script):
+    """Sampled = taken + lost with hosts + cancelled, each counted by the hosts themselves, too."""
+    acts, made = iter(script), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
+        with fleet({name: Scripted(acts, made) for name in "ab"}, in_thread=False, restarts=10**6,
+                   restart=lambda name: Scripted(acts, made)) as source:
+            source.request(requests(range(6)))
+            source.request(requests(range(6, 9), step=1))
+            assert rows_of(source) == list(range(6))
+            cancelled = sum(len(one) for entry in source.ledger.entries.values() for one in entry.completions)
+            source.cancel(Purpose.TRAIN, 1)
+            stats = source.read_stats(Purpose.TRAIN)
+            working = [one.host for one in source.members.values()]
+    lost = sum(host.tokens - host.used for host in made if host not in working)
+    unended = sum(host.tokens - host.used for host in made if host in working)
+    assert stats.host_tokens == sum(host.tokens for host in made)
+    assert (stats.tokens, stats.fleet["tokens_lost"]) == (6 * TOKENS, lost)
+    assert stats.host_tokens == stats.tokens + lost + cancelled + unended
+
+
+def test_a_host_that_draws_otherwise_is_not_made_anew():
+    def refuses(host: FakeHost) -> None:
+        raise HostRefused("it draws other tokens")
+
+    hosts, said = {"a": FakeHost(refuses), "b": FakeHost()}, []
+    hosts["b"].differs = True
+    with fleet(hosts, restart=lambda name: pytest.fail("made anew"), on_note=said.append) as source:
+        source.request(requests(range(4)))
+        assert rows_of(source) == list(range(4))
+        stats = source.read_stats(Purpose.TRAIN).fleet
+        assert (stats["hosts"], stats["lost"], stats["refused"]) == (1, 0, 2)
+        hosts["b"].fault = refuses
+        source.request(requests([5], step=1))
+        with pytest.raises(ShoalError, match="no sampler host is left: sampler host b is refused: it draws other tok"):
+            source.take(Purpose.TRAIN, 1)
+    assert [text[:22] for text in said] == ["sampler host a is refu", "sampler host b is refu"]
+
+
+def test_a_long_wait_is_said_with_what_it_waits_for(monkeypatch):
+    monkeypatch.setattr("shoal.rollout.fleet.LONG_WAIT_SECONDS", 1e-3)
+    said: list[str] = []
+    host = FakeHost(lambda host: None if said else {})
+    with fleet({"a": host}, on_note=said.append) as source:
+        source.request(requests(range(3)))
+        wait_for(lambda: len(host.queued) == 2)
+        assert rows_of(source) == [0, 1, 2]
+    assert re.fullmatch(r"waiting for the groups of step 1 since \d\d:\d\d:\d\d, 0 s: 0 of 3 groups are there, "
+                        r"2 at a \(weights of version 0\), 1 waiting, attempt 1", said[0])
 
 
 def test_a_fault_in_a_host_of_this_process_is_raised_by_take():
@@ -367,6 +471,24 @@ def test_a_cancelled_step_leaves_the_hosts_and_is_asked_again():
         assert rows_of(source) == [5]
 
 
+def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch):
+    """Also of the next host of that name; no event begins before the last one's end."""
+    now, tells = [100.0], HostProgress()
+    monkeypatch.setattr("shoal.run.timeline.time.time", lambda: now[0])
+    one = Member("worker 0", SimpleNamespace(progress=lambda: replace(tells)), restarts=1)  # type: ignore[arg-type]
+    with closing(Timeline(tmp_path / "timeline.json", print)) as timeline:
+        timeline.follow(one)
+        for now[0], tells.busy_seconds in ((101.0, 0.5), (101.3, 0.5), (102.0, 1.75)):
+            one.look(now[0])
+        one.lose(now[0])
+        one.begin(SimpleNamespace(progress=lambda: HostProgress(busy_seconds=0.25)), now[0])  # type: ignore[arg-type]
+        now[0] = 103.0
+        one.look(now[0])
+    events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    assert events[0]["args"] == {"name": "worker 0"}
+    assert [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events[1:]] == [(100.5, 0.5), (101, 1), (102.75, 0.25)]
+
+
 # ---- engines
 
 
@@ -513,6 +635,8 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     assert {"trainer", "publication", "sampler 0", "sampler 1"} <= set(lanes.values())
     spans = [(event["name"], lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"]
     assert [name for name, lane, _ in spans].count("update") == 5 and min(dur for *_, dur in spans) >= 100
+    tokens, same = (json.loads((run / "summary.json").read_text())["tokens"] for run in (apart, together))
+    assert tokens == same and tokens["sampled"] == tokens["trained"] + tokens["evaluated"] and not tokens["unused"]
     rows = metrics(apart)
     assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
     assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)

@@ -23,7 +23,7 @@ from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
 from shoal.trainer.loop import Run
 from shoal.trainer.schedule import Schedule
-from shoal.types import Example, GroupRequest, Purpose, ShoalError
+from shoal.types import Completion, Example, GroupRequest, Purpose, ShoalError, StopReason
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -43,7 +43,7 @@ def test_versions_by_step(lag, every, versions):
     assert [schedule.version(step) for step in range(8)] == versions
     assert all(schedule.publishes(version) for version in versions)
     stale = [step - schedule.version(step) for step in range(40)]
-    assert max(stale) == lag + every - 1 and min(stale) >= 0
+    assert max(stale) == schedule.max_staleness == lag + every - 1 and min(stale) >= 0
     assert [v for v in range(8) if schedule.publishes(v)] == list(range(0, 8, every))
 
 
@@ -52,6 +52,8 @@ def test_versions_by_step(lag, every, versions):
 
 class Diary:
     """A source, updater, evaluator, recorder and checkpoints that only write down what is asked of them."""
+
+    older = 0  # versions by which what is taken is older than what was asked for
 
     def __init__(self) -> None:
         self.events: list[tuple] = []
@@ -75,8 +77,15 @@ class Diary:
     def take(self, purpose, step) -> list[SimpleNamespace]:
         assert purpose is Purpose.TRAIN
         self.events.append(("take", step))
+        completions = [Completion(0, 0, np.zeros(1), np.zeros(1), np.ones(1, bool),
+                                  np.array([request.version - self.older]), StopReason.EOS)
+                       for request in self.pending[step]]
         return [SimpleNamespace(step=step, example=request.example, rewards=np.zeros(3), valid=np.ones(3, bool),
-                                correct=None) for request in self.pending[step]]
+                                correct=None, completions=[one])
+                for request, one in zip(self.pending[step], completions, strict=True)]
+
+    def cancel(self, purpose, step) -> None:
+        assert step not in self.pending  # a resumed run has nothing to cancel yet
 
     def publish(self, version, params, keep_from=None) -> None:
         assert params == ("weights", version)
@@ -143,6 +152,14 @@ def play(schedule: Schedule, steps: int, evaluate_every: int = 0, period: int = 
     prompts = PromptStream([Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10)
     run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, schedule)  # type: ignore[arg-type]
     return diary, run.train()
+
+
+@pytest.mark.parametrize(("older", "ages"), [(3, "3 to 3"), (-1, "-1 to -1")])
+def test_no_step_learns_from_tokens_beyond_the_bound(monkeypatch, older, ages):
+    monkeypatch.setattr(Diary, "older", older)
+    monkeypatch.setattr(Diary, "update", lambda self, state, groups, step: pytest.fail("an update was made"))
+    with pytest.raises(RuntimeError, match=rf"got tokens {ages} versions old, expected 0 to 2 \(train.max_staleness\)"):
+        play(Schedule(lag=2), 3)
 
 
 def test_one_step_after_the_other():

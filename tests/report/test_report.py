@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 
 from shoal.report import sink
 from shoal.report.console import Console, printable
-from shoal.report.figures import duration, evaluation_text, number_text, step_figures, summary_facts, summary_rows
+from shoal.report.figures import (
+    account_text,
+    duration,
+    evaluation_text,
+    number_text,
+    step_figures,
+    summary_facts,
+    summary_rows,
+)
 from shoal.report.folder import RunFolder
 from shoal.report.groups import group_record, read_file
 from shoal.report.lines import json_line, json_ready
@@ -475,12 +483,14 @@ def test_the_summary_compares_before_and_after():
     stream = io.StringIO()
     console = Console(stream, terminal=False)
     console.summary(before, after, SolvedProblem([{"role": "user", "content": "2 + 3?"}], "6", "2 + 3 = 5\n5"),
-                    summary_facts({"steps_made": 1, "seconds_total": 93.25, "sample_tokens_per_second": 1500.0,
-                                   "train_tokens_per_second": None, "num_compilations": 1200}))
+                    [summary_facts({"steps_made": 1, "seconds_total": 93.25, "sample_tokens_per_second": 1500.0,
+                                    "train_tokens_per_second": None, "num_compilations": 1200}),
+                     account_text({"sampled": 4321, "trained": 4000, "lost": 0, "unused": 321})])
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["before", "after", "change"]
     assert lines[1].startswith("held_out accuracy (greedy, 500 questions)") and lines[1].endswith("+24.0 points")
     assert "1 step in 1:33: sampling 1.5k tokens/s, training -, 1,200 programs compiled" in lines
+    assert "4,321 tokens sampled: 4,000 trained on, 321 cancelled or unfinished" in lines
     assert lines[-8:] == ["a problem that was wrong before and is right after:", "prompt:", "    user: 2 + 3?",
                           "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
 

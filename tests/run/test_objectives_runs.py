@@ -78,6 +78,9 @@ def test_dynamic_sampling_resumes_exactly(workshop, choosy, lag):
     (parts / "summary.json").unlink()
     assert cli.main(["train", f"resume={parts}"]) == 0
     assert numbers(parts) == numbers(whole)
+    tokens, again = (json.loads((run / "summary.json").read_text())["tokens"] for run in (whole, parts))
+    assert tokens == again and tokens["discarded"] > 0 and tokens["lost"] == tokens["unused"] == 0
+    assert tokens["trained"] + tokens["discarded"] == sum(row["tokens/sampled"] for row in metrics(whole))
     assert same_bits(parameters_of(parts, 3), parameters_of(whole, 3))
     assert [row["staleness"] for row in metrics(whole)] == [0, lag, lag]
 

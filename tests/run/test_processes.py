@@ -252,7 +252,8 @@ class FakeSource:
         return [group(one) for one in self.asked]
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
-        return RolloutStats(1.0, 2.0, 5, 0.5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")])
+        return RolloutStats(1.0, 2.0, 5, 0.5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")],
+                            host_tokens=6)
 
 
 def dealt_source(world: World, source: FakeSource, stop: StopSignal | None = None) -> DealtSource:
@@ -277,7 +278,7 @@ def test_dealt_groups_are_those_of_one_player_in_every_process(count: int):
             for a, b in zip(found.completions, wanted.completions, strict=True):
                 assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
         assert (stats.sample_seconds, stats.tokens, stats.logged) == (1.0, 15, {"seen": [1.0] * 3})
-        assert (stats.drawing, stats.places) == (9, 12)
+        assert (stats.drawing, stats.places, stats.host_tokens) == (9, 12, 18)
         assert stats.failures[0].text == "it raised" and len(stats.failures) == 3
 
 

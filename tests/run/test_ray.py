@@ -6,6 +6,7 @@ One cluster for all, without a dashboard; workers of one simulated CPU device.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from shoal.config.schema import Config
 from shoal.rollout import cluster
 from shoal.rollout.proof import Proof
 from shoal.run.preflight import settings
-from shoal.types import HostLost, ShoalError
+from shoal.types import HostRefused, ShoalError
 
 pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
               pytest.mark.filterwarnings("ignore::ResourceWarning", r"ignore:os\.fork:RuntimeWarning"),
@@ -114,8 +115,11 @@ def test_one_worker_that_is_killed_gives_the_bits_of_the_callers_thread(workshop
                                                                         tmp_path):
     sent = attacking(monkeypatch, {2: signal.SIGKILL})
     assert_same_run(here, workshop.train("one", *LAGGING, *words("publish.channel=files",
-                                                                 f"publish.folder={tmp_path}")))
+                                                                 f"publish.folder={tmp_path}"), "report.timeline=true"))
     assert sent == [signal.SIGKILL]
+    assert '"worker 0"' in (text := (workshop.runs / "one" / "timeline.json").read_text()) and '"sample"' in text
+    tokens = json.loads((workshop.runs / "one" / "summary.json").read_text())["tokens"]
+    assert tokens["sampled"] == tokens["trained"] + tokens["evaluated"] + tokens["lost"] and tokens["lost"] >= 0
     rows = metrics(workshop.runs / "one")
     assert sum(row["fleet/lost"] for row in rows) == 1 and sum(row["fleet/asked_again"] for row in rows) >= 1
     wait_for(lambda: not workers_of(nodes))
@@ -201,18 +205,18 @@ def test_a_host_that_draws_otherwise_is_refused_or_counted():
     said: list[str] = []
     for strict in (True, False):
         made = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, strict, {"python": "3.11"}, said.append)
-        made.join("worker 0", proof())
-        made.join("worker 1", proof())
+        assert not made.join("worker 0", proof())
+        assert not made.join("worker 1", proof())
         assert made.alive == {"worker 0", "worker 1"} and not said
         if strict:
-            with pytest.raises(HostLost, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; refused, "
-                                               r"as train.versions=fixed promises"):
+            with pytest.raises(HostRefused, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; "
+                                                  r"refused, as train.versions=fixed promises"):
                 made.join("worker 2", other)
             assert made.alive == {"worker 0", "worker 1"}
         else:
-            made.join("worker 2", other)
-            made.join("worker 2", other)  # started again
+            assert made.join("worker 2", other)
+            assert made.join("worker 2", other)  # started again
             assert made.alive >= {"worker 2"} and made.different == {"worker 2"} and len(said) == 1
     fresh = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, True, {"python": "3.12"}, said.append)
-    with pytest.raises(HostLost, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
+    with pytest.raises(HostRefused, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
         fresh.join("worker 0", proof())

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -103,14 +103,15 @@ class Console:
         self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
 
     def summary(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]],
-                solved: SolvedProblem | None = None, facts: str = "") -> None:
-        """The end: a table of figures by set of questions before and after, facts, a solved problem, counts.
+                solved: SolvedProblem | None = None, facts: Sequence[str] = ()) -> None:
+        """The end: a table of figures by set of questions before and after, facts in a line each, a solved problem,
+        counts.
 
         `before`, `after`: name of the set -> its figures, as given to `evaluation`."""
         if rows := summary_rows(before, after):
             self.table(("", "before", "after", "change"), rows)
-        if facts:
-            self.text(one_line(facts))
+        for fact in filter(None, facts):
+            self.text(one_line(fact))
         if solved is not None:
             self._write("a problem that was wrong before and is right after:", "bold")
             for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),

@@ -203,10 +203,24 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
 
 
 def summary_facts(summary: Mapping[str, Any]) -> str:
-    """What a finished run took, in one line."""
+    """What a finished run took."""
     return (f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
             f"{_speed(summary['sample_tokens_per_second'])}, training {_speed(summary['train_tokens_per_second'])}, "
             f"{count(summary['num_compilations'], 'program')} compiled")
+
+
+def account_text(tokens: Mapping[str, int]) -> str:
+    """What became of all sampled tokens, in one line.
+
+    >>> account_text({"sampled": 5000, "trained": 4000, "evaluated": 1000, "lost": 0})
+    '5,000 tokens sampled: 4,000 trained on, 1,000 in evaluations'
+    """
+    ends = [f"{tokens[name]:,} {text}" for name, text in _ENDS_OF_TOKENS.items() if tokens.get(name)]
+    return f"{tokens['sampled']:,} tokens sampled: {', '.join(ends)}" if ends else ""
+
+
+_ENDS_OF_TOKENS = {"trained": "trained on", "discarded": "discarded by dynamic sampling", "evaluated": "in evaluations",
+                   "lost": "lost with their host or trainer", "unused": "cancelled or unfinished"}
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

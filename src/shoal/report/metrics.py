@@ -97,8 +97,10 @@ queue/running | groups | last | groups at a host
 queue/sampled | groups | last | groups that are sampled, or have rewards, and that no step has taken yet
 fleet/hosts | hosts | last | hosts of the sampler that work
 fleet/lost | hosts | sum | hosts lost since the last step
+fleet/tokens_lost | tokens | sum | tokens that those had sampled of groups that they had not answered, as last told
 fleet/asked_again | groups | sum | groups asked for again because their host was lost
 fleet/duplicates | groups | sum | second answers for a group, dropped
+fleet/refused | hosts | last | hosts that draw otherwise than the first: refused, or with newest weights at work
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
 time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples

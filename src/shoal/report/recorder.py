@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.report.console import Console
-from shoal.report.figures import duration, summary_facts
+from shoal.report.figures import account_text, duration, summary_facts
 from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
 from shoal.report.group_metrics import add_age_metrics, add_group_metrics
@@ -19,7 +19,15 @@ from shoal.report.group_writer import GroupWriter
 from shoal.report.groups import TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, evaluation_scalars
-from shoal.report.summary import Figures, SolvedProblem, WrongAnswers, solved_problem, summarise, wrong_answers
+from shoal.report.summary import (
+    Figures,
+    SolvedProblem,
+    WrongAnswers,
+    solved_problem,
+    summarise,
+    token_account,
+    wrong_answers,
+)
 from shoal.report.watch import Watch
 from shoal.text import count
 from shoal.types import Failure, Group, Purpose, RolloutStats
@@ -65,6 +73,7 @@ class Recorder:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # tokens, by metric
     evaluations: dict[int, Figures] = field(default_factory=dict)  # by version
+    account: Counter[str] = field(default_factory=Counter)  # of tokens: sampled by hosts, and what became of them
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
     watch: Watch = field(default_factory=Watch)
@@ -98,6 +107,8 @@ class Recorder:
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
+        trained = sum(len(one) for group in record.groups for one in group.completions)
+        self._add_tokens(stats, trained=trained, discarded=stats.tokens - trained)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
@@ -130,6 +141,9 @@ class Recorder:
         self.console.step(number, self.steps, result)
         self._warn(self.watch.step(number, result, record.groups))
         return result
+
+    def _add_tokens(self, stats: RolloutStats, **taken: int) -> None:
+        self.account.update(sampled=stats.host_tokens, lost=stats.fleet.get("tokens_lost", 0), **taken)
 
     def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """What reward functions logged, and the completions that they failed on."""
@@ -175,7 +189,9 @@ class Recorder:
         self.spent("evaluate", seconds)
         if num_completions and self.compilations() == self._compiled_before:
             self._evaluation_rate = seconds / num_completions
-        self._count_failures(self.read_stats(Purpose.EVALUATE).failures)
+        stats = self.read_stats(Purpose.EVALUATE)
+        self._add_tokens(stats, evaluated=stats.tokens)
+        self._count_failures(stats.failures)
         if version == 0:
             self._wrong_at_first = wrong_answers(groups)
             self.folder.write_first_answers(self._wrong_at_first)
@@ -209,7 +225,7 @@ class Recorder:
         """What a checkpoint must hold, as JSON."""
         failures = [[*key, count] for key, count in self.failures.items()]
         return {"dropped": self.prompts_dropped, "failures": failures, "seconds": dict(self.seconds),
-                "totals": dict(self.totals), "watch": self.watch.state(),
+                "totals": dict(self.totals), "account": dict(self.account), "watch": self.watch.state(),
                 "seconds_total": time.perf_counter() - self.started}
 
     def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
@@ -219,6 +235,8 @@ class Recorder:
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
+        self.account.update(state["account"])
+        self.account["lost"] += token_account(self.account)["unused"]  # with the trainer, which was ended
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
         self.folder.rewind(version, evaluated)
@@ -244,18 +262,21 @@ class Recorder:
     def finish(self, last: int) -> dict[str, Any]:
         """The summary of a run that ended after step `last`, written and shown."""
         self._groups.flush()
+        self._add_tokens(self.read_stats(Purpose.TRAIN))  # since the last step
         if self.warnings_stop:  # those of the last evaluation, which ends nothing
             self._print(self.warned)
         summary = summarise(self.evaluations, last, self.started, self.seconds, self.totals) | {
             "steps": self.steps,
             "steps_made": last,
+            "tokens": token_account(self.account),
             "num_compilations": self.compilations(),
             "prompts_dropped": self.prompts_dropped,
             "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
             "run_folder": str(self.folder.path)}
         if summary["after"]:
             self.console.heading("before and after")
-        self.console.summary(summary["before"], summary["after"], self._solved, summary_facts(summary))
+        self.console.summary(summary["before"], summary["after"], self._solved,
+                             [summary_facts(summary), account_text(summary["tokens"])])
         for failed, number in summary["reward_failures"].items():
             self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)

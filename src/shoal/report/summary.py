@@ -41,6 +41,12 @@ def solved_problem(before: WrongAnswers, after: Sequence[Group]) -> SolvedProble
     return None
 
 
+def token_account(counts: Mapping[str, int]) -> dict[str, int]:
+    """Tokens that hosts sampled, and what became of them; `unused` are those of cancelled groups, and under way."""
+    ends = {name: counts.get(name, 0) for name in ("trained", "discarded", "evaluated", "lost")}
+    return {"sampled": counts.get("sampled", 0), **ends, "unused": counts.get("sampled", 0) - sum(ends.values())}
+
+
 def summarise(evaluations: Mapping[int, Figures], last: int, started: float, seconds: Mapping[str, float],
               totals: Mapping[str, float]) -> dict[str, Any]:
     """What summary.json says of evaluations and speed. `last`: the version after the last step; `seconds`: by phase."""

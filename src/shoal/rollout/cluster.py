@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Proof
 from shoal.rollout.publication import from_host, tensor_names, to_host
 from shoal.rollout.publish import Stored, StoredManifest
-from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
+from shoal.types import Completion, HostLost, HostProgress, HostRefused, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.watcher import Watcher
 
 NEWS_SECONDS = 1.0
@@ -116,7 +116,7 @@ class RayHost:
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._manifests: dict[int, StoredManifest] = {}
-        self._progress = HostProgress(capacity=-1)  # no room for requests
+        self._progress, self._differs = HostProgress(capacity=-1), False  # no room for requests
 
     def load(self, version: int, manifest: Manifest) -> None:
         assert isinstance(manifest, StoredManifest)
@@ -135,7 +135,7 @@ class RayHost:
                 self._cluster.check_late(self)
                 return {}
             joined = self._joined = self._result(self._joining)
-            self._cluster.join(self.name, joined.proof)
+            self._differs = self._cluster.join(self.name, joined.proof)
             self._progress.capacity = joined.capacity
         for one in [one for one in self._sent if one.done()]:
             self._result(one)
@@ -150,7 +150,7 @@ class RayHost:
         return answers
 
     def progress(self) -> HostProgress:
-        return self._progress
+        return replace(self._progress, differs=self._differs)
 
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
@@ -223,8 +223,8 @@ class Cluster:
         return ray.remote(Worker).options(**options, max_restarts=0, max_task_retries=0, runtime_env={
             "env_vars": dict(self.environment)}).remote(name, self.make)
 
-    def join(self, name: str, proof: Proof) -> None:
-        """Takes a host in; HostLost where its numbers differ from those of the first, and have to be equal."""
+    def join(self, name: str, proof: Proof) -> bool:
+        """Takes a host in; whether its numbers differ from those of the first. HostRefused where they must not."""
         who, first = self._first or ("the trainer", None)
         others = {key: value for key, value in self.facts.items() if proof.facts.get(key) != value}
         difference = ", ".join(f"{key} is {proof.facts.get(key)}, not {value}" for key, value in others.items()) \
@@ -232,13 +232,14 @@ class Cluster:
         if difference:
             text = f"{name} differs from {who}: {difference}"
             if self.strict:
-                raise HostLost(f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
+                raise HostRefused(f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
                                "install the same everywhere, or set train.versions=newest")
             if name not in self.different:
                 self.say(f"{text}; it samples nevertheless (train.versions=newest)")
             self.different.add(name)
         self._first = self._first or (name, proof)
         self.alive.add(name)
+        return bool(difference)
 
     def check_late(self, host: RayHost) -> None:
         """Says that a host is still missing; ShoalError where all are."""

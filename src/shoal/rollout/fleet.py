@@ -20,7 +20,7 @@ import jax
 
 from shoal.rollout.group import sample_request
 from shoal.rollout.group_rewards import GroupRewards
-from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses
+from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses, whereabouts
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
 from shoal.rollout.publish import Channel
 from shoal.text import count
@@ -31,6 +31,7 @@ from shoal.types import (
     Host,
     HostLost,
     HostProgress,
+    HostRefused,
     Params,
     Purpose,
     RolloutStats,
@@ -44,6 +45,8 @@ POLL_SECONDS = 0.01
 """How often the fleet's thread looks for answers and rewards while some are awaited."""
 WAIT_SECONDS = 0.5
 """How long a wait lasts before it looks again, though nobody has woken it."""
+LONG_WAIT_SECONDS = 60.0
+"""How long `take` waits before it says what for."""
 END_SECONDS = 5.0
 """How long the end of a run waits for the fleet's thread."""
 
@@ -80,7 +83,8 @@ class Fleet:
         self._last: tuple[int, Any] | None = None  # the newest publication: its version, and an array of what was given
         restarts = None if self.restart is None else self.restarts
         self.members = {name: Member(name, host, restarts, self.stall_seconds) for name, host in self.hosts.items()}
-        self._lost = 0
+        self._lost = self._lost_tokens = 0
+        self._patience = max(LONG_WAIT_SECONDS, 2 * self.stall_seconds)
         self._taking: tuple[Purpose, int] | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -99,9 +103,8 @@ class Fleet:
     def cancel(self, purpose: Purpose, step: int) -> None:
         with self._changed:
             for entry in self.ledger.cancel(purpose, step):
-                member = self.members[entry.host]
-                if member.given.pop(entry.id, None) is not None:
-                    self._ask(member, lambda host, id=entry.id: host.cancel(id))
+                self.members[entry.host].given.pop(entry.id, None)
+                self._ask(self.members[entry.host], lambda host, id=entry.id: host.cancel(id))
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         with self._changed:
@@ -162,6 +165,7 @@ class Fleet:
         for member in self.members.values():
             self._ask(member, lambda host, member=member: member.look(now))
             stats.drawing, stats.places = stats.drawing + member.total.drawing, stats.places + member.total.places
+            stats.host_tokens += member.total.tokens
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
             member.total = HostProgress()
         if not self.by_itself:
@@ -171,9 +175,12 @@ class Fleet:
         busy = min(1.0, stats.busy_seconds / max(now - before, 1e-9))
         stats.sampler_idle = 1.0 - busy * (stats.drawing / stats.places if stats.places else 1.0)
         stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
-        stats.fleet = {"hosts": sum(member.host is not None for member in self.members.values()), "lost": self._lost,
-                       "asked_again": self.ledger.asked_again, "duplicates": self.ledger.duplicates}
-        self._lost = self.ledger.asked_again = self.ledger.duplicates = 0
+        members = self.members.values()
+        stats.fleet = {"hosts": sum(one.host is not None for one in members), "lost": self._lost,
+                       "tokens_lost": self._lost_tokens, "asked_again": self.ledger.asked_again,
+                       "duplicates": self.ledger.duplicates,
+                       "refused": sum(one.refused or one.progress.differs for one in members)}
+        self._lost = self._lost_tokens = self.ledger.asked_again = self.ledger.duplicates = 0
 
     def state(self) -> dict[str, Any]:
         """Addresses of pending training groups, and the weights that are still sampled from."""
@@ -199,17 +206,31 @@ class Fleet:
     # -- waiting
 
     def _wait_until(self, entries: Sequence[Entry], stages: set[Stage]) -> None:
+        began = time.time()
         while not all(one.stage in stages for one in entries):
             self.stop.check()
             if self._failure is not None:
                 raise self._failure
             if self._thread:
+                self._say_waiting(entries, began)
                 with self.stop.raising_at_once():
                     self._changed.wait(WAIT_SECONDS)
             else:
                 # Once all is sampled there is nothing to do but to wait for rewards, which may hang.
                 self._turn(self.stop.raising_at_once, wait=all(one.stage is not Stage.RUNNING
                                                                and one.stage is not Stage.WAITING for one in entries))
+
+    def _say_waiting(self, entries: Sequence[Entry], began: float) -> None:
+        """Says what is waited for, once that takes long, and then where it takes twice as long as was said before."""
+        if (seconds := time.time() - began) < self._patience:
+            return
+        self._patience *= 2
+        request, hosts = entries[0].request, {name: f"{name} (weights of version {member.progress.version})"
+                                              for name, member in self.members.items()}
+        what = f"the groups of step {request.step + 1}" if request.purpose is Purpose.TRAIN else \
+            f"the evaluation of version {request.version}"
+        self.on_note(f"waiting for {what} since {time.strftime('%H:%M:%S', time.localtime(began))}, {seconds:.0f} s: "
+                     f"{whereabouts(entries, hosts)}")
 
     def _run(self) -> None:
         """The fleet's thread."""
@@ -239,7 +260,8 @@ class Fleet:
             for member in list(self.members.values()):
                 if self.by_itself or member.given:
                     for id, completions in (self._ask(member, lambda host: host.poll()) or {}).items():
-                        ready.append(self._enter(member, id, completions))
+                        if member.host is not None:  # else an answer before this one was wrong
+                            ready.append(self._enter(member, id, completions))
         for entries in filter(None, ready):
             with guard():
                 self.rewards.submit(entries)
@@ -267,9 +289,7 @@ class Fleet:
                 return []
         if (entry := self.ledger.answer(id, completions)) is None:
             return []
-        for other in self.members.values():
-            if other is not member and other.given.pop(id, None) is not None:
-                self._ask(other, lambda host: host.cancel(id))
+        member.answers(sum(map(len, completions)))
         self._show_progress(entry)
         return self.rewards.ready(entry, self.ledger)
 
@@ -312,7 +332,7 @@ class Fleet:
                 member.begin(self.restart(member.name), now)
                 member.look(now)
             except (HostLost, ShoalError) as error:
-                self._lose(member, str(error))
+                self._lose(member, error)
                 return
             for version in sorted(self.channel.versions):
                 manifest = self.channel.manifest(version, member.name)
@@ -325,22 +345,25 @@ class Fleet:
         try:
             return call(member.host)
         except HostLost as reason:
-            self._lose(member, str(reason))
+            self._lose(member, reason)
             return None
 
-    def _lose(self, member: Member, reason: str) -> None:
+    def _lose(self, member: Member, reason: str | Exception) -> None:
         """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""
-        text = f"sampler host {member.name} is lost: {reason}"
+        refused = isinstance(reason, HostRefused)
+        text = f"sampler host {member.name} is {'refused' if refused else 'lost'}: {reason}"
         if member.restarts is None:
             raise RuntimeError(text)
         if member.host is not None:
             with contextlib.suppress(HostLost):
+                member.look(time.monotonic())  # at what it told last
+            with contextlib.suppress(HostLost):
                 member.host.close()
-        member.lose(time.monotonic())
+        self._lost_tokens += member.lose(time.monotonic(), refused)
         asked = self.ledger.lose(member.name)
-        self._lost += 1
+        self._lost += not refused
         self.on_note(f"{text}; {count(len(asked), 'group')} asked again" + (
-            ", its last restart is used up (sampler.restarts)" if member.is_gone else ""))
+            ", its last restart is used up (sampler.restarts)" if member.is_gone and not refused else ""))
         if all(one.is_gone for one in self.members.values()):
             raise ShoalError(f"no sampler host is left: {text}; see what ended them, then resume the run")
 

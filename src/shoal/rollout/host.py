@@ -70,13 +70,13 @@ class EngineHost:
             return {}
         if not self._exact:
             self._load_newest(engine)
+        state, before = self.state, engine.tokens
         answers = {id: one for id, one in engine.step().items() if id in self._running}
         self._running -= answers.keys()
         drawing, places = engine.read_places()
-        state = self.state
+        state.tokens += engine.tokens - before
         state.dispatches, state.drawing, state.places = state.dispatches + 1, state.drawing + drawing, \
             state.places + places
-        state.tokens += sum(len(one) for completions in answers.values() for one in completions)
         if engine.idle and self.shares_memory and not self._queue:
             engine.release_memory()  # before rewards are waited for: the update that follows needs the memory
         state.busy_seconds += time.perf_counter() - started

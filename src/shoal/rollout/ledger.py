@@ -10,6 +10,7 @@ Whatever hosts answer, in whatever order and however often, a group is handed ov
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,6 +138,14 @@ class Ledger:
 
     def count(self, *stages: Stage) -> int:
         return sum(one.stage in stages for one in self.entries.values())
+
+
+def whereabouts(entries: Sequence[Entry], hosts: Mapping[str, str]) -> str:
+    """Where groups are that somebody waits for. `hosts`: what to say of each host that has some."""
+    places = Counter(f"at {hosts[one.host]}" if one.stage is Stage.RUNNING else str(one.stage) for one in entries)
+    there = places.pop(str(Stage.REWARDED), 0)
+    return ", ".join([f"{there} of {len(entries)} groups are there", *(
+        f"{number} {place}" for place, number in places.items()), f"attempt {max(one.attempt for one in entries)}"])
 
 
 def pending_addresses(requests: Iterable[GroupRequest]) -> list[tuple[str, int, int, str, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -37,7 +37,9 @@ class Member:
     given: dict[int, int] = field(default_factory=dict)  # id -> completions of the groups that it has
     retry_at: float = 0.0
     progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
+    answered: int = 0  # tokens of its answers
     losses: int = 0
+    refused: bool = False
     total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
     _moved_at: float = field(default_factory=time.monotonic)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
@@ -55,7 +57,8 @@ class Member:
     def look(self, now: float) -> None:
         """Notes what the host has done since it was last looked at."""
         assert self.host is not None
-        before, self.progress = self.progress, self.host.progress()
+        before, told = self.progress, self.host.progress()
+        self.progress = replace(told, tokens=max(told.tokens, self.answered))  # a host need not count them
         for name in ("tokens", "drawing", "places", "busy_seconds"):
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)
@@ -66,6 +69,12 @@ class Member:
         elif not self.given:
             self._moved_at = now
 
+    def answers(self, tokens: int) -> None:
+        """Counts the tokens of an answer, of which the host may not have told yet."""
+        self.answered += tokens
+        untold = max(0, self.answered - self.progress.tokens)
+        self.progress.tokens, self.total.tokens = self.progress.tokens + untold, self.total.tokens + untold
+
     def stalled_seconds(self, now: float) -> float:
         """How long the host has made no progress, where that is too long; else 0."""
         if not self.given:
@@ -75,13 +84,17 @@ class Member:
         idle = now - self._moved_at
         return idle if idle > limit else 0.0
 
-    def lose(self, now: float) -> None:
-        """Takes the host out. Its name is free for another after a pause, which doubles from loss to loss."""
+    def lose(self, now: float, refused: bool = False) -> int:
+        """Takes the host out; how many tokens it sampled in vain, by what it told last. Its name is free for another
+        after a pause, which doubles from loss to loss."""
         assert self.restarts is not None
-        self.host, self.given, self.progress = None, {}, HostProgress()
+        tokens = self.progress.tokens - self.answered
+        self.host, self.given, self.progress, self.answered = None, {}, HostProgress(), 0
         self.losses += 1
         self.restarts -= 1
+        self.refused = refused
         self.retry_at = now + min(2.0 ** (self.losses - 1), MOST_PAUSE_SECONDS)
+        return tokens
 
     def begin(self, host: Host, now: float) -> None:
         """Puts a new host in."""
@@ -91,7 +104,7 @@ class Member:
     @property
     def is_gone(self) -> bool:
         """True if the host was lost and no other comes."""
-        return self.host is None and self.restarts is not None and self.restarts < 0
+        return self.refused or (self.host is None and self.restarts is not None and self.restarts < 0)
 
 
 def wrong_answer(request: SampleRequest, completions: Sequence[Completion], vocab_size: int,

@@ -97,7 +97,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     folder, stop = open_folder(plan, console, stack, world), StopSignal()
     rewards = GroupRewards(task, pool, spec.tokenizer.decode)
     source = stack.enter_context(closing(make_source(
-        config, model, roles, spec.tokenizer, rewards, stop, console.answered, world, cluster)))
+        config, model, roles, spec.tokenizer, rewards, stop, console, world, cluster)))
     updater = make_updater(config, make_learner(config, model), reference, teacher)
     facts = fingerprint(task, config.seed, *(scorer.parameters if scorer else None for scorer in (reference, teacher)))
     check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
@@ -169,10 +169,9 @@ def open_devices(plan: ResumePlan, a: Architecture, console: Console) -> tuple[C
 
 
 def make_source(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
-                stop: StopSignal, on_progress: Callable[[str, int, int], None], world: World,
-                cluster: Cluster | None) -> RolloutSource:
+                stop: StopSignal, console: Console, world: World, cluster: Cluster | None) -> RolloutSource:
     """The source of groups in this process."""
-    fleet = training_fleet(config, model, roles, tokenizer, rewards, stop, on_progress, cluster)
+    fleet = training_fleet(config, model, roles, tokenizer, rewards, stop, console, cluster)
     return DealtSource(fleet, world, stop) if world.count > 1 else fleet
 
 

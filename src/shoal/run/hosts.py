@@ -14,6 +14,7 @@ from shoal.files import check_local
 from shoal.mesh import Roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
+from shoal.report.console import Console
 from shoal.rollout.file_store import KEY, FileStore, default_folder
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
@@ -43,17 +44,16 @@ def local_fleet(model: Model, make_engine: Callable[[Purpose, int], Engine], rew
 
 
 def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
-                   stop: StopSignal, on_progress: Callable[[str, int, int], None],
-                   cluster: Cluster | None = None) -> Fleet:
+                   stop: StopSignal, console: Console, cluster: Cluster | None = None) -> Fleet:
     """The hosts of a training run: workers of a Ray cluster; or in this process one in the caller's thread; or, on
     devices of their own, one in a thread of its own for each replica."""
     own = model.on(roles.sampler)
     if cluster is not None:
-        return ray_fleet(config, own, tokenizer, rewards, stop, on_progress, cluster,
+        return ray_fleet(config, own, tokenizer, rewards, stop, console.answered, cluster,
                          lambda model: make_store(config.publish, model, cluster))
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
-        return local_fleet(own, make, rewards, config.seed, on_progress, stop, config.publish)
+        return local_fleet(own, make, rewards, config.seed, console.answered, stop, config.publish)
     slots, woken = training_places(config, roles, model.architecture).slots, threading.Event()
     hosts = {f"sampler {number}": EngineHost(training_engine_maker(config, model, roles, tokenizer, host=number),
                                              capacity=QUEUED * slots, shares_memory=False)
@@ -61,8 +61,8 @@ def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokeni
     channel = make_channel(config.publish, own, {name: model.on(role)
                                                  for name, role in zip(hosts, roles.hosts, strict=True)})
     threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
-    return Fleet(channel, threads, rewards, config.seed, by_itself=True, stop=stop, on_progress=on_progress,
-                 woken=woken)
+    return Fleet(channel, threads, rewards, config.seed, by_itself=True, on_note=console.warning, stop=stop,
+                 on_progress=console.answered, woken=woken)
 
 
 def make_channel(section: PublishSection, model: Model, parts: Mapping[str, Model]) -> Channel:

@@ -1,6 +1,7 @@
 """`timeline.json`: what trainer, hosts, rewards and publication did when, in Chrome's trace format, for Perfetto.
 
-A lane each; the methods of a run's parts are wrapped, so that none of them knows of it. Each event is written as it
+A lane each; the methods of a run's parts are wrapped, so that none of them knows of it. Of a host elsewhere the lane
+shows how long it sampled, as it tells that, about once a second. Each event is written as it
 ends: the format lets the closing bracket be missing, so a killed run leaves a file that opens.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, TextIO
 from shoal.files import writing
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.member import Member
 from shoal.trainer.loop import Run
 
 TIMELINE = "timeline.json"
@@ -49,6 +51,21 @@ class Timeline:
                 self._add(lane, name or method, started, time.time() - started)
 
         object.__setattr__(owner, method, timed)  # an updater is frozen
+
+    def follow(self, member: Member) -> None:
+        """What a host tells of its work becomes an event each time that it is looked at, whoever the host then is."""
+        look, ended = member.look, 0.0
+
+        def looked(now: float) -> None:
+            nonlocal ended
+            before = member.progress.busy_seconds
+            look(now)
+            if (busy := member.progress.busy_seconds - before) > 0:
+                # Told late, it may seem to begin before the last one's end, which viewers do not show.
+                started, ended = max(ended, time.time() - busy), time.time()
+                self._add(member.name, "sample", started, ended - started)
+
+        member.look = looked  # type: ignore[method-assign]
 
     def _add(self, lane: str, name: str, started: float, seconds: float) -> None:
         if seconds < LEAST_SECONDS:
@@ -86,3 +103,5 @@ def trace(run: Run, timeline: Timeline) -> None:
             host = member.host.host if isinstance(member.host, ThreadHost) else member.host
             if isinstance(host, EngineHost):
                 timeline.wrap(host, "poll", name, "sample")
+            else:
+                timeline.follow(member)

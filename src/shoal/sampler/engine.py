@@ -90,6 +90,7 @@ class Engine:
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Step] = deque()
         self.finished: dict[int, list[Completion]] = {}
+        self.tokens = 0  # sampled so far, of completions that were cancelled too
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
         self._ended = np.ones((self.num_rows, self.siblings), bool)
         sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
@@ -271,7 +272,9 @@ class Engine:
         ended = np.zeros(self.siblings, bool)
         for slot, partial in enumerate(progress.partials[first:first + self.siblings]):
             if partial.reason is None:
+                self.tokens -= len(partial.tokens)
                 partial.add(host, position, slot, version, params.stop, self.decode_text)
+                self.tokens += len(partial.tokens)
                 ended[slot] = partial.reason is not None
         self._end(owner, ended)
         if progress.is_done:

@@ -92,6 +92,7 @@ class Run:
             with self.around_step(step + 1):
                 with self.saved_if_given_up(step, state):
                     groups, discarded = self.take(step)
+                    self.schedule.check(groups)
                     waited = time.perf_counter() - started
                     state, outcome = self.updater.update(state, groups, step)
                 # After the update: a step that is given up before has changed neither pending requests nor pass rates.
@@ -128,8 +129,8 @@ class Run:
         version, state, extra = self.restored.version, self.restored.state, self.restored.extra
         self.prompts.restore(extra["prompts"])
         self.useful_share = extra.get("useful_share", 1.0)
-        for step, rows in extra["pending"]:
-            self.request(step, [self.prompts.of_row(row) for row in rows])
+        self.pending.update(extra["pending"])
+        self.request_again()
         self.requested, self.saved = version + len(self.pending), version
         # Before publication, which releases the weights that nobody asks for.
         self.evaluating = {number: time.perf_counter() for number in extra.get("evaluating", ())
@@ -208,17 +209,13 @@ class Run:
                 return
             if self.schedule.lag and (more := dynamic_sampling.beyond(wanted, self.useful_share)):
                 prompts += self.prompts.more(more, {prompt.example.row for prompt in prompts})
-            self.request(self.requested, prompts)
+            self.pending[self.requested] = [prompt.example.row for prompt in prompts]
+            self.source.request(self.group_requests(self.requested, prompts))
             self.requested += 1
 
     def ends_at(self, version: int) -> bool:
         """True if the data is exhausted and no step follows, so that the final evaluation is of this version."""
         return version not in self.pending and self.prompts.is_exhausted(self.config.batch.prompts_per_step)
-
-    def request(self, step: int, prompts: Sequence[TokenizedExample]) -> None:
-        """Requests a step's groups. Requested again after a restart, the same addresses give the same tokens."""
-        self.pending[step] = [prompt.example.row for prompt in prompts]
-        self.source.request(self.group_requests(step, prompts))
 
     def group_requests(self, step: int, prompts: Sequence[TokenizedExample]) -> list[GroupRequest]:
         size, params = self.config.batch.group_size, self.config.sampling.params
@@ -245,7 +242,7 @@ class Run:
         return is_useful(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
 
     def request_again(self) -> None:
-        """Requests every pending step again, in order, as a run that resumes from a checkpoint does."""
+        """Requests every pending step again, in order: the same addresses give the same tokens."""
         for step in self.pending:
             self.source.cancel(Purpose.TRAIN, step)
         for step, rows in sorted(self.pending.items()):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from shoal.types import Group
 
 WAITED = 0.05
 """Share of the time that the trainer waits for samples, from which on more steps ahead are asked for."""
@@ -24,6 +27,21 @@ class Schedule:
     weight_sync_interval: int = 1
     newest: bool = False
     ahead: int = 0  # with `newest`: steps asked for before their turn; 0 for as many as it takes, up to the lag
+
+    @property
+    def max_staleness(self) -> int:
+        """How many versions old a token may be when a step learns from it."""
+        return self.lag + self.weight_sync_interval - 1
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """RuntimeError where a step is to learn from tokens older than the bound, or of later weights than its own,
+        whatever was asked for and however it was answered."""
+        for group in groups:
+            for one in filter(len, group.completions):
+                oldest, newest = group.step - int(one.versions.min()), group.step - int(one.versions.max())
+                if newest < 0 or oldest > self.max_staleness:
+                    raise RuntimeError(f"step {group.step + 1} got tokens {newest} to {oldest} versions old, expected "
+                                       f"0 to {self.max_staleness} (train.max_staleness): row {group.example.row}")
 
     def version(self, step: int) -> int:
         return self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
@@ -49,7 +67,7 @@ class Lookahead:
 
     def __init__(self, schedule: Schedule) -> None:
         self.adapts = schedule.newest and not schedule.ahead
-        self.most = schedule.lag + schedule.weight_sync_interval - 1
+        self.most = schedule.max_staleness
         self.steps = 1 if self.adapts else schedule.ahead or self.most
         self._patience, self._was_lowered = PATIENCE, False
         self._measure(after=0)

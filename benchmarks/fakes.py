@@ -61,7 +61,7 @@ class FakeManifest:
     def exists(self) -> bool:
         return self.version in self.channel.versions
 
-    def fetch(self) -> dict[str, np.ndarray]:
+    def fetch(self, wait: bool = True) -> dict[str, np.ndarray]:
         return self.channel.versions[self.version]
 
 

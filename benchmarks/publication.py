@@ -98,10 +98,10 @@ class Timed:
 
         self.manifest = StoredManifest(self.stored, self.model)
 
-    def fetch(self) -> Any:
+    def fetch(self, wait: bool = True) -> Any:
         started = time.perf_counter()
         try:
-            return self.manifest.fetch()
+            return self.manifest.fetch(wait)
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -110,8 +110,8 @@ class Reader:
     """A sampler in a process of its own."""
 
     def __init__(self, layers: int) -> None:
-        from shoal.mesh import make_roles
         from shoal.config.schema import MeshSection
+        from shoal.mesh import make_roles
         from shoal.model.transformer import Model
 
         self.model, self.held = Model(architecture(layers), make_roles(MeshSection(data=1)).sampler), None

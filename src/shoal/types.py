@@ -324,8 +324,10 @@ class Manifest(Protocol):
         """False once nobody may ask for this version any more."""
         ...
 
-    def fetch(self) -> Params:
-        """The weights, of the sampler's type and layout. LookupError unless it exists."""
+    def fetch(self, wait: bool = True) -> Params | None:
+        """The weights, of the sampler's type and layout. LookupError unless it exists.
+
+        `wait=False`: None where they are not there yet; they are read in the background until a later call."""
         ...
 
 
@@ -340,6 +342,7 @@ class HostProgress:
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
     busy_seconds: float = 0.0  # in which it had completions to sample
+    pause_seconds: float = 0.0  # in which its compiled steps stood still to load weights
 
 
 class Host(Protocol):

@@ -382,7 +382,7 @@ class Weights:
     def __init__(self, params: Any) -> None:
         self.params, self.exists, self.fetched = params, True, 0
 
-    def fetch(self) -> Any:
+    def fetch(self, wait: bool = True) -> Any:
         self.fetched += 1
         return self.params
 
@@ -430,7 +430,7 @@ def test_newest_weights_that_were_released_are_passed_over():
     than it may."""
 
     class Released(Weights):
-        def fetch(self) -> Any:
+        def fetch(self, wait: bool = True) -> Any:
             self.fetched += 1
             self.exists = False
             raise LookupError("released")

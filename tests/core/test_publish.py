@@ -108,7 +108,7 @@ def test_weights_that_were_changed_are_not_sampled_from(folder):
         manifest.fetch()
     other = replace(QWEN3, hidden_size=64)
     with pytest.raises(ShoalError, match="are of another model than this sampler's"):
-        StoredFiles(1, manifest.stored.place).fetch(Model(other, roles().sampler))
+        StoredFiles(1, manifest.stored.place).read(Model(other, roles().sampler))
     made.close()
 
 
@@ -128,7 +128,7 @@ def test_checksums_differ_where_weights_do(folder):
 def test_a_folder_that_is_not_shared_or_takes_nothing_is_one_error(tmp_path):
     with pytest.raises(ShoalError, match=r"publish.folder=/no/where: the weights of version 7 were published there, "
                                          r"but \S+ finds no such folder: give one that trainer and samplers share"):
-        StoredFiles(7, Path("/no/where/shoal-1/000007-1")).fetch(Model(QWEN3, roles().sampler))
+        StoredFiles(7, Path("/no/where/shoal-1/000007-1")).read(Model(QWEN3, roles().sampler))
     (tmp_path / "file").touch()
     with pytest.raises(ShoalError, match=f"publish.folder={tmp_path}/file/below cannot be written: Not a directory"):
         FileStore(tmp_path / "file" / "below")

@@ -10,6 +10,7 @@ trainer never waits for a host, nor a host for the trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,7 +77,7 @@ class MemoryManifest:
     def exists(self) -> bool:
         return self.version in self.channel.versions
 
-    def fetch(self) -> Params:
+    def fetch(self, wait: bool = True) -> Params:
         params = self.channel.versions[self.version]
         return params if self.model == self.channel.model else part_of(self.model, params)
 
@@ -88,8 +89,9 @@ class Stored(Protocol):
     def version(self) -> int: ...
     @property
     def exists(self) -> bool: ...
-    def fetch(self, model: Model) -> Params:
-        """The weights, laid out for `model` and verified. LookupError once it is gone."""
+    def read(self, model: Model) -> Callable[[], Params]:
+        """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once.
+        LookupError once the version is gone."""
         ...
 
     def forget(self) -> None:
@@ -149,7 +151,7 @@ class StoredVersions(Mapping[int, Params]):
     model: Model
 
     def __getitem__(self, version: int) -> Params:
-        return self.stored[version].fetch(self.model)
+        return self.stored[version].read(self.model)()
 
     def __contains__(self, version: object) -> bool:
         return version in self.stored
@@ -161,16 +163,26 @@ class StoredVersions(Mapping[int, Params]):
         return len(self.stored)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoredManifest:
     """A stored version, and the devices that a host fetches it to."""
 
     stored: Stored
     model: Model
+    _reading: Future[Callable[[], Params]] | None = None
 
     @property
     def exists(self) -> bool:
         return self.stored.exists
 
-    def fetch(self) -> Params:
-        return self.stored.fetch(self.model)
+    def fetch(self, wait: bool = True) -> Params | None:
+        # In the background nothing is computed: programs of two threads may reach several devices in different orders,
+        # and then wait for each other.
+        if self._reading is None:
+            pool = ThreadPoolExecutor(1, "weights")
+            self._reading = pool.submit(self.stored.read, self.model)
+            pool.shutdown(wait=False)
+        if not wait and not self._reading.done():
+            return None
+        reading, self._reading = self._reading, None
+        return reading.result()()

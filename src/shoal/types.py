@@ -311,6 +311,7 @@ class RolloutStats:
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
     failures: list[Failure] = field(default_factory=list)
     unchanged: int = 0  # publications of the weights of the publication before
+    publish: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("seconds", "bytes", "pause_seconds"), 0.0))
     sampler_idle: float | None = None  # share of the places, over the time since, that drew nothing; None: not counted
     queue: dict[str, int] = field(default_factory=dict)  # groups that wait, run, or are sampled and not handed over
     fleet: dict[str, int] = field(default_factory=dict)  # hosts now; hosts lost, groups asked again, second answers
@@ -341,8 +342,8 @@ class HostProgress:
     dispatches: int = 0  # compiled steps whose tokens have arrived
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
-    busy_seconds: float = 0.0  # in which it had completions to sample
     pause_seconds: float = 0.0  # in which its compiled steps stood still to load weights
+    busy_seconds: float = 0.0  # in which it had completions to sample
 
 
 class Host(Protocol):

@@ -101,6 +101,8 @@ class Recorder:
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
+        for name, value in stats.publish.items():
+            metrics.add(f"publish/{name}", value)
         metrics.add("tokens/sampled", stats.tokens)
         metrics.add("sampler/places_drawing", stats.drawing, stats.places)
         metrics.add("time/sample_seconds", stats.sample_seconds)

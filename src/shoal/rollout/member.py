@@ -56,7 +56,7 @@ class Member:
         """Notes what the host has done since it was last looked at."""
         assert self.host is not None
         before, self.progress = self.progress, self.host.progress()
-        for name in ("tokens", "drawing", "places", "busy_seconds"):
+        for name in ("tokens", "drawing", "places", "pause_seconds", "busy_seconds"):
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)
         if steps := self.progress.dispatches - before.dispatches:

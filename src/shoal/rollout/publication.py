@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -98,6 +99,11 @@ def tensor_names(model: Model) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each parameter, layers stacked, in the order of a tree of parameters."""
     specs = jax.tree_util.tree_leaves_with_path(param_specs(model.architecture), is_leaf=is_param_spec)
     return {jax.tree_util.keystr(path, simple=True, separator="."): spec.shape for path, spec in specs}
+
+
+def num_bytes(model: Model) -> int:
+    """Bytes of the parameters in the sampler's type."""
+    return sum(map(math.prod, tensor_names(model).values())) * np.dtype(model.dtype).itemsize
 
 
 def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array]]:

@@ -14,8 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import jax
+
 from shoal.model.transformer import Model
-from shoal.rollout.publication import part_of, publish_to, published_shapes
+from shoal.rollout.publication import num_bytes, part_of, publish_to, published_shapes
 from shoal.types import Manifest, Params
 
 
@@ -26,6 +28,11 @@ class Channel(Protocol):
     def model(self) -> Model: ...
     @property
     def versions(self) -> Mapping[int, Params]: ...
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the last publication copied or wrote."""
+        ...
+
     def manifest(self, version: int, host: str) -> Manifest: ...
     def publish(self, version: int, params: Params) -> dict[str, Manifest]: ...
     def release(self, needed: Callable[[int], bool]) -> None: ...
@@ -43,11 +50,14 @@ class MemoryChannel:
     model: Model
     parts: Mapping[str, Model]
     versions: dict[int, Params] = field(default_factory=dict)
+    num_bytes: int = 0
 
     def publish(self, version: int, params: Params) -> dict[str, Manifest]:
         """Copies the weights where the sampler has other devices, types or layouts (compared by checksum); the manifest
         of each host."""
-        self.versions[version] = publish_to(self.model, params)
+        published, given = publish_to(self.model, params), set(map(id, jax.tree.leaves(params)))
+        self.versions[version] = published
+        self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in given)
         return {name: self.manifest(version, name) for name in self.parts}
 
     def manifest(self, version: int, host: str) -> Manifest:
@@ -120,6 +130,10 @@ class StoredChannel:
     @property
     def versions(self) -> Mapping[int, Params]:
         return StoredVersions(self.stored, self.model)
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.model)
 
     def publish(self, version: int, params: Params) -> dict[str, Manifest]:
         before, self.stored = self.stored.get(version), self.stored | {version: self.store.write(version, self.model,

@@ -77,4 +77,7 @@ def make_store(section: PublishSection, model: Model, cluster: Cluster | None = 
         from shoal.rollout.cluster import ObjectStore
 
         return ObjectStore()
-    return FileStore(folder if folder != Path() else default_folder(num_bytes(model)))
+    store = FileStore(folder if folder != Path() else default_folder(num_bytes(model)))
+    if cluster is not None and cluster.connection.watcher is not None:
+        cluster.connection.watcher.remove(store.folder)
+    return store

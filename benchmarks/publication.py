@@ -49,11 +49,11 @@ def architecture(layers: int) -> Architecture:
                         num_kv_heads=8, head_dim=64, qk_norm=True)
 
 
-def memory(**names: str) -> dict[str, int]:
-    """Bytes of this process by /proc/self/smaps_rollup."""
+def held_bytes() -> int:
+    """Bytes of this process's own, and its share of the shared memory that it has read."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     found = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    return {name: found[wanted] for name, wanted in names.items()}
+    return found["Anonymous"] + found["Pss_Shmem"]
 
 
 def anonymous() -> int:
@@ -115,11 +115,7 @@ class Reader:
         from shoal.model.transformer import Model
 
         self.model, self.held = Model(architecture(layers), make_roles(MeshSection(data=1)).sampler), None
-        self.before = self._memory()
-
-    def _memory(self) -> int:
-        found = memory(anonymous="Anonymous", shared="Pss_Shmem", file="Pss_File")
-        return sum(found.values()) - found["file"]
+        self.before = held_bytes()
 
     def fetch(self, stored: Any) -> tuple[float, int]:
         """Seconds, and bytes held with the version before."""
@@ -131,7 +127,7 @@ class Reader:
         params = jax.block_until_ready(StoredManifest(stored, self.model).fetch())
         seconds, before = time.perf_counter() - started, self.held
         self.held = params
-        held = self._memory() - self.before
+        held = held_bytes() - self.before
         del before
         return seconds, held
 
@@ -144,7 +140,7 @@ class Reader:
         from shoal.sampler.engine import Engine
         from shoal.types import Address, SampleRequest, SamplingParams
 
-        self.held, seconds = None, []
+        self.held, seconds, loaded = None, [], Timed(second, self.model)
         engine = Engine(self.model, slots=4, group_size=4, max_prompt_tokens=16, max_completion_tokens=1024,
                         eos_ids=())
         host = EngineHost(lambda purpose, size: engine, shares_memory=False)
@@ -153,7 +149,6 @@ class Reader:
                                    SamplingParams(max_tokens=1024), version=0, exact=False)])
         for number in range(DISPATCHES):
             if number == DISPATCHES // 2:
-                loaded = Timed(second, self.model)
                 host.load(1, loaded)
             seconds.append(timed(host.poll))
         assert engine.version == 1, "the next version was not loaded"
@@ -315,12 +310,12 @@ def measure_stored(args: argparse.Namespace) -> None:
                 writes.append(write)
                 alone.append(first[0])
                 together.append(max(seconds for seconds, _ in found))
-                held = max(held, *(size for _, size in found[1:]))  # which still hold the version before
+                held = max([held, *(size for _, size in found[1:])])  # which still hold the version before
         pauses = []
         if not args.no_pause:
             for reader in readers[1:]:
                 reader.ask("drop")
-            pauses.append(readers[0].ask("pause", channel.stored[args.repeat - 1], stored))
+            pauses.append(readers[0].ask("pause", *(channel.stored[args.repeat - back] for back in (1, 0))))
         line(args.part, trainer, writes, alone, together, held / trainer.bytes, pauses)
 
 

@@ -61,7 +61,7 @@ class FakeManifest:
     def exists(self) -> bool:
         return self.version in self.channel.versions
 
-    def fetch(self) -> dict[str, np.ndarray]:
+    def fetch(self, wait: bool = True) -> dict[str, np.ndarray]:
         return self.channel.versions[self.version]
 
 
@@ -73,6 +73,7 @@ class FakeChannel:
     seconds: float = 0.0  # of a publication
     model: Any = field(default_factory=lambda: VOCABULARY)
     versions: dict[int, Any] = field(default_factory=dict)
+    num_bytes: int = 0
 
     def publish(self, version: int, params: Any) -> dict[str, FakeManifest]:
         time.sleep(self.seconds)

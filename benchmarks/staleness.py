@@ -3,8 +3,10 @@
     python benchmarks/staleness.py [--seeds 0 1 2 3 4] [--modes fixed-0 fixed-1 ...] [--steps 80] [--folder FOLDER]
 
 Each run is `shoal train` with its own process; greedy accuracy on the 500 held-out questions. `newest` asks for as many
-steps ahead as the lag allows, so that samples are as old as they can be. The controls have no correction, and four
-updates for each step: eight versions of lag are then thirty-two updates. A run that has ended is read, not run again.
+steps ahead as the lag allows, so that samples are as old as they can be. `slow`: the sampler
+does so little for each version that a completion lives through several of them. The controls have no correction, and
+four updates for each step: eight versions of lag are then thirty-two updates. A run that has ended is read, not run
+again.
 """
 
 from __future__ import annotations
@@ -14,19 +16,24 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from scipy.stats import t as student
 
 OWN_DEVICES = ("mesh.trainer=1", "mesh.sampler=1", "train.versions=newest")
 CONTROL = ("train.max_staleness=8", "algorithm.num_minibatches=4")
+STEPS_A_VERSION, CHUNK = 2, 8
 MODES = {
     "fixed-0": (),
     "fixed-1": ("train.max_staleness=1",),
     "fixed-4": ("train.max_staleness=4",),
     "newest-1": (*OWN_DEVICES, "train.max_staleness=1", "train.ahead=1"),
     "newest-4": (*OWN_DEVICES, "train.max_staleness=4", "train.ahead=4"),
+    "newest-4-slow": (*OWN_DEVICES, "train.max_staleness=4", "train.ahead=4", "sampling.slots_per_device=1280"),
     "control-corrected": CONTROL,
     "control": (*CONTROL, "algorithm.correction=none"),
 }
@@ -38,14 +45,52 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     place = folder / f"{mode}-seed{seed}"
     if (found := last_accuracy(place, steps)) is None:
         flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2" * (mode[:6] == "newest")
-        command = [sys.executable, "-m", "shoal.cli", "train", *MODES[mode], f"seed={seed}", f"steps={steps}",
-                   "train.pass_k=0", f"run_name={place.name}", f"base_output_directory={folder}"]
+        program = [__file__, "--slow"] if mode[-4:] == "slow" else ["-m", "shoal.cli", "train"]
+        command = [sys.executable, *program, *MODES[mode], f"seed={seed}", f"steps={steps}", "train.pass_k=0",
+                   f"run_name={place.name}", f"base_output_directory={folder}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "XLA_FLAGS": flags.strip()})
         found = last_accuracy(place, steps)
         assert found is not None, place
     metrics = lines(place / "metrics.jsonl")
     return {"accuracy": found, "age": mean(one["staleness"] for one in metrics),
             "ess": mean(one["sampler_gap/ess"] for one in metrics)}
+
+
+def train_slowly(words: Sequence[str]) -> None:
+    """`shoal train` with a sampler that stands still after STEPS_A_VERSION compiled steps of CHUNK tokens, until the
+    next version is published or the trainer waits for its groups."""
+    from shoal.sampler import programs
+
+    programs.CHUNK = CHUNK
+    from shoal import cli
+    from shoal.rollout.fleet import Fleet
+    from shoal.rollout.host import EngineHost
+
+    poll, take, publish, steps, changed = EngineHost.poll, Fleet.take, Fleet.publish, [0], threading.Condition()
+    taking = [0]
+
+    def slow_poll(self: EngineHost) -> dict[int, list[Any]]:
+        with changed:
+            changed.wait_for(lambda: steps[0] < STEPS_A_VERSION or taking[0] > 0)
+            steps[0] += 1
+        return poll(self)
+
+    def noted_take(self: Fleet, *args: Any) -> list[Any]:
+        with changed:
+            taking[0] += 1
+            changed.notify_all()
+        groups = take(self, *args)
+        taking[0] -= 1
+        return groups
+
+    def noted_publish(self: Fleet, *args: Any, **kwargs: Any) -> None:
+        publish(self, *args, **kwargs)
+        with changed:
+            steps[0] = 0
+            changed.notify_all()
+
+    EngineHost.poll, Fleet.take, Fleet.publish = slow_poll, noted_take, noted_publish
+    sys.exit(cli.main(["train", *words]))
 
 
 def last_accuracy(place: Path, steps: int) -> float | None:
@@ -66,6 +111,8 @@ def interval(differences: list[float]) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--slow"]:
+        train_slowly(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))

@@ -101,10 +101,10 @@ class TornManifest:
     def exists(self) -> bool:
         return self.manifest.exists
 
-    def fetch(self) -> Any:
+    def fetch(self, wait: bool = True) -> Any:
         if self.host.plan.interrupts(self.host.torn):
             self.host.dead = "killed while it read weights"
-        return self.manifest.fetch()
+        return self.manifest.fetch(wait)
 
 
 class UnrulyHost:

@@ -315,6 +315,7 @@ class RolloutStats:
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
     failures: list[Failure] = field(default_factory=list)
     unchanged: int = 0  # publications of the weights of the publication before
+    publish: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("seconds", "bytes", "pause_seconds"), 0.0))
     sampler_idle: float | None = None  # share of the places, over the time since, that drew nothing; None: not counted
     queue: dict[str, int] = field(default_factory=dict)  # groups that wait, run, or are sampled and not handed over
     fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
@@ -329,8 +330,10 @@ class Manifest(Protocol):
         """False once nobody may ask for this version any more."""
         ...
 
-    def fetch(self) -> Params:
-        """The weights, of the sampler's type and layout. LookupError unless it exists."""
+    def fetch(self, wait: bool = True) -> Params | None:
+        """The weights, of the sampler's type and layout. LookupError unless it exists.
+
+        `wait=False`: None where they are not there yet; they are read in the background until a later call."""
         ...
 
 
@@ -344,6 +347,7 @@ class HostProgress:
     dispatches: int = 0  # compiled steps whose tokens have arrived
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
+    pause_seconds: float = 0.0  # in which its compiled steps stood still to load weights
     busy_seconds: float = 0.0  # in which it had completions to sample
     differs: bool = False  # it draws otherwise than the first host, and samples nevertheless
 

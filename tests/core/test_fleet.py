@@ -504,7 +504,7 @@ class Weights:
     def __init__(self, params: Any) -> None:
         self.params, self.exists, self.fetched = params, True, 0
 
-    def fetch(self) -> Any:
+    def fetch(self, wait: bool = True) -> Any:
         self.fetched += 1
         return self.params
 
@@ -552,7 +552,7 @@ def test_newest_weights_that_were_released_are_passed_over():
     than it may."""
 
     class Released(Weights):
-        def fetch(self) -> Any:
+        def fetch(self, wait: bool = True) -> Any:
             self.fetched += 1
             self.exists = False
             raise LookupError("released")
@@ -564,12 +564,52 @@ def test_newest_weights_that_were_released_are_passed_over():
     assert versions(found[0]) == {0} and gone.fetched == 1
     host.load(2, Released(None))
     host.submit([sample(1, 1, exact=False)])
-    assert host.poll() == {} and not host.idle
+    assert host.poll() == {} and not host.idle and host.stuck
     host.load(3, Weights(random_parameters(PLAINEST, seed=1)))
     assert versions(run(host)[1]) == {3}
     host.submit([sample(2, 4, exact=False)])
     with pytest.raises(RuntimeError, match=r"version 4 is requested, but only \[0, 3\] are published"):
         host.poll()
+
+
+def test_newest_weights_are_read_while_completions_go_on():
+    """Also where newer ones are published before they are there."""
+
+    class Slow(Weights):
+        def fetch(self, wait: bool = True) -> Any:
+            self.fetched += 1
+            return self.params if wait or self.fetched > 1 else None
+
+    def before_poll(number: int) -> None:
+        if number in (1, 2):
+            host.load(number, slow[number - 1])
+
+    host, slow = engine_host(), [Slow(random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)]
+    host.load(0, Weights(random_parameters(PLAINEST)))
+    host.submit([sample(number, 0, exact=False) for number in range(6)])
+    found = run(host, before_poll)
+    assert set.union(*map(versions, found.values())) == {0, 1, 2} and [one.fetched for one in slow] == [2, 2]
+    assert 0 < host.progress().pause_seconds < host.progress().busy_seconds
+
+
+def test_a_thread_that_cannot_sample_waits():
+    """For weights that the trainer has not published yet: it asks its host no more often than it is called."""
+    polls, polled = [], threading.Event()
+
+    def poll() -> dict[int, list[Completion]]:
+        polls.append(1)
+        polled.set()
+        return {}
+
+    host: Any = SimpleNamespace(idle=False, stuck=True, poll=poll, progress=HostProgress, load=lambda *_: None,
+                                close=lambda: None)
+    with closing(ThreadHost(host, lambda: None, "t")) as thread:
+        for number in range(3):
+            polled.clear()
+            thread.load(number, Weights(None))
+            assert polled.wait(60)
+        time.sleep(0.02)
+        assert len(polls) == 3
 
 
 def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
@@ -603,7 +643,8 @@ def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
 
 LAGGING = ("steps=5", "train.pass_k=0", "train.max_staleness=2", "train.evaluate_every=2", "checkpoint_period=1",
            "sampling.slots_per_device=8", "mesh.trainer=1")
-CLOCKS = ("time/", "throughput/", "memory/", "mfu", "compil", "sampler/places", "idle/", "queue/", "fleet/")
+CLOCKS = ("time/", "throughput/", "memory/", "mfu", "compil", "sampler/places", "idle/", "queue/", "fleet/",
+          "publish/")
 
 
 @pytest.fixture(scope="module")
@@ -639,6 +680,8 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     assert tokens == same and tokens["sampled"] == tokens["trained"] + tokens["evaluated"] and not tokens["unused"]
     rows = metrics(apart)
     assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
+    assert all(row["publish/bytes"] > 0 and row["publish/seconds"] > 0 for row in rows)
+    assert {row["publish/bytes"] for row in metrics(together)} == {0}  # the trainer's arrays themselves
     assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)
     assert_equal(apart, together)
 

@@ -331,9 +331,24 @@ def test_layers_beyond_what_a_position_can_count_differ(monkeypatch):
     assert len({before, int(array_checksum(a, number)), int(array_checksum(a[[2, 1, 0, 3]], number))}) == 3
 
 
-def test_checksum_of_half_precision():
-    tree = {"a": jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4)}
-    assert int(checksum(tree)) != int(checksum({"a": -tree["a"]}))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4, 6), (4, 3, 16)])
+def test_checksums_are_those_of_their_definition(shape, dtype):
+    """However neighbours are added, and from any layout: by integers of any size, an element at a time."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        return x ^ x >> 16
+
+    array = jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+    bits = np.asarray(array).reshape(-1).view(np.uint32 if dtype == jnp.float32 else np.uint16)
+    expected = sum(mix(int(one) ^ mix((place + mix(8)) % 2**32)) for place, one in enumerate(bits)) % 2**32
+    split = jax.device_put(array, jax.sharding.NamedSharding(
+        roles(tensor=2).trainer.mesh, jax.sharding.PartitionSpec(*(None,) * (len(shape) - 1), *("tensor",)
+                                                                  if shape and shape[-1] % 2 == 0 else ())))
+    assert int(array_checksum(array, jnp.uint32(7))) == int(jax.jit(array_checksum)(split, np.uint32(7))) == expected
+    assert int(checksum({"a": array})) != int(checksum({"a": -array}))
 
 
 # Meshes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,11 @@ import numpy as np
 import pytest
 from small import FULLEST, QWEN3, random_parameters, roles
 
+from shoal.model import tensor_file
 from shoal.model.transformer import Model
 from shoal.rollout import file_store
 from shoal.rollout.file_store import FileStore, StoredFiles, in_memory
-from shoal.rollout.publish import StoredChannel
+from shoal.rollout.publish import StoredChannel, StoredManifest
 from shoal.types import ShoalError
 
 
@@ -36,7 +39,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [{}, {"data": 2, "tensor": 2}])
-def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(folder, dtype, shape):
+def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(folder, monkeypatch, dtype, shape):
+    monkeypatch.setattr(tensor_file, "PART_BYTES", 1000)  # several threads write one tensor
     model = Model(FULLEST, roles(**shape).sampler, dtype)
     params = random_parameters(FULLEST)
     trainer = jax.device_put(params, jax.tree.map(
@@ -96,6 +100,28 @@ def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
     made.close()
 
 
+def test_a_version_is_read_in_the_background(folder):
+    model, params, gate = Model(QWEN3, roles().sampler), random_parameters(QWEN3), threading.Event()
+    made = channel(folder, model)
+    manifest = made.publish(1, params)["far"]
+
+    class Slow:
+        exists, version = True, 1
+
+        def read(self, model: Model) -> Any:
+            assert gate.wait(60)
+            return manifest.stored.read(model)
+
+    slow = StoredManifest(Slow(), model)  # type: ignore[arg-type]
+    assert slow.fetch(wait=False) is None and slow.fetch(wait=False) is None
+    gate.set()
+    assert bits(slow.fetch()) == bits(params) == bits(manifest.fetch())
+    made.release(lambda _: False)
+    with pytest.raises(LookupError, match="version 1 is not in"):
+        slow.fetch()
+    made.close()
+
+
 def test_weights_that_were_changed_are_not_sampled_from(folder):
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
     made = channel(folder, model)
@@ -108,7 +134,7 @@ def test_weights_that_were_changed_are_not_sampled_from(folder):
         manifest.fetch()
     other = replace(QWEN3, hidden_size=64)
     with pytest.raises(ShoalError, match="are of another model than this sampler's"):
-        StoredFiles(1, manifest.stored.place).fetch(Model(other, roles().sampler))
+        StoredFiles(1, manifest.stored.place).read(Model(other, roles().sampler))
     made.close()
 
 
@@ -128,7 +154,7 @@ def test_checksums_differ_where_weights_do(folder):
 def test_a_folder_that_is_not_shared_or_takes_nothing_is_one_error(tmp_path):
     with pytest.raises(ShoalError, match=r"publish.folder=/no/where: the weights of version 7 were published there, "
                                          r"but \S+ finds no such folder: give one that trainer and samplers share"):
-        StoredFiles(7, Path("/no/where/shoal-1/000007-1")).fetch(Model(QWEN3, roles().sampler))
+        StoredFiles(7, Path("/no/where/shoal-1/000007-1")).read(Model(QWEN3, roles().sampler))
     (tmp_path / "file").touch()
     with pytest.raises(ShoalError, match=f"publish.folder={tmp_path}/file/below cannot be written: Not a directory"):
         FileStore(tmp_path / "file" / "below")

@@ -30,7 +30,7 @@ from shoal.report.metrics import METRICS, metric
 
 pytestmark = pytest.mark.compile_quickly
 
-CLOCKS = ("time/", "throughput/", "memory/", "compilations")
+CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
 SUMMARY = {"accuracy_before", "accuracy_after", "num_questions", "seconds_total", "seconds_by_phase",
            "sample_tokens_per_second", "train_tokens_per_second", "num_compilations"}
 STYLES = {"llama3": "llama3", "qwen2": "chatml", "qwen3": "chatml"}

@@ -49,7 +49,7 @@ from shoal.types import ShoalError, StopRequested
 
 pytestmark = pytest.mark.compile_quickly
 
-CLOCKS = ("time/", "throughput/", "memory/", "compilations")
+CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
 WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=4")
 
 

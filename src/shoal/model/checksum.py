@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 
 POSITIONS = 2**32
 """Elements of an array whose positions differ in 32 bits."""
+FOLD = 8
+"""Neighbours that a CPU adds first."""
 
 
 @jax.jit
@@ -30,7 +33,18 @@ def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
         number = mixed(number + jax.lax.broadcasted_iota(jnp.uint32, array.shape, 0))
     for axis, size in enumerate(array.shape):
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-    return jnp.sum(mixed(bits.astype(jnp.uint32) ^ mixed(position + number)))
+    terms = mixed(bits.astype(jnp.uint32) ^ mixed(position + number))
+    return jax.lax.platform_dependent(terms, cpu=_fold_and_sum, default=jnp.sum)
+
+
+def _fold_and_sum(terms: jax.Array) -> jax.Array:
+    """The sum of all. XLA for CPU sums a whole array element by element, at 2.4 ns each; a few neighbours it adds by
+    vectors, at 0.35 ns."""
+    size = math.gcd(FOLD, terms.shape[-1]) if terms.ndim else 1
+    if size > 1:
+        folded = jnp.sum(terms.reshape(*terms.shape[:-1], -1, size), axis=-1)
+        terms = jax.lax.optimization_barrier(folded)  # else XLA makes one sum of both
+    return jnp.sum(terms)
 
 
 def mixed(x: jax.Array) -> jax.Array:

@@ -102,6 +102,9 @@ fleet/asked_again | groups | sum | groups asked for again because their host was
 fleet/duplicates | groups | sum | second answers for a group, dropped
 fleet/refused | hosts | last | hosts that draw otherwise than the first: refused, or with newest weights at work
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
+publish/seconds | seconds | sum | publishing weights, which the trainer waits for
+publish/bytes | bytes | sum | copied or written for it; 0 where the sampler uses the trainer's arrays
+publish/pause_seconds | seconds | sum | in which a sampler's compiled steps stood still to load weights, in the mean
 time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples
 time/reward_seconds | seconds | sum | waiting for rewards after sampling ended
@@ -129,7 +132,7 @@ FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{func
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""
 
-_CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/")
+_CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publish/")
 
 
 def is_clock(name: str) -> bool:

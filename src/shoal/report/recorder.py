@@ -112,6 +112,8 @@ class Recorder:
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
+        for name, value in stats.publish.items():
+            metrics.add(f"publish/{name}", value)
         metrics.add("tokens/sampled", stats.tokens)
         metrics.add("sampler/places_drawing", stats.drawing, stats.places)
         metrics.add("time/sample_seconds", stats.sample_seconds)
@@ -235,7 +237,7 @@ class Recorder:
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
-        self.account.update(state["account"])
+        self.account.update(state.get("account", {}))
         self.account["lost"] += token_account(self.account)["unused"]  # with the trainer, which was ended
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]

@@ -376,8 +376,9 @@ class ObjectStore:
     def write(self, version: int, model: Model, params: Params) -> StoredObjects:
         refs, checksums = {}, {}
         try:
-            for name, values, checksums[name] in to_host(model, params):
+            for name, values, sum in to_host(model, params):
                 refs[name] = ray.put(values.reshape(-1).view(np.uint8))
+                checksums[name] = int(sum)
         except ObjectStoreFullError as error:
             raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
                              "larger one (--object-store-memory), or set publish.channel=files") from error
@@ -405,7 +406,7 @@ class StoredObjects:
     def forget(self) -> None:
         self.refs.clear()
 
-    def fetch(self, model: Model) -> Params:
+    def read(self, model: Model) -> Callable[[], Params]:
         if not self.refs:
             raise LookupError(f"version {self.version} is not in Ray's object store any more")
         shapes, refs = tensor_names(model), dict(self.refs)

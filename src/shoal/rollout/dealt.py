@@ -120,18 +120,24 @@ class DealtSource:
             setattr(total, name, max(getattr(total, name), stats[name]))
         for name in ("tokens", "host_tokens", "drawing", "places"):
             setattr(total, name, getattr(total, name) + stats[name])
+        total.publish = _largest(total.publish, stats["publish"])
         total.failures += [Failure(**failure) for failure in stats["failures"]]
         for name, values in stats["logged"].items():
             total.logged.setdefault(name, []).extend(values)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         """The figures of all processes since the last call."""
-        stats = self.stats.pop(purpose, RolloutStats())
-        stats.unchanged = max(stats.unchanged, self.source.read_stats(purpose).unchanged)
+        stats, own = self.stats.pop(purpose, RolloutStats()), self.source.read_stats(purpose)
+        stats.unchanged = max(stats.unchanged, own.unchanged)
+        stats.publish = _largest(stats.publish, own.publish)
         return stats
 
     def close(self) -> None:
         self.source.close()
+
+
+def _largest(figures: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    return {name: max(value, others[name]) for name, value in figures.items()}
 
 
 def _joined(head: dict, groups: Sequence[Group]) -> bytes:

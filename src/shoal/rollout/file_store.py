@@ -66,9 +66,10 @@ class FileStore:
         names, checksums, values = tensor_names(model), {}, to_host(model, params)
 
         def runs(name: str) -> Iterator[tuple[int, np.ndarray]]:
-            written, array, checksums[name] = next(values)
+            written, array, sum = next(values)
             assert written == name
             yield 0, array
+            checksums[name] = int(sum)
 
         write_file(place / WEIGHTS, [_Tensor(name, shape, runs) for name, shape in names.items()],
                    np.dtype(model.dtype))
@@ -111,14 +112,14 @@ class StoredFiles:
     def forget(self) -> None:
         pass
 
-    def fetch(self, model: Model) -> Params:
-        """The parameters; on a CPU, of a file system in memory, the mapped file itself."""
+    def read(self, model: Model) -> Callable[[], Params]:
+        """On a CPU, of a file system in memory, the parameters are the mapped file itself."""
         if not self.place.parent.is_dir():
             raise ShoalError(f"{KEY}={self.place.parent.parent}: the weights of version {self.version} were published "
                              f"there, but {socket.gethostname()} finds no such folder: give one that trainer and "
                              "samplers share, or publish.channel=ray")
         try:
-            return self._fetch(model)
+            return self._read(model)
         except (OSError, ShoalError) as error:
             if not self.exists:
                 raise LookupError(f"version {self.version} is not in {self.place} any more") from error
@@ -127,7 +128,7 @@ class StoredFiles:
             raise ShoalError(f"the weights in {self.place} cannot be read ({error}): check the disk, or choose another "
                              f"{KEY}") from error
 
-    def _fetch(self, model: Model) -> Params:
+    def _read(self, model: Model) -> Callable[[], Params]:
         manifest = json.loads((self.place / MANIFEST).read_text(encoding="utf-8"))
         declared, file = manifest["tensors"], self.place / manifest["place"]
         shapes = {name: tuple(one["shape"]) for name, one in declared.items()}

@@ -110,12 +110,17 @@ class Fleet:
         with self._changed:
             self.keep_from = version if keep_from is None else keep_from
             self._release()  # before the new version: on a device that is nearly full both may not fit
+        started = time.perf_counter()
         manifests = self.channel.publish(version, params)  # without the lock: hosts go on meanwhile
+        seconds = time.perf_counter() - started
         given = min(jax.tree.leaves(params), key=lambda leaf: leaf.nbytes)
         with self._changed:
             # An update makes new arrays, so those of the last version are its old weights.
             last, self._last = self._last, (version, given)
-            self._stats[Purpose.TRAIN].unchanged += last is not None and last[0] != version and last[1] is given
+            stats = self._stats[Purpose.TRAIN]
+            stats.unchanged += last is not None and last[0] != version and last[1] is given
+            stats.publish["seconds"] += seconds
+            stats.publish["bytes"] += self.channel.num_bytes
             for name, manifest in manifests.items():
                 self._ask(self.members[name], lambda host, one=manifest: host.load(version, one))
         self.woken.set()
@@ -167,6 +172,7 @@ class Fleet:
             stats.drawing, stats.places = stats.drawing + member.total.drawing, stats.places + member.total.places
             stats.host_tokens += member.total.tokens
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
+            stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
             member.total = HostProgress()
         if not self.by_itself:
             # In the caller's thread rewards that are called there, and texts, are part of sampling.

@@ -33,6 +33,8 @@ class EngineHost:
     _running: set[int] = field(default_factory=set)  # ids in the engine
     _manifests: dict[int, Manifest] = field(default_factory=dict)
     _newest: int = -1  # of the versions that `load` has named
+    _reading: tuple[int, Manifest] | None = None  # the version that is read while others sample
+    stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
 
@@ -66,7 +68,8 @@ class EngineHost:
         started = time.perf_counter()
         self._feed()
         engine = self._engine
-        if engine is None or engine.idle:
+        self.stuck = engine is None or engine.idle
+        if engine is None or self.stuck:
             return {}
         if not self._exact:
             self._load_newest(engine)
@@ -110,21 +113,33 @@ class EngineHost:
         if not request.exact:
             return self._load_newest(engine) >= request.version
         if engine.parameters is None or engine.version != request.version:
-            engine.load(request.version, self._manifests[request.version].fetch())
+            self._load(engine, request.version, self._manifests[request.version])
         return True
 
     def _load_newest(self, engine: Engine) -> int:
-        """Loads the newest version that can be fetched, if it is newer; which one the engine then has, -1 for none."""
-        newest = max(self._manifests, default=-1)
-        if newest >= 0 and (engine.parameters is None or engine.version < newest):
-            manifest = self._manifests[newest]
+        """Loads the newest version that can be fetched, if it is newer, or goes on reading it in the background; which
+        one the engine then has, -1 for none."""
+        newest, manifest = max(self._manifests.items(), default=(-1, None))
+        if self._reading is not None and not engine.idle and self._reading[0] > engine.version:
+            newest, manifest = self._reading  # with newer ones always preferred a slow host would never end reading
+        if manifest is not None and (engine.parameters is None or engine.version < newest):
             try:
-                engine.load(newest, manifest.fetch())
+                self._reading = None if self._load(engine, newest, manifest) else (newest, manifest)
             except LookupError:
                 if manifest.exists:
                     raise
-                del self._manifests[newest]  # the trainer releases a version before it copies the next
+                self._reading = None
+                self._manifests.pop(newest, None)  # the trainer releases a version before it copies the next
+                return self._load_newest(engine)
         return -1 if engine.parameters is None else engine.version
+
+    def _load(self, engine: Engine, version: int, manifest: Manifest) -> bool:
+        """Gives the engine a version's weights; False where it samples, and they are not there yet."""
+        started = time.perf_counter()
+        if (params := manifest.fetch(wait=engine.idle)) is not None:
+            engine.load(version, params)
+        self.state.pause_seconds += time.perf_counter() - started
+        return params is not None
 
 
 class ThreadHost:
@@ -188,13 +203,13 @@ class ThreadHost:
             self.host.close()
 
     def _wait_for_calls(self) -> bool:
-        """Makes the calls that have come, and waits for some while there is nothing to sample; False once closed."""
+        """Makes the calls that have come, and waits for some while nothing can be sampled; False once closed."""
         with self._changed:
             while not self._closed:
                 calls, self._calls = self._calls, deque()
                 for call in calls:
                     call()
-                if not self.host.idle:
+                if not self.host.idle and (calls or not self.host.stuck):
                     return True
                 if not calls:
                     self._changed.wait()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -100,23 +101,39 @@ def tensor_names(model: Model) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): spec.shape for path, spec in specs}
 
 
-def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Name, values in the sampler's type, and checksum of each parameter, layers stacked. One at a time is on the host,
-    and of one alone is there a copy on the trainer's devices."""
+def num_bytes(model: Model) -> int:
+    """Bytes of the parameters in the sampler's type."""
+    return sum(map(math.prod, tensor_names(model).values())) * np.dtype(model.dtype).itemsize
+
+
+def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array]]:
+    """Name, values in the sampler's type, and checksum (computed meanwhile) of each parameter, layers stacked. One at a
+    time is on the host, and of one alone is there a copy on the trainer's devices."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         params = dataclasses.replace(params, blocks=jax.tree.map(lambda *layers: jnp.stack(layers), *params.blocks))
     for number, (name, leaf) in enumerate(zip(tensor_names(model), jax.tree.leaves(params), strict=True)):
         cast = leaf.astype(model.dtype)
-        yield name, np.asarray(cast), int(_sum(cast, np.uint32(number)))
+        sum = _sum(cast, np.uint32(number))
+        yield name, np.asarray(cast), sum
 
 
-def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int], place: str) -> Params:
-    """The parameters that `to_host` gave, laid out for `model`; `read` gives a tensor by name, `place` says of where.
+def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int],
+              place: str) -> Callable[[], Params]:
+    """Brings what `to_host` gave to the devices of `model`; `read` gives a tensor by name, `place` says of where.
+
+    No program runs, so a sampler may go on meanwhile. What is returned gives the parameters, once; it raises
     ShoalError where one differs."""
+    specs = jax.tree.leaves(param_specs(model.architecture), is_leaf=is_param_spec)
+    arrays = [jax.device_put(read(name), spec.sharding(model.role))
+              for name, spec in zip(tensor_names(model), specs, strict=True)]
+    return partial(_verified, model, jax.block_until_ready(arrays), checksums, place)
+
+
+def _verified(model: Model, held: list[jax.Array], checksums: Mapping[str, int], place: str) -> Params:
     specs, structure = jax.tree.flatten(param_specs(model.architecture), is_leaf=is_param_spec)
     is_apart, arrays, sums = reads_layers_apart(model.role), [], []
-    for number, (name, spec) in enumerate(zip(tensor_names(model), specs, strict=True)):
-        array = jax.device_put(read(name), spec.sharding(model.role))
+    for number, spec in enumerate(specs):
+        array = held.pop(0)  # of one alone are there both the stacked layers and the layers apart
         sums.append(_checksum(model)(array, np.uint32(number)))
         arrays.append(_layers(model)(array) if is_apart and spec.axes[0] == "layers" else array)
     for (name, expected), found in zip(checksums.items(), jax.device_get(sums), strict=True):

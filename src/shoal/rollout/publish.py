@@ -10,11 +10,14 @@ trainer never waits for a host, nor a host for the trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import jax
+
 from shoal.model.transformer import Model
-from shoal.rollout.publication import part_of, publish_to, published_shapes
+from shoal.rollout.publication import num_bytes, part_of, publish_to, published_shapes
 from shoal.types import Manifest, Params
 
 
@@ -25,6 +28,11 @@ class Channel(Protocol):
     def model(self) -> Model: ...
     @property
     def versions(self) -> Mapping[int, Params]: ...
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the last publication copied or wrote."""
+        ...
+
     def manifest(self, version: int, host: str) -> Manifest: ...
     def publish(self, version: int, params: Params) -> dict[str, Manifest]: ...
     def release(self, needed: Callable[[int], bool]) -> None: ...
@@ -42,11 +50,14 @@ class MemoryChannel:
     model: Model
     parts: Mapping[str, Model]
     versions: dict[int, Params] = field(default_factory=dict)
+    num_bytes: int = 0
 
     def publish(self, version: int, params: Params) -> dict[str, Manifest]:
         """Copies the weights where the sampler has other devices, types or layouts (compared by checksum); the manifest
         of each host."""
-        self.versions[version] = publish_to(self.model, params)
+        published, given = publish_to(self.model, params), set(map(id, jax.tree.leaves(params)))
+        self.versions[version] = published
+        self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in given)
         return {name: self.manifest(version, name) for name in self.parts}
 
     def manifest(self, version: int, host: str) -> Manifest:
@@ -76,7 +87,7 @@ class MemoryManifest:
     def exists(self) -> bool:
         return self.version in self.channel.versions
 
-    def fetch(self) -> Params:
+    def fetch(self, wait: bool = True) -> Params:
         params = self.channel.versions[self.version]
         return params if self.model == self.channel.model else part_of(self.model, params)
 
@@ -88,8 +99,9 @@ class Stored(Protocol):
     def version(self) -> int: ...
     @property
     def exists(self) -> bool: ...
-    def fetch(self, model: Model) -> Params:
-        """The weights, laid out for `model` and verified. LookupError once it is gone."""
+    def read(self, model: Model) -> Callable[[], Params]:
+        """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once.
+        LookupError once the version is gone."""
         ...
 
     def forget(self) -> None:
@@ -118,6 +130,10 @@ class StoredChannel:
     @property
     def versions(self) -> Mapping[int, Params]:
         return StoredVersions(self.stored, self.model)
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.model)
 
     def publish(self, version: int, params: Params) -> dict[str, Manifest]:
         before, self.stored = self.stored.get(version), self.stored | {version: self.store.write(version, self.model,
@@ -149,7 +165,7 @@ class StoredVersions(Mapping[int, Params]):
     model: Model
 
     def __getitem__(self, version: int) -> Params:
-        return self.stored[version].fetch(self.model)
+        return self.stored[version].read(self.model)()
 
     def __contains__(self, version: object) -> bool:
         return version in self.stored
@@ -161,16 +177,26 @@ class StoredVersions(Mapping[int, Params]):
         return len(self.stored)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoredManifest:
     """A stored version, and the devices that a host fetches it to."""
 
     stored: Stored
     model: Model
+    _reading: Future[Callable[[], Params]] | None = None
 
     @property
     def exists(self) -> bool:
         return self.stored.exists
 
-    def fetch(self) -> Params:
-        return self.stored.fetch(self.model)
+    def fetch(self, wait: bool = True) -> Params | None:
+        # In the background nothing is computed: programs of two threads may reach several devices in different orders,
+        # and then wait for each other.
+        if self._reading is None:
+            pool = ThreadPoolExecutor(1, "weights")
+            self._reading = pool.submit(self.stored.read, self.model)
+            pool.shutdown(wait=False)
+        if not wait and not self._reading.done():
+            return None
+        reading, self._reading = self._reading, None
+        return reading.result()()

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from shoal.config.schema import Config, PublishSection
 from shoal.files import check_local
 from shoal.mesh import Roles
@@ -19,7 +17,7 @@ from shoal.rollout.file_store import KEY, FileStore, default_folder
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.publication import tensor_names
+from shoal.rollout.publication import num_bytes
 from shoal.rollout.publish import Channel, MemoryChannel, Store, StoredChannel
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
 from shoal.run.workers import ray_fleet
@@ -79,5 +77,7 @@ def make_store(section: PublishSection, model: Model, cluster: Cluster | None = 
         from shoal.rollout.cluster import ObjectStore
 
         return ObjectStore()
-    num_bytes = sum(map(np.prod, tensor_names(model).values())) * np.dtype(model.dtype).itemsize
-    return FileStore(folder if folder != Path() else default_folder(int(num_bytes)))
+    store = FileStore(folder if folder != Path() else default_folder(num_bytes(model)))
+    if cluster is not None and cluster.connection.watcher is not None:
+        cluster.connection.watcher.remove(store.folder)
+    return store

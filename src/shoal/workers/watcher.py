@@ -1,17 +1,19 @@
-"""Ends processes that others started for this one, where this one is killed and can end nothing."""
+"""Ends processes that others started for this one, and removes folders, where this one is killed and can do nothing."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 MARK = "SHOAL_ENDS_WITH"
 
 _WATCH = """
-import os, signal, sys, time
+import os, shutil, signal, sys, time
 mark = sys.argv[1].encode()
-sys.stdin.buffer.read()  # until the process that is watched has ended, however it did
+folders = sys.stdin.buffer.read().split(bytes(1))  # until the process that is watched has ended, however it did
 for _ in range(5):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -29,11 +31,13 @@ for _ in range(5):
     if not found:
         break
     time.sleep(0.2)
+for folder in filter(None, folders):
+    shutil.rmtree(folder, ignore_errors=True)
 """
 
 
 class Watcher:
-    """Once this process has ended, kills all that were started with `environment` in theirs."""
+    """Once this process has ended, kills all that were started with `environment` in theirs, and removes folders."""
 
     def __init__(self) -> None:
         self.environment = {MARK: uuid.uuid4().hex}
@@ -42,8 +46,14 @@ class Watcher:
         self._process = subprocess.Popen([sys.executable, "-ISc", _WATCH, f"{name}={value}"], stdin=subprocess.PIPE,
                                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
+    def remove(self, folder: Path) -> None:
+        """Has a folder removed once this process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(os.fsencode(folder) + bytes(1))
+        self._process.stdin.flush()
+
     def close(self) -> None:
-        """Kills them now."""
+        """Kills and removes them now."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

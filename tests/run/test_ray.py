@@ -96,7 +96,7 @@ def attacking(monkeypatch, attacks: dict[int, signal.Signals]) -> list[int]:
         submit(self, requests)
         calls += 1
         if calls in attacks:
-            os.kill(self._joined.pid, attacks[calls])
+            os.kill(self._place.pid, attacks[calls])
             sent.append(attacks[calls])
 
     monkeypatch.setattr(cluster.RayHost, "submit", attacked)
@@ -152,7 +152,7 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, word
     (("sampler.resources.unicorn=1", "ray.wait_seconds=1"),
      "of sampler.workers=1, which ask for 1 unicorn each, 0 started in ray.wait_seconds=1; the cluster has 8 CPU"),
     (("sampler.devices_per_worker=99", "sampler.resources.CPU=1", "sampler.restarts=0"),
-     "no sampler host is left: sampler host worker 0 is lost: it could not start: shoal.types.ShoalError: "
+     "no sampler host is left: sampler host worker 0 is lost: it could not start: "
      "sampler.devices_per_worker=99: a worker finds 8 of kind cpu"),
 ])
 def test_a_cluster_without_room_and_workers_that_cannot_start_are_one_error(workshop, words, nodes, capsys, changes,
@@ -203,16 +203,15 @@ def test_a_host_that_draws_otherwise_is_refused_or_counted():
         made = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, strict, {"python": "3.11"}, said.append)
         made.join("worker 0", proof())
         made.join("worker 1", proof())
-        assert made.alive == {"worker 0", "worker 1"} and not said
+        assert not said
         if strict:
             with pytest.raises(HostLost, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; refused, "
                                                r"as train.versions=fixed promises"):
                 made.join("worker 2", other)
-            assert made.alive == {"worker 0", "worker 1"}
         else:
             made.join("worker 2", other)
             made.join("worker 2", other)  # started again
-            assert made.alive >= {"worker 2"} and made.different == {"worker 2"} and len(said) == 1
+            assert made.different == {"worker 2"} and len(said) == 1
     fresh = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, True, {"python": "3.12"}, said.append)
     with pytest.raises(HostLost, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
         fresh.join("worker 0", proof())

@@ -121,6 +121,7 @@ class SleepingEngine:
     token_seconds: float
     version: int = -1
     parameters: Any = None
+    starting: bool = False
     sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion
 
     def __post_init__(self) -> None:

@@ -13,12 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from ray.cluster_utils import Cluster as Nodes
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
@@ -26,6 +29,7 @@ from shoal.config.cluster_sections import SamplerSection
 from shoal.config.schema import Config
 from shoal.rollout import cluster
 from shoal.rollout.proof import Proof
+from shoal.rollout.publish import StoredManifest
 from shoal.run.preflight import settings
 from shoal.types import HostLost, ShoalError
 
@@ -186,6 +190,56 @@ def test_no_process_is_left_when_the_trainer_ends(workshop, words, nodes, number
         assert trainer.wait(60) == (130 if number == signal.SIGTERM else -signal.SIGKILL)
         reader.join()
     wait_for(lambda: not workers_of(nodes))
+
+
+class Actor:
+    """In place of a worker: every call of a method is noted, and answered when the test does so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple, Future]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> Any:
+            self.calls.append((name, args, Future()))
+            return SimpleNamespace(future=lambda answer=self.calls[-1][2]: answer)
+
+        return SimpleNamespace(remote=remote)
+
+    def answer(self, name: str, value: Any) -> None:
+        next(answer for called, _, answer in self.calls if called == name).set_result(value)
+
+
+def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_is_not_late(monkeypatch):
+    actor, made = Actor(), cluster.Cluster(cluster.Connection(""), 1, {"CPU": 9}, 300.0, {}, True, {}, print)
+    monkeypatch.setattr(cluster.Cluster, "make_actor", lambda self, name: actor)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0})
+    host = cluster.RayHost("worker 0", made)
+    for version in range(3):
+        host.load(version, StoredManifest(SimpleNamespace(version=version, exists=version != 1), None))
+    assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
+    host.started -= 400
+    with pytest.raises(ShoalError, match=r"of sampler\.workers=1, which ask for 9 CPU each, 0 started"):
+        host.poll()
+    actor.answer("place", cluster.Place("a node", 0))
+    host.poll()
+    host.started -= 400  # it compiles
+    assert not host.poll() and host.progress().capacity < 0
+    host.started -= 400
+    with pytest.raises(HostLost, match="it was not ready to sample 800 s after its process had started"):
+        host.poll()
+    actor.answer("join", cluster.Joined(proof(), capacity=8))
+    host.poll()
+    assert host.progress().capacity == 8
+    assert [args[0].version for name, args, _ in actor.calls if name == "load"] == [0, 2]
+
+
+def test_the_reason_of_a_workers_end_is_one_line():
+    made = cluster.Cluster(cluster.Connection(""), 1, {}, 1.0, {}, True, {}, print)
+    for error, reason in (
+            (OutOfMemoryError("killed ... 3.46GB used / 23.54GB limit (0.146)\n... pid=11128, actual memory"),
+             "Ray has killed it, as the memory of its machine ran out (3.46GB used / 23.54GB limit): lower sampling.s"),
+            (ActorUnavailableError("The task may or may not have run", b"0" * 16), "it cannot be reached")):
+        assert made.reason(error).startswith(reason) and "\n" not in made.reason(error)
 
 
 def proof(facts: dict[str, str] | None = None, token: int = 3, logprob: float = -1.0) -> Proof:

@@ -35,6 +35,7 @@ class EngineHost:
     _newest: int = -1  # of the versions that `load` has named
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
+    _loading: bool = False
 
     def load(self, version: int, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
@@ -51,7 +52,13 @@ class EngineHost:
             self._engine.cancel(id)
 
     def progress(self) -> HostProgress:
-        return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1)
+        return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1,
+                       preparing=self.preparing)
+
+    @property
+    def preparing(self) -> bool:
+        """Asked from other threads, too, while this one is busy."""
+        return self._loading or (self._engine is not None and self._engine.starting)
 
     def close(self) -> None:
         self._queue.clear()
@@ -110,7 +117,7 @@ class EngineHost:
         if not request.exact:
             return self._load_newest(engine) >= request.version
         if engine.parameters is None or engine.version != request.version:
-            engine.load(request.version, self._manifests[request.version].fetch())
+            self._load(engine, request.version)
         return True
 
     def _load_newest(self, engine: Engine) -> int:
@@ -119,12 +126,19 @@ class EngineHost:
         if newest >= 0 and (engine.parameters is None or engine.version < newest):
             manifest = self._manifests[newest]
             try:
-                engine.load(newest, manifest.fetch())
+                self._load(engine, newest)
             except LookupError:
                 if manifest.exists:
                     raise
                 del self._manifests[newest]  # the trainer releases a version before it copies the next
         return -1 if engine.parameters is None else engine.version
+
+    def _load(self, engine: Engine, version: int) -> None:
+        self._loading = True
+        try:
+            engine.load(version, self._manifests[version].fetch())
+        finally:
+            self._loading = False
 
 
 class ThreadHost:
@@ -158,7 +172,7 @@ class ThreadHost:
             return answers
 
     def progress(self) -> HostProgress:
-        return self._progress
+        return replace(self._progress, preparing=self.host.preparing)
 
     def close(self) -> None:
         with self._changed:

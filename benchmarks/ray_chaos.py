@@ -57,7 +57,7 @@ class Bench:
     def start(self, name: str, *words: str, own: bool = False, workers: int = 0) -> subprocess.Popen[bytes]:
         """`shoal train` in a process; `own`: it starts Ray itself."""
         cluster = () if not workers else (
-            "sampler.kind=ray", f"sampler.workers={workers}", "sampler.restarts=1000", "sampler.stall_seconds=20",
+            "sampler.kind=ray", f"sampler.workers={workers}", "sampler.restarts=1000", "sampler.stall_seconds=30",
             *(() if own else (f"ray.address={self.nodes.address}",)))
         given = command(self.base, name, [*self.extra, *words, *cluster])[3:]
         with self.log.open("ab") as file:
@@ -187,7 +187,7 @@ def kills(bench: Bench) -> bool:
 
 
 def newest(bench: Bench) -> bool:
-    words = ("train.versions=newest", "train.max_staleness=2", "steps=60", "task.num_eval_questions=128")
+    words = ("train.versions=newest", "train.max_staleness=2", "steps=60", "task.num_eval_questions=64")
     runs = [bench.run(f"newest-{number}", *words, workers=3) for number in range(4)]
     killed = bench.run("newest-killed", *words, workers=3, attack=bench.attacking(50, 0, 59))
     print("\n| newest, k=2, 3 workers | rows, each once | oldest token | workers lost | accuracy at the end | "
@@ -276,7 +276,8 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="what the runs print; a temporary file")
     options = parser.parse_args()
     parts = [word for word in options.words if word in PARTS] or list(PARTS)
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                   "RAY_worker_niceness": "0"}  # by default 15: other programs would starve them
     print(f"seed {options.seed}, {os.cpu_count()} CPU cores", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)

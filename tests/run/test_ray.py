@@ -31,6 +31,7 @@ from shoal.rollout import cluster
 from shoal.rollout.proof import Proof
 from shoal.rollout.publish import StoredManifest
 from shoal.run.preflight import settings
+from shoal.run.workers import open_cluster
 from shoal.types import HostLost, ShoalError
 
 pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
@@ -171,9 +172,30 @@ def test_an_address_where_nothing_answers_and_ray_that_is_missing(workshop, caps
     for address in ("127.0.0.1:1", "127.0.0.1:port"):
         assert cli.main(workshop.words("none", "sampler.kind=ray", f"ray.address={address}")) == 2
         assert f"ray.address={address}: nothing answers there" in capsys.readouterr().err
+    config = Config(sampler=SamplerSection(kind="ray"))
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(ShoalError, match=r"Ray is not installed; pip install 'shoal\[ray\]'"):
-        settings.check_trainable(Config(sampler=SamplerSection(kind="ray")))
+        settings.check_trainable(config)
+    monkeypatch.delattr("shoal.rollout.cluster")
+    monkeypatch.setitem(sys.modules, "shoal.rollout.cluster", None)  # a broken installation of Ray
+    with pytest.raises(ShoalError, match=r"Ray cannot be imported \(.*\); pip install 'shoal\[ray\]'"):
+        open_cluster(config, None, None)
+
+
+def test_workers_of_a_cluster_that_was_started_here_have_the_trainers_priority_and_its_memory(monkeypatch):
+    """Others may get machines at any time, which share no memory."""
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(cluster, "Watcher", lambda: SimpleNamespace(environment={"MARK": "x"}, close=lambda: None))
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda *_, **__: seen.update(os.environ) or SimpleNamespace(
+        dashboard_url=""))
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1"))
+    for address, may_span_machines in (("", False), ("auto", True)):
+        seen.clear()
+        monkeypatch.setattr(cluster._ray_worker, "_worker_logs_enabled", True)
+        made = cluster.Cluster(cluster.connect(address, 1), 1, {}, 1.0, {}, True, {}, print)
+        assert made.may_span_machines == may_span_machines and seen.get("MARK") == (None if address else "x")
+        assert seen["RAY_worker_niceness"] == "0" and not cluster._ray_worker._worker_logs_enabled
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

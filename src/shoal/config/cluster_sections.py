@@ -52,8 +52,8 @@ def _is_amount(entry: str) -> bool:
 class PublishSection:
     channel: Literal["auto", "memory", "files", "ray"] = "auto"
     """How samplers get new weights: the arrays themselves, copied from device to device (memory, of samplers in this
-    process), files in publish.folder, or Ray's objects. auto: memory; of Ray's workers files where all are on this
-    machine or publish.folder is given, else ray."""
+    process), files in publish.folder, or Ray's objects. auto: memory; of Ray's workers files where Ray was started here
+    or publish.folder is given, else ray."""
     folder: str = ""
     """Folder of the files, which trainer and samplers share; empty for one in memory, /dev/shm, where it has room."""
 

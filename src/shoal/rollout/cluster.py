@@ -173,7 +173,7 @@ class RayHost:
             return False
         try:
             joined = self._result(self._joining)
-        except ShoalError as error:
+        except (HostLost, ShoalError) as error:
             raise HostLost(f"it could not start: {error}") from error
         self._cluster.join(self.name, joined.proof)
         self._progress.capacity, self._is_ready = joined.capacity, True
@@ -240,8 +240,9 @@ class Cluster:
     _late: bool = False
 
     @property
-    def several_nodes(self) -> bool:
-        return sum(node["Alive"] for node in ray.nodes()) > 1
+    def may_span_machines(self) -> bool:
+        """True unless Ray was started here: others of a cluster may come at any time, by an autoscaler as well."""
+        return self.connection.watcher is None
 
     def start(self, name: str) -> RayHost:
         """A host that joins as soon as the cluster has room for it and it is ready."""
@@ -320,6 +321,7 @@ def connect(address: str, local_cpus: int) -> Connection:
         _check_answers(address, host, port)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on the trainer's cores they get what it leaves
     # Ray ends its workers with this process, but not its own agents where this process is killed.
     watcher = None if address else Watcher()
     marked = {} if watcher is None else watcher.environment

@@ -27,7 +27,7 @@ from tiny_runs import groups, metrics, parameters_of, same_bits
 from shoal import cli
 from shoal.config.cluster_sections import SamplerSection
 from shoal.config.schema import Config
-from shoal.rollout import cluster
+from shoal.rollout import cluster, member
 from shoal.rollout.proof import Proof
 from shoal.rollout.publish import StoredManifest
 from shoal.run.preflight import settings
@@ -43,7 +43,8 @@ LAGGING = ("steps=4", "train.max_staleness=1", "train.evaluate_every=-1")
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                   "RAY_worker_niceness": "0"}  # else 15: a machine that has other work starves them
     made = Nodes(initialize_head=True, head_node_args={"num_cpus": 8, "object_store_memory": 100 << 20,
                                                        "include_dashboard": False})
     yield made
@@ -115,23 +116,23 @@ def test_files_give_the_bits_of_arrays(workshop, here, tmp_path):
     assert not list(tmp_path.iterdir()), "published files stay behind"
 
 
-def test_one_worker_that_is_killed_gives_the_bits_of_the_callers_thread(workshop, here, words, nodes, monkeypatch,
-                                                                        tmp_path):
-    sent = attacking(monkeypatch, {2: signal.SIGKILL})
+def test_one_worker_that_reads_files_gives_the_bits_of_the_callers_thread(workshop, here, words, nodes, tmp_path):
     assert_same_run(here, workshop.train("one", *LAGGING, *words("publish.channel=files",
                                                                  f"publish.folder={tmp_path}")))
-    assert sent == [signal.SIGKILL]
-    rows = metrics(workshop.runs / "one")
-    assert sum(row["fleet/lost"] for row in rows) == 1 and sum(row["fleet/asked_again"] for row in rows) >= 1
+    assert not list(tmp_path.iterdir()), "published files stay behind"
     wait_for(lambda: not workers_of(nodes))
 
 
 def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(workshop, here, words, nodes,
                                                                               monkeypatch):
-    sent = attacking(monkeypatch, {2: signal.SIGKILL, 4: signal.SIGSTOP})
+    attacks = dict.fromkeys((1, 2, 4, 5, 7, 8), signal.SIGKILL) | {4: signal.SIGSTOP}
+    sent = attacking(monkeypatch, attacks)
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.1)
     assert_same_run(here, workshop.train("three", *LAGGING, *words(
         "sampler.workers=3", "sampler.stall_seconds=4", "sampler.restarts=9", "publish.channel=ray")))
-    assert sent == [signal.SIGKILL, signal.SIGSTOP]
+    assert sent == list(attacks.values())
+    rows = metrics(workshop.runs / "three")
+    assert sum(row["fleet/lost"] for row in rows) >= 6 and sum(row["fleet/asked_again"] for row in rows) >= 6
     wait_for(lambda: not workers_of(nodes))  # the one that is stopped, too
 
 

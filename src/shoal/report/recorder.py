@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,16 +212,16 @@ class Recorder:
                 "totals": dict(self.totals), "watch": self.watch.state(),
                 "seconds_total": time.perf_counter() - self.started}
 
-    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
-        """Continues after `version`: removes what the folder holds of later steps, and the evaluation of `version`
-        unless it was `evaluated` completely."""
+    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()) -> None:
+        """Continues after `version`: removes what the folder holds of later steps, the evaluation of `version` unless
+        it was `evaluated` completely, and those that are asked for `again`."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
-        self.folder.rewind(version, evaluated)
+        self.folder.rewind(version, evaluated, again)
         if missing := self.folder.missing_steps(version):
             self.console.warning(f"metrics.jsonl lacks {count(len(missing), 'step')} up to {version}, the first is "
                                  f"{missing[0]}: they were lost, as in a power cut; the weights are not affected")

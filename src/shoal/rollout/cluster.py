@@ -83,6 +83,7 @@ class Worker:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def join(self) -> Joined:
+        _ray_worker.blocking_get_inside_async_warned = True  # untrue of other threads, and it would be the last line
         host, self._model, proof = await asyncio.to_thread(self._make)  # compiles for minutes, where a model is large
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)

@@ -117,8 +117,11 @@ class Bench:
                     if process.poll() is not None:
                         raise SystemExit(f"{name} ended before it was attacked: {self.log.read_text()[-3000:]}")
                     time.sleep(0.01)
+                pid = self.random.choice(found)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.random.choice(found), number)
+                    os.kill(pid, number)
+                while pid in self.workers():  # on a busy machine a killed process has to wait for its end
+                    time.sleep(0.01)
 
         return attack
 

@@ -308,7 +308,7 @@ class ReadFolder(RunFolder):
     def _open(self) -> None:
         pass
 
-    def rewind(self, version: int, evaluated: bool = True) -> None:
+    def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
         self.last_evaluation = version if evaluated else version - 1
 
     def missing_steps(self, version: int) -> list[int]:

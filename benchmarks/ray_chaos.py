@@ -200,7 +200,7 @@ def newest(bench: Bench) -> bool:
         rows, wanted, found = read(run / "metrics.jsonl"), rows_of(runs[0]), rows_of(run)
         oldest = max(row["staleness/max"] for row in rows)
         accuracy = [row["accuracy"] for row in read(run / "evaluations.jsonl") if row["name"] == "held_out"][-1]
-        reward = sum(row["reward"] for row in rows[-20:]) / 20
+        reward = sum(row["reward/mean"] for row in rows[-20:]) / 20
         once = found == wanted and max(Counter(itertools.chain(*found.values())).values()) == 1
         figures.append((accuracy, reward))
         good &= once and oldest <= 2

@@ -123,6 +123,7 @@ class SleepingEngine:
     version: int = -1
     parameters: Any = None
     tokens: int = 0  # sampled so far
+    starting: bool = False
     sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion
 
     def __post_init__(self) -> None:

@@ -21,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations", "mfu")
+CLOCKS = ("time/", "throughput/", "memory/", "compilations", "mfu", "idle/", "queue/", "publish/", "fleet/",
+          "sampler/places_drawing")
+"""Beginnings of metrics that tell of the machine and of how many hosts sample."""
 
 
 MOST_SECONDS_TO_END = 60
@@ -94,12 +97,14 @@ def check_ends(processes: list[subprocess.Popen[bytes]], text: str, log: Path) -
 
 
 def without_clocks(file: Path) -> list[dict[str, object]]:
-    return [{name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
+    rows = [{name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
             for line in file.read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["step"])  # evaluations beside training are recorded when they are whole
 
 
-def differences(a: Path, b: Path) -> list[str]:
-    """What two finished runs differ in; empty where they are equal bit for bit."""
+def differences(a: Path, b: Path, weights: Sequence[str] = ("state", "published")) -> list[str]:
+    """What two finished runs differ in; empty where they are equal bit for bit. `weights`: of a checkpoint. Which
+    versions are published in it depends on evaluations that are under way, where these stop no training."""
     found = []
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if without_clocks(a / name) != without_clocks(b / name):
@@ -109,7 +114,9 @@ def differences(a: Path, b: Path) -> list[str]:
         found.append("names in groups/")
     found += [name for name in set(groups[0]) & set(groups[1])
               if (a / "groups" / name).read_bytes() != (b / "groups" / name).read_bytes()]
-    sums = [json.loads((run / "checkpoints" / "12" / "extra" / "metadata").read_text())["checksums"] for run in (a, b)]
+    newest = [max((run / "checkpoints").glob("[0-9]*"), key=lambda folder: int(folder.name)) for run in (a, b)]
+    stored = [json.loads((folder / "extra" / "metadata").read_text())["checksums"] for folder in newest]
+    sums = [{name: one[name] for name in weights} for one in stored]
     return found + ([f"checksums {sums}"] if sums[0] != sums[1] else [])
 
 

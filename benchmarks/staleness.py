@@ -26,7 +26,7 @@ from scipy.stats import t as student
 
 OWN_DEVICES = ("mesh.trainer=1", "mesh.sampler=1", "train.versions=newest")
 CONTROL = ("train.max_staleness=8", "algorithm.num_minibatches=4")
-STEPS_A_VERSION, CHUNK = 2, 8
+STEPS_A_VERSION, CHUNK = 1, 8
 MODES = {
     "fixed-0": (),
     "fixed-1": ("train.max_staleness=1",),

@@ -342,6 +342,7 @@ class HostProgress:
     """What a host has done since it started, and how much it can have at once."""
 
     version: int = -1  # of the weights that it samples from; -1: none yet
+    preparing: bool = False  # it reads weights or compiles: no token may arrive for minutes
     capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
     tokens: int = 0  # sampled, those of completions under way and of cancelled ones too
     dispatches: int = 0  # compiled steps whose tokens have arrived

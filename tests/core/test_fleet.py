@@ -77,7 +77,7 @@ class FakeHost:
         self.fault, self.capacity = fault, capacity
         self.queued: list[SampleRequest] = []
         self.versions: list[int] = []
-        self.answered, self.closed, self.cancelled = 0, False, []
+        self.answered, self.closed, self.cancelled, self.preparing = 0, False, [], False
         self.tokens = 0
         self.differs = False
 
@@ -108,8 +108,8 @@ class FakeHost:
         self.queued = [one for one in self.queued if one.id != id]
 
     def progress(self) -> HostProgress:
-        return HostProgress(max(self.versions, default=-1), self.capacity, self.tokens, self.answered,
-                            differs=self.differs)
+        return HostProgress(max(self.versions, default=-1), capacity=self.capacity, tokens=self.tokens,
+                            dispatches=self.answered, preparing=self.preparing, differs=self.differs)
 
     def close(self) -> None:
         self.closed = True
@@ -416,8 +416,14 @@ def test_health_is_progress_and_not_life():
     one.look(start + 1e6)
     one.given[2] = 4
     assert not one.stalled_seconds(start + 1e6 + 59)  # counted from when it had work again
+    host.preparing = True  # a program of other shapes, or weights of a network
+    one.look(start + 1e6 + 59)
+    assert not one.stalled_seconds(start + 1e6 + 59 + 500) and one.stalled_seconds(start + 1e6 + 59 + 700)
+    host.preparing = False
+    one.look(start + 1e6 + 500)
+    assert not one.stalled_seconds(start + 1e6 + 559)  # counted from its end
     one.stall_seconds = 5
-    assert one.stalled_seconds(start + 1e6 + 59)
+    assert one.stalled_seconds(start + 1e6 + 559)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -522,6 +528,21 @@ def run(host: EngineHost, before_poll: Callable[[int], None] = lambda number: No
         before_poll(number)
         found |= host.poll()
     raise AssertionError("the host never ends")
+
+
+def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
+    host, weights, seen = engine_host(), Weights(random_parameters(PLAINEST)), []
+    engine = host.make_engine(Purpose.TRAIN, 4)
+
+    def noting(name: str, call: Callable) -> Callable:
+        return lambda *args: (seen.append((name, host.progress().preparing)), call(*args))[1]
+
+    for owner, name in ((weights, "fetch"), (engine, "_start"), (engine, "_drain_one")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    host.load(0, weights)
+    host.submit([sample(0, 0, exact=True, max_tokens=3)])
+    run(host)
+    assert set(seen) == {("fetch", True), ("_start", True), ("_drain_one", False)} and not host.progress().preparing
 
 
 def versions(completions: list[Completion]) -> set[int]:

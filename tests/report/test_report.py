@@ -323,6 +323,15 @@ def make_group(**changes) -> Group:
     return dataclasses.replace(group, **changes)
 
 
+def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
+    """It was recorded after the checkpoint, in which it was under way."""
+    with RunFolder.create(tmp_path, "run") as folder:
+        for step in (0, 5, 10):
+            folder.write_evaluation(step, "held_out", {"accuracy": 0.5})
+        folder.rewind(6, again=[5])
+        assert list(folder.read_evaluations()) == [0]
+
+
 def test_groups_are_written_with_what_the_trainer_returned(tmp_path):
     with RunFolder.create(tmp_path, "first") as folder:
         logprobs = {(0, 0): np.array([-0.1, -0.2, -0.3], np.float32)}

@@ -25,7 +25,7 @@ class SamplerSection:
     """How often each worker that was lost is started anew, with growing pauses."""
     stall_seconds: float = 0.0
     """How long a worker that has work may make no progress before it is killed; 0 for 20 times the median of its
-    compiled steps, at least 30."""
+    compiled steps, at least 30, and 600 while it reads weights or compiles."""
 
     def __post_init__(self) -> None:
         at_least(self, "sampler.", 1, "workers", "devices_per_worker")
@@ -52,8 +52,8 @@ def _is_amount(entry: str) -> bool:
 class PublishSection:
     channel: Literal["auto", "memory", "files", "ray"] = "auto"
     """How samplers get new weights: the arrays themselves, copied from device to device (memory, of samplers in this
-    process), files in publish.folder, or Ray's objects. auto: memory; of Ray's workers files where all are on this
-    machine or publish.folder is given, else ray."""
+    process), files in publish.folder, or Ray's objects. auto: memory; of Ray's workers files where Ray was started here
+    or publish.folder is given, else ray."""
     folder: str = ""
     """Folder of the files, which trainer and samplers share; empty for one in memory, /dev/shm, where it has room."""
 

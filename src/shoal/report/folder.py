@@ -20,7 +20,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -197,20 +197,23 @@ class RunFolder:
 
     # -- resuming
 
-    def rewind(self, version: int, evaluated: bool = True) -> None:
-        """Removes what was written of the steps after `version`, and its evaluation unless that was complete
-        (`evaluated`); torn lines too."""
-        last_evaluation = version if evaluated else version - 1
+    def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
+        """Removes what was written of the steps after `version`, its evaluation unless that was complete (`evaluated`),
+        and those that are asked for `again`; torn lines too."""
+        def is_kept(number: int) -> bool:
+            return number not in again and number <= version - (not evaluated)
+
         self.metrics.close()
         self.evaluations.close()
-        keep_lines(self.metrics.path, version)
-        keep_lines(self.evaluations.path, last_evaluation)
+        keep_lines(self.metrics.path, lambda step: step <= version)
+        keep_lines(self.evaluations.path, is_kept)
         self.metrics, self.evaluations = JsonlSink(self.metrics.path), JsonlSink(self.evaluations.path)
         with writing(self.groups_path):
             for file in self.groups_path.iterdir() if self.groups_path.is_dir() else ():
                 name, _, number = file.stem.rpartition("_")
-                last = last_evaluation if name.startswith("evaluate") else version
-                if file.name.startswith(".") or (number.isdigit() and int(number) > last):
+                kept = not number.isdigit() or (is_kept(int(number)) if name.startswith("evaluate") else
+                                                int(number) <= version)
+                if file.name.startswith(".") or not kept:
                     file.unlink()
             self.summary_path.unlink(missing_ok=True)
             for number, file in parts_of(self.path).items():
@@ -305,7 +308,7 @@ class ReadFolder(RunFolder):
     def _open(self) -> None:
         pass
 
-    def rewind(self, version: int, evaluated: bool = True) -> None:
+    def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
         self.last_evaluation = version if evaluated else version - 1
 
     def missing_steps(self, version: int) -> list[int]:

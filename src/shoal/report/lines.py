@@ -7,7 +7,7 @@ import enum
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def keep_lines(path: Path, last: int) -> None:
-    """Removes the lines of a file whose `step` is above `last`."""
+def keep_lines(path: Path, is_kept: Callable[[int], bool]) -> None:
+    """Removes the lines of a file whose `step` is not kept."""
     if path.is_file():
-        write_atomically(path, [json_line(line) for line in read_lines(path) if line["step"] <= last])
+        write_atomically(path, [json_line(line) for line in read_lines(path) if is_kept(line["step"])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,9 +230,9 @@ class Recorder:
                 "totals": dict(self.totals), "account": dict(self.account), "watch": self.watch.state(),
                 "seconds_total": time.perf_counter() - self.started}
 
-    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
-        """Continues after `version`: removes what the folder holds of later steps, and the evaluation of `version`
-        unless it was `evaluated` completely."""
+    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()) -> None:
+        """Continues after `version`: removes what the folder holds of later steps, the evaluation of `version` unless
+        it was `evaluated` completely, and those that are asked for `again`."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -241,7 +241,7 @@ class Recorder:
         self.account["lost"] += token_account(self.account)["unused"]  # with the trainer, which was ended
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
-        self.folder.rewind(version, evaluated)
+        self.folder.rewind(version, evaluated, again)
         if missing := self.folder.missing_steps(version):
             self.console.warning(f"metrics.jsonl lacks {count(len(missing), 'step')} up to {version}, the first is "
                                  f"{missing[0]}: they were lost, as in a power cut; the weights are not affected")

@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from ray._private.worker import global_worker as _global_worker  # there is no public name for the folder of logs
-from ray.exceptions import ObjectStoreFullError, RayError, RayTaskError
+from ray._private import worker as _ray_worker  # there is no public name for the folder of logs
+from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.member import FIRST_SECONDS
 from shoal.rollout.proof import Proof
 from shoal.rollout.publication import from_host, tensor_names, to_host
 from shoal.rollout.publish import Stored, StoredManifest
@@ -47,14 +48,18 @@ VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "TPU": "TPU_VISIBLE_CHIPS"}
 """Ray's name of an accelerator -> the variable that says which of them a process may use."""
 
 
-@dataclass(frozen=True)
-class Joined:
+class Place(NamedTuple):
+    """Where the process of a worker is."""
+
+    node: str
+    pid: int
+
+
+class Joined(NamedTuple):
     """What a worker tells when it is ready."""
 
     proof: Proof
     capacity: int
-    node: str
-    pid: int
 
 
 class Worker:
@@ -62,22 +67,26 @@ class Worker:
     the host's proof."""
 
     def __init__(self, name: str, make: Callable[[], tuple[EngineHost, Model, Proof]]) -> None:
-        engine_host, self._model, proof = make()
+        self._name, self._make = name, make
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
         self._stored: dict[int, Stored] = {}
-        node = ray.get_runtime_context().get_node_id()
-        self._joined = Joined(proof, engine_host.capacity, node, os.getpid())
-        self._host = ThreadHost(engine_host, self._wake, name)
 
     def _wake(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
-    # All of these are coroutines, which Ray begins in the order called; only `news` waits, and none waits for it.
+    # All of these are coroutines, which Ray begins in the order called; only `join`, before any but `place`, and `news`
+    # wait, and none waits for them.
+
+    async def place(self) -> Place:
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def join(self) -> Joined:
-        return self._joined
+        _ray_worker.blocking_get_inside_async_warned = True  # untrue of other threads, and it would be the last line
+        host, self._model, proof = await asyncio.to_thread(self._make)  # compiles for minutes, where a model is large
+        self._host = ThreadHost(host, self._wake, self._name)
+        return Joined(proof, host.capacity)
 
     async def load(self, stored: Stored, versions: Sequence[int]) -> None:
         for version in self._stored.keys() - versions:  # that the trainer has released
@@ -104,15 +113,17 @@ class Worker:
 
 
 class RayHost:
-    """A `Host` that is a `Worker`. It has room for requests once the worker is ready and has proved itself.
+    """A `Host` that is a `Worker`. It has room for requests once the worker has a place in the cluster, is ready, and
+    has proved itself.
 
     No call waits for the worker: what it has said since is taken up by the next `poll`."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
         self.name, self._cluster, self.started = name, cluster, time.monotonic()
         self._worker = cluster.make_actor(name)
-        self._joined: Joined | None = None
-        self._joining = self._call(self._worker.join)
+        self._place: Place | None = None
+        self._placing, self._joining = self._call(self._worker.place), self._call(self._worker.join)
+        self._is_ready = False
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._manifests: dict[int, StoredManifest] = {}
@@ -121,7 +132,9 @@ class RayHost:
     def load(self, version: int, manifest: Manifest) -> None:
         assert isinstance(manifest, StoredManifest)
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists} | {version: manifest}
-        self._sent.append(self._call(self._worker.load, manifest.stored, list(self._manifests)))
+        # Calls that wait for a worker which the cluster has no room for would keep every version that they name.
+        if self._is_ready:
+            self._sent.append(self._call(self._worker.load, manifest.stored, list(self._manifests)))
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._sent.append(self._call(self._worker.submit, list(requests)))
@@ -130,13 +143,8 @@ class RayHost:
         self._sent.append(self._call(self._worker.cancel, id))
 
     def poll(self) -> dict[int, list[Completion]]:
-        if self._joined is None:
-            if not self._joining.done():
-                self._cluster.check_late(self)
-                return {}
-            joined = self._joined = self._result(self._joining)
-            self._differs = self._cluster.join(self.name, joined.proof)
-            self._progress.capacity = joined.capacity
+        if not self._is_ready and not self._join():
+            return {}
         for one in [one for one in self._sent if one.done()]:
             self._result(one)
             self._sent.remove(one)
@@ -152,17 +160,40 @@ class RayHost:
     def progress(self) -> HostProgress:
         return replace(self._progress, differs=self._differs)
 
+    def _join(self) -> bool:
+        """Takes up that the worker has a place, and that it is ready; whether it is."""
+        if self._place is None:
+            if not self._placing.done():
+                self._cluster.check_late(self)
+                return False
+            self._place, self.started = self._result(self._placing), time.monotonic()
+            self._cluster.alive.add(self.name)
+        if not self._joining.done():
+            if (seconds := time.monotonic() - self.started) > FIRST_SECONDS:
+                raise HostLost(f"it was not ready to sample {seconds:.0f} s after its process had started")
+            return False
+        try:
+            joined = self._result(self._joining)
+        except (HostLost, ShoalError) as error:
+            raise HostLost(f"it could not start: {error}") from error
+        self._differs = self._cluster.join(self.name, joined.proof)
+        self._progress.capacity, self._is_ready = joined.capacity, True
+        for version, manifest in self._manifests.items():
+            if manifest.exists:
+                self.load(version, manifest)
+        return True
+
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
         with contextlib.suppress(RayError):
             ray.kill(self._worker)
         # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
-        if self._joined is not None and self._joined.node == ray.get_runtime_context().get_node_id():
-            process = Path(f"/proc/{self._joined.pid}")
+        if self._place is not None and self._place.node == ray.get_runtime_context().get_node_id():
+            process = Path(f"/proc/{self._place.pid}")
             with contextlib.suppress(OSError):
                 is_stopped = (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
                 if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
-                    os.kill(self._joined.pid, signal.SIGKILL)
+                    os.kill(self._place.pid, signal.SIGKILL)
 
     def _call(self, method: Any, *args: Any) -> Future:
         try:
@@ -204,14 +235,15 @@ class Cluster:
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
     make: Callable[[], tuple[EngineHost, Model, Proof]] | None = None  # what a worker is made by
-    alive: set[str] = field(default_factory=set)  # hosts that have joined
+    alive: set[str] = field(default_factory=set)  # hosts that have a process
     different: set[str] = field(default_factory=set)  # hosts that draw otherwise
     _first: tuple[str, Proof] | None = None
     _late: bool = False
 
     @property
-    def several_nodes(self) -> bool:
-        return sum(node["Alive"] for node in ray.nodes()) > 1
+    def may_span_machines(self) -> bool:
+        """True unless Ray was started here: others of a cluster may come at any time, by an autoscaler as well."""
+        return self.connection.watcher is None
 
     def start(self, name: str) -> RayHost:
         """A host that joins as soon as the cluster has room for it and it is ready."""
@@ -238,11 +270,10 @@ class Cluster:
                 self.say(f"{text}; it samples nevertheless (train.versions=newest)")
             self.different.add(name)
         self._first = self._first or (name, proof)
-        self.alive.add(name)
         return bool(difference)
 
     def check_late(self, host: RayHost) -> None:
-        """Says that a host is still missing; ShoalError where all are."""
+        """Says that a host still has no place; ShoalError where none has."""
         if time.monotonic() - host.started < self.wait_seconds or (self.alive and self._late):
             return
         wanted = f"{_resources_text(self.resources)} each"
@@ -259,8 +290,12 @@ class Cluster:
         text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
         if "creation task" in text:  # the traceback of what it raised
             return f"it could not start: {text.splitlines()[-1]}"
+        if isinstance(error, OutOfMemoryError):
+            used = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
+            return (f"Ray has killed it, as the memory of its machine ran out ({used[0] if used else 'no figures'}): "
+                    "lower sampling.slots_per_device, or give each worker more of a machine by sampler.resources")
         if found := re.search(r"pid[:=] ?(\d+)", text):
-            node: Any = _global_worker.node
+            node: Any = _ray_worker.global_worker.node
             folder = Path(node.get_logs_dir_path())
             lines = [line for ending in ("out", "err") for file in folder.glob(f"worker-*-{found[1]}.{ending}")
                      for line in file.read_text(errors="replace").splitlines() if not line.startswith(":")]
@@ -288,6 +323,7 @@ def connect(address: str, local_cpus: int) -> Connection:
         _check_answers(address, host, port)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on the trainer's cores they get what it leaves
     # Ray ends its workers with this process, but not its own agents where this process is killed.
     watcher = None if address else Watcher()
     marked = {} if watcher is None else watcher.environment
@@ -304,6 +340,7 @@ def connect(address: str, local_cpus: int) -> Connection:
     finally:
         for name in marked:
             del os.environ[name]
+    _ray_worker._worker_logs_enabled = False  # of each process that ends Ray prints a paragraph; the run says why
     return Connection(str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True, watcher)
 
 

@@ -37,6 +37,7 @@ class EngineHost:
     stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
+    _loading: bool = False
 
     def load(self, version: int, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
@@ -53,7 +54,13 @@ class EngineHost:
             self._engine.cancel(id)
 
     def progress(self) -> HostProgress:
-        return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1)
+        return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1,
+                       preparing=self.preparing)
+
+    @property
+    def preparing(self) -> bool:
+        """Asked from other threads, too, while this one is busy."""
+        return self._loading or (self._engine is not None and self._engine.starting)
 
     def close(self) -> None:
         self._queue.clear()
@@ -135,10 +142,13 @@ class EngineHost:
 
     def _load(self, engine: Engine, version: int, manifest: Manifest) -> bool:
         """Gives the engine a version's weights; False where it samples, and they are not there yet."""
-        started = time.perf_counter()
-        if (params := manifest.fetch(wait=engine.idle)) is not None:
-            engine.load(version, params)
-        self.state.pause_seconds += time.perf_counter() - started
+        started, self._loading = time.perf_counter(), True
+        try:
+            if (params := manifest.fetch(wait=engine.idle)) is not None:
+                engine.load(version, params)
+        finally:
+            self._loading = False
+            self.state.pause_seconds += time.perf_counter() - started
         return params is not None
 
 
@@ -173,7 +183,7 @@ class ThreadHost:
             return answers
 
     def progress(self) -> HostProgress:
-        return self._progress
+        return replace(self._progress, preparing=self.host.preparing)
 
     def close(self) -> None:
         with self._changed:

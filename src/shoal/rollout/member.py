@@ -13,7 +13,7 @@ import numpy as np
 from shoal.types import Completion, Host, HostProgress, SampleRequest
 
 FIRST_SECONDS = 600.0
-"""How long a host may take for its first compiled step: it reads weights and compiles."""
+"""How long a host may take to read weights or to compile; for its first compiled step it does both."""
 LEAST_SECONDS = 30.0
 """How long a host may always go without progress."""
 MEDIANS = 20
@@ -66,7 +66,7 @@ class Member:
             if before.dispatches:
                 self._seconds.append((now - self._moved_at) / steps)
             self._moved_at = now
-        elif not self.given:
+        elif not self.given or before.preparing != self.progress.preparing:
             self._moved_at = now
 
     def answers(self, tokens: int) -> None:
@@ -79,8 +79,9 @@ class Member:
         """How long the host has made no progress, where that is too long; else 0."""
         if not self.given:
             return 0.0
-        known = self.stall_seconds if self.progress.dispatches or self.stall_seconds else FIRST_SECONDS
-        limit = known or max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
+        usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
+        prepares = self.progress.preparing or not self.progress.dispatches
+        limit = self.stall_seconds or (FIRST_SECONDS if prepares else usual)
         idle = now - self._moved_at
         return idle if idle > limit else 0.0
 

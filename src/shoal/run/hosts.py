@@ -70,10 +70,10 @@ def make_channel(section: PublishSection, model: Model, parts: Mapping[str, Mode
 
 
 def make_store(section: PublishSection, model: Model, cluster: Cluster | None = None) -> Store:
-    """Where versions are kept: files, or where a cluster has several machines that share no folder, Ray's objects."""
+    """Where versions are kept: files, or where a cluster may span machines that share no folder, Ray's objects."""
     folder = check_local(section.folder, KEY)
     if cluster is not None and section.channel != "files" and (
-            section.channel == "ray" or (not section.folder and cluster.several_nodes)):
+            section.channel == "ray" or (not section.folder and cluster.may_span_machines)):
         from shoal.rollout.cluster import ObjectStore
 
         return ObjectStore()

@@ -96,6 +96,7 @@ class Engine:
         sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
                  cache_size(max_completion_tokens, platform))
         self._state: DecodeState | None = None
+        self.starting = False  # a program whose shapes are new is compiled then, for minutes
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support, piece)
         self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout
         self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
@@ -117,7 +118,9 @@ class Engine:
 
     def step(self) -> dict[int, list[Completion]]:
         """Runs until the tokens of a compiled step have arrived; the requests that have finished, by id."""
+        self.starting = True
         self._start_all()
+        self.starting = False
         if not self.finished:
             if self.in_flight:
                 self._drain_one()

@@ -142,7 +142,7 @@ class Run:
         if extra["version_is_published"] or self.schedule.newest or version == self.config.steps:
             self.publish(version, state.trainable)
         self.source.restore(extra["source"])
-        self.recorder.restore(extra["recorder"], version, extra["evaluated"])
+        self.recorder.restore(extra["recorder"], version, extra["evaluated"], self.evaluating)
         self.restored = None
         missing = self.evaluation_due(version) and version not in self.recorder.evaluations
         if missing and not self.ends_at(version):

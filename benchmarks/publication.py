@@ -262,6 +262,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     trainer = Trainer(args.layers, MeshSection(trainer="1", sampler=str(args.workers)))
     channel = MemoryChannel(trainer.model, {str(number): trainer.model.on(role)
                                             for number, role in enumerate(trainer.roles.hosts)})
+    before = anonymous()
     trainer.publish(channel, 0)
     writes, fetches = [], []
     for version in range(1, args.repeat + 1):
@@ -271,7 +272,9 @@ def measure_memory(args: argparse.Namespace) -> None:
         writes.append((seconds, found - args.workers * trainer.bytes))  # what the samplers hold is theirs
         fetches += [timed(lambda name=name, version=version: jax.block_until_ready(
             channel.manifest(version, name).fetch())) for name in channel.parts]
-    line("memory", trainer, writes, fetches, [max(fetches)], float(KEEP), [])
+    trainer.publish(channel, args.repeat + 1)  # beside the last
+    held = (anonymous() - before) / args.workers
+    line("memory", trainer, writes, fetches, [max(fetches)], held / trainer.bytes, [])
 
 
 def measure_stored(args: argparse.Namespace) -> None:

@@ -535,7 +535,7 @@ def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
     engine = host.make_engine(Purpose.TRAIN, 4)
 
     def noting(name: str, call: Callable) -> Callable:
-        return lambda *args: (seen.append((name, host.progress().preparing)), call(*args))[1]
+        return lambda *args, **keys: (seen.append((name, host.progress().preparing)), call(*args, **keys))[1]
 
     for owner, name in ((weights, "fetch"), (engine, "_start"), (engine, "_drain_one")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))

@@ -13,8 +13,8 @@ the model's bytes to memory that was written before (`numpy.copyto`), in the tra
                /dev/shm and the samplers' devices apart
     copies     a sampler's memory while it holds a version and has fetched the next, less that before, over the model's
                bytes; of shared pages its share
-    pause      what a sampler spends on the load of the next version between dispatches, while completions go on; beside
-               it the median time of a dispatch
+    pause      by how much longer a sampler takes for its dispatches because it loads the next version on the way, while
+               completions go on; beside it the median time of a dispatch
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ import numpy as np
 from shoal.model.transformer import Architecture
 
 GIB, KEEP = 2**30, 2
-DISPATCHES = 12
-"""Compiled steps that a sampler makes around the load of a version."""
+BEFORE, AFTER = 8, 4
+"""How often a sampler is polled before it is told of the next version, and after."""
 
 
 def architecture(layers: int) -> Architecture:
@@ -84,28 +83,6 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-@dataclass
-class Timed:
-    """A manifest that knows how long it held its host up."""
-
-    stored: Any
-    model: Any
-    seconds: float = 0.0
-    exists = True
-
-    def __post_init__(self) -> None:
-        from shoal.rollout.publish import StoredManifest
-
-        self.manifest = StoredManifest(self.stored, self.model)
-
-    def fetch(self, wait: bool = True) -> Any:
-        started = time.perf_counter()
-        try:
-            return self.manifest.fetch(wait)
-        finally:
-            self.seconds += time.perf_counter() - started
-
-
 class Reader:
     """A sampler in a process of its own."""
 
@@ -135,24 +112,29 @@ class Reader:
         self.held = None
 
     def pause(self, first: Any, second: Any) -> tuple[float, float]:
-        """Seconds: the median of a dispatch, and of the load of a version between two."""
+        """Seconds: the median of a dispatch, and those around a load beyond what their dispatches usually take. The
+        load itself also waits for the dispatches that are under way, in which the sampler does not stand still."""
         from shoal.rollout.host import EngineHost
+        from shoal.rollout.publish import StoredManifest
         from shoal.sampler.engine import Engine
+        from shoal.sampler.programs import CHUNK
         from shoal.types import Address, SampleRequest, SamplingParams
 
-        self.held, seconds, loaded = None, [], Timed(second, self.model)
+        self.held, seconds, tokens = None, [], 0
         engine = Engine(self.model, slots=4, group_size=4, max_prompt_tokens=16, max_completion_tokens=1024,
                         eos_ids=())
         host = EngineHost(lambda purpose, size: engine, shares_memory=False)
-        host.load(0, Timed(first, self.model))
+        host.load(0, StoredManifest(first, self.model))
         host.submit([SampleRequest(0, np.arange(1, 9, dtype=np.int32), 4, Address(0, "train", 0, 0),
                                    SamplingParams(max_tokens=1024), version=0, exact=False)])
-        for number in range(DISPATCHES):
-            if number == DISPATCHES // 2:
-                host.load(1, loaded)
+        for number in range(BEFORE + AFTER):
+            if number == BEFORE:
+                tokens = engine.tokens
+                host.load(1, StoredManifest(second, self.model))
             seconds.append(timed(host.poll))
         assert engine.version == 1, "the next version was not loaded"
-        return statistics.median(seconds[2:]), loaded.seconds
+        usual = statistics.median(seconds[2:BEFORE])
+        return usual, sum(seconds[BEFORE:]) - usual * (engine.tokens - tokens) / (4 * CHUNK)
 
 
 def serve(layers: int, link: Any) -> None:

@@ -348,7 +348,7 @@ class HostProgress:
     dispatches: int = 0  # compiled steps whose tokens have arrived
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
-    pause_seconds: float = 0.0  # in which its compiled steps stood still to load weights
+    pause_seconds: float = 0.0  # in which it loaded weights; those compiled steps that are under way are waited for
     busy_seconds: float = 0.0  # in which it had completions to sample
     differs: bool = False  # it draws otherwise than the first host, and samples nevertheless
 

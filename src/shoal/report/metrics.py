@@ -104,7 +104,7 @@ fleet/refused | hosts | last | hosts that draw otherwise than the first: refused
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
 publish/seconds | seconds | sum | publishing weights, which the trainer waits for
 publish/bytes | bytes | sum | copied or written for it; 0 where the sampler uses the trainer's arrays
-publish/pause_seconds | seconds | sum | in which a sampler's compiled steps stood still to load weights, in the mean
+publish/pause_seconds | seconds | sum | in which a host loaded weights, steps under way waited for; mean over hosts
 time/step_seconds | seconds | sum | the whole step
 time/sample_seconds | seconds | sum | waiting for samples
 time/reward_seconds | seconds | sum | waiting for rewards after sampling ended

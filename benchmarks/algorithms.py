@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from shoal.report.lines import read_lines
+
 DISTILL = "distill"
 
 
@@ -34,7 +36,7 @@ def one(name: str, seed: int, folder: str, teacher: str, options: argparse.Names
                 algorithm__num_minibatches=options.minibatches, **changes)
     run = Path(folder, f"{name}-{seed}")
     summary = json.loads((run / "summary.json").read_text())
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(run / "metrics.jsonl")
 
     def average(metric: str) -> float:
         return mean(row.get(metric, 0.0) for row in rows)

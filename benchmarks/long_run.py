@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from shoal.report.lines import read_lines
 
 SETTINGS = ["batch.prompts_per_step=8", "batch.group_size=4", "train.evaluate_every=-1", "checkpoint.every=50"]
 SETTLED, LATE = 50, 10
@@ -50,7 +51,7 @@ def main() -> int:
         memory = watch(process, Path(folder) / "long/metrics.jsonl")
         if process.returncode:
             return process.returncode
-        steps = [json.loads(line) for line in (Path(folder) / "long/metrics.jsonl").read_text().splitlines()]
+        steps = read_lines(Path(folder) / "long/metrics.jsonl")
     seconds = {step["step"]: step["time/step_seconds"] for step in steps}
     median = statistics.median(seconds.values())
     slow = {step: took for step, took in seconds.items() if step > LATE and took > 3 * median}

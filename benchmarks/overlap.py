@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fakes import run_case
+from shoal.report.lines import read_lines
 from simulation import Case, Figures, figures, sampling_seconds, simulate
 
 MODES = [("fixed", 0), ("fixed", 1), ("fixed", 2), ("fixed", 4), ("newest", 1), ("newest", 2), ("newest", 4),
@@ -120,7 +120,7 @@ def print_real(steps: int, seed: int) -> None:
                      f"base_output_directory={folder}", "run_name=real"]
             subprocess.run([sys.executable, "-m", "shoal.cli", "train", *words], env=environment, check=True,
                            stdout=subprocess.DEVNULL)
-            rows = [json.loads(row) for row in (Path(folder) / "real/metrics.jsonl").read_text().splitlines()]
+            rows = read_lines(Path(folder) / "real/metrics.jsonl")
         trainer, sampler, age, seconds = (statistics.mean(row[name] for row in rows[steps // 5:]) for name in (
             "idle/trainer", "idle/sampler", "staleness", "time/step_seconds"))
         print(f"{mode:<7}{k}{trainer:14.0%}{sampler:9.0%}{age:17.2f}{seconds:16.2f}", flush=True)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -31,11 +30,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ray.cluster_utils import Cluster as Nodes
 
 from kills import command, differences
+from shoal.report.lines import read_lines
 
 FIXED = ("train.versions=fixed", "train.max_staleness=1")
 CHILD = """import sys
@@ -133,7 +132,7 @@ class Bench:
         return len(found)
 
     def show(self, what: str, run: Path, whole: Path, began: float, more: str = "") -> bool:
-        found, rows = differences(whole, run, ("state",)), read(run / "metrics.jsonl")
+        found, rows = differences(whole, run, ("state",)), read_lines(run / "metrics.jsonl")
         total = {name: int(sum(row.get(f"fleet/{name}", 0) for row in rows)) for name in ("lost", "asked_again")}
         print(f"| {what} | {'equal' if not found else 'DIFFERS: ' + ', '.join(found)} | {total['lost']} | "
               f"{total['asked_again']} | {time.monotonic() - began:.0f} | {more} |", flush=True)
@@ -147,10 +146,6 @@ def marked(name: str) -> list[int]:
             if f"{MARK}={name}".encode() in (place / "environ").read_bytes().split(b"\0"):
                 found.append(int(place.name))
     return found
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def head() -> None:
@@ -197,9 +192,9 @@ def newest(bench: Bench) -> bool:
           "reward, last 20 steps |\n| --- | --- | --- | --- | --- | --- |", flush=True)
     good, figures = True, []
     for run in (*runs, killed):
-        rows, wanted, found = read(run / "metrics.jsonl"), rows_of(runs[0]), rows_of(run)
+        rows, wanted, found = read_lines(run / "metrics.jsonl"), rows_of(runs[0]), rows_of(run)
         oldest = max(row["staleness/max"] for row in rows)
-        accuracy = [row["accuracy"] for row in read(run / "evaluations.jsonl") if row["name"] == "held_out"][-1]
+        accuracy = [row["accuracy"] for row in read_lines(run / "evaluations.jsonl") if row["name"] == "held_out"][-1]
         reward = sum(row["reward/mean"] for row in rows[-20:]) / 20
         once = found == wanted and max(Counter(itertools.chain(*found.values())).values()) == 1
         figures.append((accuracy, reward))

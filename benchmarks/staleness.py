@@ -12,7 +12,6 @@ again.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,9 +19,12 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 from scipy.stats import t as student
+
+from shoal.report.lines import read_lines
 
 OWN_DEVICES = ("mesh.trainer=1", "mesh.sampler=1", "train.versions=newest")
 CONTROL = ("train.max_staleness=8", "algorithm.num_minibatches=4")
@@ -51,7 +53,7 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "XLA_FLAGS": flags.strip()})
         found = last_accuracy(place, steps)
         assert found is not None, place
-    metrics = lines(place / "metrics.jsonl")
+    metrics = read_lines(place / "metrics.jsonl")
     return {"accuracy": found, "age": mean(one["staleness"] for one in metrics),
             "ess": mean(one["sampler_gap/ess"] for one in metrics)}
 
@@ -66,28 +68,28 @@ def train_slowly(words: Sequence[str]) -> None:
     from shoal.rollout.fleet import Fleet
     from shoal.rollout.host import EngineHost
 
-    poll, take, publish, steps, changed = EngineHost.poll, Fleet.take, Fleet.publish, [0], threading.Condition()
-    taking = [0]
+    poll, take, publish, changed = EngineHost.poll, Fleet.take, Fleet.publish, threading.Condition()
+    now = SimpleNamespace(steps=0, taking=0)  # compiled steps of the version; calls that wait for groups
 
     def slow_poll(self: EngineHost) -> dict[int, list[Any]]:
         with changed:
-            changed.wait_for(lambda: steps[0] < STEPS_A_VERSION or taking[0] > 0)
+            changed.wait_for(lambda: now.steps < STEPS_A_VERSION or now.taking > 0)
         answers = poll(self)
-        steps[0] += not self.idle
+        now.steps += not self.idle
         return answers
 
     def noted_take(self: Fleet, *args: Any) -> list[Any]:
         with changed:
-            taking[0] += 1
+            now.taking += 1
             changed.notify_all()
         groups = take(self, *args)
-        taking[0] -= 1
+        now.taking -= 1
         return groups
 
     def noted_publish(self: Fleet, *args: Any, **kwargs: Any) -> None:
         publish(self, *args, **kwargs)
         with changed:
-            steps[0] = 0
+            now.steps = 0
             changed.notify_all()
 
     EngineHost.poll, Fleet.take, Fleet.publish = slow_poll, noted_take, noted_publish
@@ -95,12 +97,8 @@ def train_slowly(words: Sequence[str]) -> None:
 
 
 def last_accuracy(place: Path, steps: int) -> float | None:
-    return next((100 * one["accuracy"] for one in lines(place / "evaluations.jsonl")
+    return next((100 * one["accuracy"] for one in read_lines(place / "evaluations.jsonl")
                  if (one["step"], one["name"]) == (steps, "held_out")), None)
-
-
-def lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def interval(differences: list[float]) -> str:

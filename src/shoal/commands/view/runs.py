@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.report import figures
 from shoal.report.folder import CONFIG, LAST, SUMMARY, find_run, is_run
 from shoal.text import count
 from shoal.types import ShoalError
@@ -116,7 +117,8 @@ def _leaves(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 
 def one_line(text: object) -> str:
-    return " ".join(str(text).split())[:400]
+    """The beginning of a text that may be of any length, in one line."""
+    return figures.one_line(text)[:400]
 
 
 def _reason(error: BaseException) -> str:

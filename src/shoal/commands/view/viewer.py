@@ -28,6 +28,7 @@ from shoal.commands.view.pieces import Pieces
 from shoal.commands.view.query import Searches, group_rows
 from shoal.commands.view.replays import Replays, refusal
 from shoal.commands.view.runs import Run
+from shoal.report.folder import CONFIG, SUMMARY
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -174,14 +175,23 @@ class Asked:
 
 def _runs(viewer: Viewer, _: Asked) -> dict[str, Any]:
     return {"runs": [{"name": name, "path": str(one.run.path),
-                      "progress": progress(one.run, one.curves, _settings(one), bool(one.run.summary())),
+                      "progress": _progress(one),
                       "problems": len(one.run.problems)} for name, one in viewer.runs.items()],
             "from_step": viewer.from_step}
 
 
 def _settings(one: OpenRun) -> dict[str, Any]:
-    path = one.run.file("config.yaml")
-    return _kept(one, "settings", path and path.stat().st_mtime_ns, one.run.settings)
+    return _stored(one, CONFIG, one.run.settings)
+
+
+def _progress(one: OpenRun) -> dict[str, Any]:
+    return progress(one.run, one.curves, _settings(one), bool(_stored(one, SUMMARY, one.run.summary)))
+
+
+def _stored(one: OpenRun, file: str, read: Callable[[], Any]) -> Any:
+    """What `read` gives of a file, read again only when the file has changed."""
+    path = one.run.file(file)
+    return _kept(one, file, path and path.stat().st_mtime_ns, read)
 
 
 def _kept(one: OpenRun, name: str, revision: Any, make: Callable[[], Any]) -> Any:
@@ -202,7 +212,7 @@ def _overview(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
                 bool(one.index.weights))
     record = _kept(one, "overview", revision, lambda: overview(one.run, one.curves, one.evaluations,
                                                            one.index.weights, _settings(one)))
-    return record | {"progress": progress(one.run, one.curves, _settings(one), bool(one.run.summary())),
+    return record | {"progress": _progress(one),
                      "waiting": one.index.waiting}
 
 
@@ -216,7 +226,7 @@ def _curves(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
 
 def _status(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
     return {"revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
-            "progress": progress(one.run, one.curves, _settings(one), bool(one.run.summary()))}
+            "progress": _progress(one)}
 
 
 def _groups(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,29 @@ def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
         viewer.close()
 
 
+def test_lint_and_search_pass_over_what_is_null(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = write_run(tmp_path / "nulls", 3)
+    for number, column in enumerate(("text", "group", "reward"), 1):
+        file = path / "groups" / f"step_{number:06d}.parquet"
+        table = pq.read_table(file)
+        place = table.column_names.index(column)
+        pq.write_table(table.set_column(place, column, pa.nulls(len(table), table.schema.field(place).type)), file)
+    viewer = opened(path)
+    try:
+        until = time.monotonic() + 20
+        while not (answer := viewer.answer("lint", {"run": "nulls"}))["done"] and time.monotonic() < until:
+            time.sleep(0.01)
+        assert answer["done"] and answer["read"] == 3
+        levels = {one["kind"]: one for one in answer["findings"]}
+        assert levels["empty"]["title"].startswith("8 completions are empty")
+        assert found(viewer, "nulls", "answer") == 6  # two groups of step 3, four of evaluations; step 2 has no numbers
+    finally:
+        viewer.close()
+
+
 # ---- damaged and hostile runs: one line each
 
 
@@ -371,6 +395,38 @@ def test_a_small_file_cannot_stand_for_billions_of_settings():
         "steps": 5, "task.name": "words", "task.columns": {}}
 
 
+@pytest.mark.parametrize("text", [
+    "a: " + "{a: " * 20_000 + "}" * 20_000, "- " * 20_000, "? " * 20_000, "a: " + "[" * 20_000,
+    "steps: 0x" + "f" * 5_000, "steps: " + "9" * 5_000, "steps: 1" + ":1" * 50_000, "lr: 1" + ":1" * 50_000 + ".5",
+    "{" + "a," * 60_000 + "}"])
+def test_settings_of_any_depth_and_length_are_refused_at_once(text):
+    started = time.process_time()
+    with pytest.raises(ValueError):
+        flat_yaml(text)
+    assert time.process_time() - started < 5
+
+
+def test_a_hostile_run_leaves_the_others_to_be_seen(tmp_path):
+    good, deep, long = (write_run(tmp_path / name, 2, finished=False) for name in ("good", "deep", "long"))
+    (deep / "config.yaml").write_text("a: " + "{a: " * 20_000 + "}" * 20_000)
+    (deep / "summary.json").write_text('{"before": ' + "[" * 500 + "]" * 500 + "}")
+    (long / "config.yaml").write_text("steps: 0x" + "f" * 5_000)
+    write_lines(long / "evaluations.jsonl", [{"step": 0, "name": "held_out", "accuracy": 10**400},
+                                             {"step": 10**400, "name": "held_out", "accuracy": 1}])
+    with (long / "metrics.jsonl").open("a") as file:
+        file.write('{"step": ' + "9" * 5_000 + '}\n{"step": NaN}\n{"step": 3, "kl": ' + "9" * 400 + "}\n")
+    viewer = opened(good, deep, long)
+    try:
+        with TestClient(make_app(viewer), base_url="http://127.0.0.1:8700") as client:
+            assert [one["progress"]["step"] for one in client.get("/api/runs").json()["runs"]] == [2, 2, 2]
+            for name in ("deep", "long"):
+                assert client.get(f"/api/overview?run={name}").status_code == 200
+        assert {text.partition(":")[0] for text in problems(viewer)} == {
+            "config.yaml", "summary.json", "evaluations.jsonl", "metrics.jsonl"}
+    finally:
+        viewer.close()
+
+
 def test_an_older_format_says_so(tmp_path):
     path = write_run(tmp_path / "old", 2)
     for file in (path / "groups").iterdir():
@@ -437,7 +493,8 @@ def test_the_page_and_its_headers(client):
 
 @pytest.mark.parametrize(("headers", "status"), [
     ({}, 200), ({"host": "localhost:9"}, 200), ({"host": "[::1]:8700"}, 200), ({"host": "evil.example"}, 403),
-    ({"host": "127.0.0.1.evil.example"}, 403), ({"host": "evil.example:127.0.0.1"}, 403), ({"host": ""}, 403),
+    ({"host": "127.0.0.1.evil.example"}, 403), ({"host": "[::1].evil.com"}, 403),
+    ({"host": "evil.example:127.0.0.1"}, 403), ({"host": ""}, 403),
     ({"origin": "http://127.0.0.1:8700"}, 200), ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
     ({"sec-fetch-site": "cross-site"}, 403), ({"sec-fetch-site": "same-origin"}, 200),
 ])
@@ -479,7 +536,8 @@ def test_random_requests_are_refused_in_order(client):
 
 
 def test_names_of_hosts():
-    hosts = {"LocalHost:80": "localhost", "[::1]:80": "::1", "a:b": "", "": "", "x": "x"}
+    hosts = {"LocalHost:80": "localhost", "[::1]:80": "::1", "[::1]": "::1", "a:b": "", "": "", "x": "x",
+             "[::1].evil.com": "", "[::1]x:80": "", "[::1": "", "a:1:2": ""}
     assert {text: host_name(text) for text in hosts} == hosts
 
 

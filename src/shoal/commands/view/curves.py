@@ -55,7 +55,7 @@ class Curves:
 
     def _add(self, row: Mapping[str, Any]) -> None:
         step = row.get("step")
-        if not isinstance(step, int | float) or isinstance(step, bool) or abs(step) > 1e15:
+        if not isinstance(step, int | float) or isinstance(step, bool) or not abs(step) <= 1e15:
             self._run.problem("metrics.jsonl", "has a line without a step; it is passed over")
             return
         values = {name: float(value) for name, value in row.items()

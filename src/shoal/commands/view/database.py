@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.view.runs import Run, one_line
+from shoal.commands.view.runs import Run, bounded_json, one_line
 from shoal.types import ShoalError
 
 MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
@@ -87,13 +87,11 @@ class Database:
 
     def json_columns(self, file: Path) -> frozenset[str]:
         """Columns of a groups file that hold JSON text, by the note in the file."""
-        import json
-
         for _, key, value in self.cursor.execute("SELECT * FROM parquet_kv_metadata(?)", [str(file)]).fetchall():
             if bytes(key) == b"shoal":
                 try:
-                    return frozenset(map(str, json.loads(bytes(value))["json"]))
-                except (ValueError, KeyError, TypeError, RecursionError):
+                    return frozenset(map(str, bounded_json(bytes(value))["json"]))
+                except (ValueError, KeyError, TypeError):
                     break
         return frozenset()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from shoal.commands.view.database import name, reason
 from shoal.commands.view.index import COLUMNS, GroupFile, Index
+from shoal.commands.view.runs import bounded_json
 from shoal.types import ShoalError
 
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 6
@@ -57,8 +57,8 @@ def _value(value: Any, is_json: bool) -> Any:
     if not is_json or not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):  # cut off, or no JSON: shown as it is
+        return bounded_json(value)
+    except ValueError:  # cut off, or no JSON: shown as it is
         return value
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.commands.view.runs import Run
+from shoal.commands.view.runs import Run, bounded_json
 
 PIECE_BYTES, MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 1 << 20, 2 << 30
 
@@ -65,8 +64,8 @@ class GrowingLines:
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
+                found = bounded_json(line)
+            except ValueError:
                 found = None
             if isinstance(found, dict):
                 yield found

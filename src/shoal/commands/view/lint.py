@@ -183,8 +183,11 @@ class TextLint:
     def _add(self, file: GroupFile) -> None:
         most = max(16, TEXT_COMPLETIONS // max(1, len(self.files)))
         rows = self._index.database.rows(
-            f'SELECT "group", completion, left(text, {MAX_CHARS}) AS text, left(prompt, {MAX_CHARS}) AS prompt, '
-            'reward, correct FROM read_parquet(?) ORDER BY "group", completion LIMIT ?', str(file.path), most)
+            f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, left(prompt, {MAX_CHARS}) AS prompt, "
+            'TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS completion, '
+            "TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(correct AS BOOLEAN) AS correct "
+            'FROM read_parquet(?) WHERE "group" IS NOT NULL AND completion IS NOT NULL '
+            'ORDER BY "group", completion LIMIT ?', str(file.path), most)
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for row in rows:
             by_group[row["group"]].append(row)
@@ -252,7 +255,7 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
 
 
 def _kinds(row: Mapping[str, Any], prompt: frozenset[str], best: float | None, right: float | None) -> list[str]:
-    text, reward = row["text"] or "", row["reward"]
+    text, reward = row["text"], row["reward"]
     checks: dict[str, Callable[[], bool]] = {
         "no_answer": lambda: reward is not None and reward == best and reward > 0 and extract_answer(text) is None,
         "empty": lambda: len(text.strip()) < 3,

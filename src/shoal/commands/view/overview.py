@@ -127,7 +127,7 @@ def events(run: Run, curves: Curves, evaluations: Evaluations) -> Iterator[dict[
             yield {"step": int(hits[0][0]), "level": level, "text": f"{hits[0][1]:g} {text}{more}"}
     yield from spikes(curves)
     for path in sorted(run.root.glob("config_[1-9]*.yaml"))[:50]:
-        if (at := path.stem.removeprefix("config_")).isdigit() and len(at) < 10:
+        if (at := path.stem.removeprefix("config_")).isdecimal() and len(at) < 10:
             yield {"step": int(at), "level": "note", "text": f"resumed with other settings ({path.name})"}
     for step in sorted({row["step"] for row in evaluations.rows}):
         yield {"step": step, "level": "evaluation", "text": f"evaluation of version {step}"}
@@ -167,7 +167,7 @@ def checkpoints(run: Run) -> list[int]:
     """The versions that are saved."""
     folder = run.root / "checkpoints"
     try:
-        return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and len(entry.name) < 10)
+        return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and len(entry.name) < 10)
     except OSError:
         return []
 

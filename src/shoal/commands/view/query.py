@@ -133,7 +133,7 @@ class Search:
             with contextlib.suppress(database.error):
                 found = database.rows(
                     f'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) '
-                    f"WHERE {self._where} GROUP BY place", str(file.path), *self._values)
+                    f"WHERE ({self._where}) AND place IS NOT NULL GROUP BY place", str(file.path), *self._values)
                 if found:
                     values = ", ".join(f"({file.number}, {int(row['place'])}, {row['hits']})" for row in found)
                     database.run(f"INSERT INTO {self.table} VALUES {values}")

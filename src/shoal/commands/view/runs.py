@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from shoal.report import figures
 from shoal.report.folder import CONFIG, LAST, SUMMARY, find_run, is_run
 from shoal.text import count
 from shoal.types import ShoalError
 
 MAX_RUNS, MAX_DEPTH, MAX_FOLDERS = 64, 4, 20_000
-MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_LOG_BYTES = 1 << 20, 16 << 20, 8 << 20
+MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_LOG_BYTES = 128 << 10, 4 << 20, 8 << 20
 MAX_PROBLEMS = 100
+MAX_NESTING, MAX_DIGITS, MAX_VALUES = 40, 40, 10_000
 
 
 @dataclass
@@ -68,16 +71,16 @@ class Run:
             self.problem(name, f"cannot be read ({_reason(error)})")
             return ""
         if len(data) > most:
-            self.problem(name, f"has more than {most >> 20} MiB: only its beginning is read")
+            self.problem(name, f"has more than {most >> 10:,} KiB: only its beginning is read")
         return data[:most].decode("utf-8", "backslashreplace")
 
     def summary(self) -> dict[str, Any]:
         """summary.json; empty without it, or where it is damaged."""
         text = self.text(SUMMARY, MAX_SUMMARY_BYTES)
         try:
-            found = json.loads(text) if text else {}
+            found = bounded_json(text) if text else {}
             return found if isinstance(found, dict) else {}
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             self.problem(SUMMARY, f"is damaged ({_reason(error)})")
             return {}
 
@@ -86,26 +89,71 @@ class Run:
         text = self.text(CONFIG, MAX_CONFIG_BYTES)
         try:
             return flat_yaml(text)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             self.problem(CONFIG, f"is damaged ({_reason(error)})")
             return {}
 
 
-def flat_yaml(text: str) -> dict[str, Any]:
-    """YAML of nested mappings as dotted key -> value; ValueError for anything else, and for aliases, with which a small
-    file can stand for billions of values."""
-    import yaml
+class _BoundedLoader(yaml.SafeLoader):
+    """YAML whose depth, values and digits are bounded, without aliases, with which a small file can stand for billions
+    of values."""
 
+    _depth = _values = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has aliases")
+        self._depth, self._values = self._depth + 1, self._values + 1
+        if self._depth > MAX_NESTING:
+            raise ValueError(f"it is nested more than {MAX_NESTING} deep")
+        if self._values > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES:,} keys and values")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_number(self, node: Any) -> int | float:
+        if len(node.value) > MAX_DIGITS:
+            raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
+        return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _BoundedLoader.add_constructor(_tag, _BoundedLoader.construct_number)
+
+
+def flat_yaml(text: str) -> dict[str, Any]:
+    """YAML of nested mappings as dotted key -> value; ValueError for anything else, and beyond the bounds of
+    `_BoundedLoader`."""
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has aliases")
-        found = yaml.safe_load(text)
+        found = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
         raise ValueError(one_line(str(error))[:200]) from error
     if not isinstance(found, Mapping):
         raise ValueError("it holds no settings")
     return dict(_leaves(found, ""))
+
+
+def bounded_json(text: str | bytes) -> Any:
+    """JSON of another program; ValueError for what is none, is nested too deep or has an integer of too many digits,
+    which neither a float nor a database holds."""
+    try:
+        found = json.loads(text, parse_int=_bounded_int)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    level = [found]
+    for _ in range(MAX_NESTING):
+        level = [inner for value in level if isinstance(value, dict | list)
+                 for inner in (value.values() if isinstance(value, dict) else value)]
+        if not level:
+            return found
+    raise ValueError(f"it is nested more than {MAX_NESTING} deep")
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
+    return int(text)
 
 
 def _leaves(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

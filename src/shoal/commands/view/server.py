@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import socket
 import sys
 import traceback
@@ -39,6 +40,7 @@ HEADERS = {
 }
 KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 MAX_URL = 16_384
+_HOST = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::\d{0,5})?", re.ASCII)
 
 
 def page_files() -> dict[str, bytes]:
@@ -152,10 +154,8 @@ class Guard:
 
 def host_name(host: str) -> str:
     """The name in a Host header, without its port; empty for what is none."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name, _, port = host.partition(":")
-    return name.lower() if not port or port.isdigit() else ""
+    found = _HOST.fullmatch(host)
+    return (found["six"] or found["name"]).lower() if found else ""
 
 
 def listen(host: str, port: int) -> socket.socket:

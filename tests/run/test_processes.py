@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -421,7 +421,8 @@ def test_keys_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch):
     assert find_processes(section()) == section()
     for wrong, text in ((section(process=-1), "mesh.process is missing"), (section(processes=0), "mesh.processes is"),
                         (section(process=2), "expected 0 to 1"), (section(coordinator="here"), "expected HOST:PORT"),
-                        (section(coordinator=":77"), "HOST:PORT"), (section(coordinator="a:70000"), "HOST:PORT")):
+                        (section(coordinator=":77"), "HOST:PORT"), (section(coordinator="a:70000"), "HOST:PORT"),
+                        (section(coordinator="10.0.0.1:77"), f"set the environment variable {meeting.TOKEN}")):
         with pytest.raises(ShoalError, match=text):
             find_processes(wrong)
 
@@ -429,15 +430,17 @@ def test_keys_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("process", "code", "text"), [
     (1, 0, "warning: mesh: mesh.processes=2: the devices of the others are not known here"),
     (2, 2, "error: mesh.process=2: with mesh.processes=2 expected 0 to 1")])
-def test_a_dry_run_checks_the_keys_of_processes_and_connects_to_none(capsys: pytest.CaptureFixture[str], process: int,
-                                                                     code: int, text: str):
+def test_a_dry_run_checks_the_keys_of_processes_and_connects_to_none(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, process: int, code: int, text: str):
     # Prompts a device, which are counted where there are devices to count.
+    monkeypatch.setenv(meeting.TOKEN, "secret")
     assert cli.main(["train", "--dry-run", "mesh.coordinator=nowhere:7777", "mesh.processes=2",
                      f"mesh.process={process}", "batch.prompts_per_device=1", "algorithm.num_minibatches=2"]) == code
     assert text in "".join(capsys.readouterr())
 
 
 def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(meeting.TOKEN, "secret")
     for name, value in {"JOB_ID": "4711", "STEP_NODELIST": "node[003-004]", "NTASKS": "2", "PROCID": "1",
                         "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -507,6 +510,72 @@ def test_a_process_of_another_number_is_refused_by_both(free: str, monkeypatch: 
         join(section(coordinator=free))
     thread.join(10)
     assert "was started with mesh.processes=2, process 0 has mesh.processes=3" in found[0]
+
+
+def signed(text: bytes) -> bytes:
+    return meeting._signature(text) + b" " + text + b"\n"
+
+
+STRANGERS = {
+    "infinity": lambda: signed(b'{"process": Infinity, "processes": 2, "name": "x"}'),
+    "out of range": lambda: signed(b'{"process": 2, "processes": 2, "name": "x"}'),
+    "deep": lambda: signed(b"[" * 4000),
+    "digits": lambda: signed(b"1" * 4000),
+    "endless": lambda: b"x" * (1 << 16),
+    "silent": lambda: b"",
+    "impostor": lambda: b'{"process": 1, "processes": 2, "name": "x"}\n',
+    "another secret": lambda: b"0" * 64 + b' {"process": 1, "processes": 2, "name": "x"}\n',
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_line_of_a_stranger_is_dropped_and_counted(free: str, monkeypatch: pytest.MonkeyPatch, stranger: str,
+                                                     capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(meeting, "START_SECONDS", 30)
+    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.3)
+    monkeypatch.setenv(meeting.TOKEN, "secret")
+    met: list[Any] = []
+    main = threading.Thread(target=lambda: met.append(meeting.meet_others(section(coordinator=free, process=0))))
+    main.start()
+    link = meeting._connect(section(coordinator=free))
+    with link, suppress(OSError):
+        link.sendall(STRANGERS[stranger]())
+        assert link.recv(1) == b""  # closed by process 0
+    names, links = meeting.meet_main(section(coordinator=free))
+    main.join(10)
+    assert met[0][0] == names and names[1].startswith("process 1 (") and list(links) == [0]
+    for socket_ in (*met[0][1].values(), *links.values()):
+        socket_.close()
+    assert f"dropped connections without the run's {meeting.TOKEN}: 1\n" in capsys.readouterr().err
+
+
+def test_processes_with_different_secrets_do_not_meet(free: str, monkeypatch: pytest.MonkeyPatch):
+    """The secret proves process 0 too: here one that knows none answers."""
+    monkeypatch.setattr(meeting, "OUTLIVES_SECONDS", 0)
+    host, _, port = free.rpartition(":")
+    with socket.create_server((host, int(port))) as server:
+        def answer() -> None:
+            with server.accept()[0] as link:
+                link.sendall(b'{"names": ["a", "b"]}\n')
+                link.recv(1000)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ShoalError, match=rf"no process 0 of a run with this {meeting.TOKEN}"):
+            meeting.meet_main(section(coordinator=free))
+        thread.join(10)
+
+
+def test_process_0_listens_at_the_named_host_alone(free: str, monkeypatch: pytest.MonkeyPatch):
+    port = int(free.rpartition(":")[2])
+    with meeting._listener(section(coordinator=f"127.0.0.1:{port}")):
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+    monkeypatch.setenv(meeting.BIND_ADDRESS, f"127.0.0.2:{port}")
+    with meeting._listener(section(coordinator=f"127.0.0.1:{port}")) as listener:
+        assert listener.getsockname() == ("127.0.0.2", port)
 
 
 @dataclass(frozen=True)

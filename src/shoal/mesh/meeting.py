@@ -1,12 +1,17 @@
-"""How the processes of a run meet, before JAX knows of them: each says who it is to process 0, at the coordinator.
+"""How the processes of a run meet before JAX starts: each sends process 0 a signed line that says who it is.
 
-Their links stay open, and tell each of them when another ends.
+    process 1  ->  SIGNATURE {"process": 1, "processes": 2, "name": "process 1 (host, pid 12)"}
+    process 0  ->  SIGNATURE {"names": [...]}    once all have come, or {"error": "..."}
+
+Lines are signed with the secret in SHOAL_MESH_TOKEN. The links stay open: they show each process the end of another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import ipaddress
 import json
 import os
 import select
@@ -24,9 +29,28 @@ from shoal.types import ShoalError
 START_SECONDS = 300
 """How long processes wait for each other to start."""
 REPEAT_SECONDS = 30
-"""How often a process says again what it waits for."""
-MOST_BYTES = 1 << 20
-"""The longest line by which processes meet."""
+"""Seconds between two reports of a wait."""
+GREETING_SECONDS, GREETING_BYTES = 2.0, 1 << 12
+"""Limits of a stranger's line: process 0 reads one link at a time."""
+ANSWER_SECONDS, ANSWER_BYTES = 10.0, 1 << 20
+TOKEN = "SHOAL_MESH_TOKEN"
+"""The environment's, since a key would stand in the list of processes and in the run folder."""
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+"""JAX's variable for a process 0 that others reach by an address that its machine does not have."""
+MALFORMED = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What reading a line of something else than a process of the run raises."""
+
+
+def is_loopback(host: str) -> bool:
+    """True for a host that only processes of the same machine reach."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def bind_address(section: MeshSection) -> str:
+    """HOST:PORT where process 0 and JAX's service listen."""
+    return os.environ.get(BIND_ADDRESS) or section.coordinator
 
 
 @dataclass
@@ -41,7 +65,7 @@ class Wait:
         return self.began + START_SECONDS - time.monotonic()
 
     def report(self, what: str) -> None:
-        """Says on stderr what is waited for: at once, and again every REPEAT_SECONDS."""
+        """Prints what is waited for on stderr: at once, and again every REPEAT_SECONDS."""
         if time.monotonic() >= self.began + self.reports * REPEAT_SECONDS:
             self.reports += 1
             print(f"waiting for {what}, {max(self.left, 0):.0f} s at most", file=sys.stderr, flush=True)
@@ -50,39 +74,53 @@ class Wait:
 def meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
     """In process 0: the names of all processes, and the links to the others, once all have come.
 
-    JAX's own service listens at the same port afterwards: it would abort the process where one does not come.
+    Links without a correct line are closed and counted. JAX's service listens at the same port afterwards; it would
+    abort the process where another does not come.
     """
-    names, links = {0: _name(0)}, {}
+    names, links, dropped = {0: _name(0)}, {}, 0
     with _listener(section) as listener:
+        listener.settimeout(0.2)
         wait = Wait()
         while missing := sorted(set(range(section.processes)) - set(names)):
-            those = f"process {', '.join(map(str, missing))}"
+            awaited = f"process {', '.join(map(str, missing))}"
+            strangers = f" (dropped connections without the run's {TOKEN}: {dropped})" if dropped else ""
             if wait.left <= 0:
-                raise _refused(links.values(), f"mesh.processes={section.processes}: {those} has not come within "
-                               f"{START_SECONDS} s; start each with its own mesh.process, and mesh.coordinator="
-                               f"{section.coordinator}")
-            listener.settimeout(0.2)
+                raise _refused(links.values(), f"mesh.processes={section.processes}: {awaited} has not come within "
+                               f"{START_SECONDS} s{strangers}; start each with its own mesh.process, the same {TOKEN} "
+                               f"and mesh.coordinator={section.coordinator}")
             try:
                 link, _ = listener.accept()
             except TimeoutError:
-                wait.report(f"{those} at {section.coordinator}")
+                wait.report(f"{awaited} at {section.coordinator}{strangers}")
                 continue
             try:
-                one = _read_line(link, seconds=10)
-                number, count, name = int(one["process"]), int(one["processes"]), str(one["name"])
-            except (OSError, ValueError, KeyError, TypeError):  # not a process of a run
+                number, count, name = _read_greeting(link, section.processes)
+            except MALFORMED:
+                dropped += 1
                 link.close()
                 continue
-            wrong = f"mesh.processes={count}, process 0 has mesh.processes={section.processes}" \
-                if count != section.processes else f"mesh.process={number}, as {names[number]} has" \
-                if number in names else ""
-            if wrong:
-                raise _refused((*links.values(), link), f"{name} was started with {wrong}")
+            if count != section.processes:
+                fault = f"mesh.processes={count}, process 0 has mesh.processes={section.processes}"
+            else:
+                fault = f"mesh.process={number}, as {names[number]} has" if number in names else ""
+            if fault:
+                raise _refused((*links.values(), link), f"{name} was started with {fault}")
             names[number], links[number] = name, link
-    listed = [names[number] for number in range(section.processes)]
+    if dropped:
+        print(f"dropped connections without the run's {TOKEN}: {dropped}", file=sys.stderr, flush=True)
+    ordered = [names[number] for number in range(section.processes)]
     for link in links.values():
-        _send_line(link, {"names": listed})
-    return listed, links
+        _send_line(link, {"names": ordered})
+    return ordered, links
+
+
+def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
+    """Number, count of processes and name that a process sends; one of MALFORMED if it is none of this run."""
+    line = _read_line(link, GREETING_SECONDS, GREETING_BYTES)
+    number, count, name = line["process"], line["processes"], line["name"]
+    if [type(value) for value in (number, count, name)] != [int, int, str] or not 0 < number < count:
+        raise ValueError("not a greeting")
+    return number, count, name
 
 
 def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
@@ -94,16 +132,17 @@ def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
 
 
 def _listener(section: MeshSection) -> socket.socket:
-    port, dual = int(section.coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
+    """Listens at the named host alone."""
+    host, _, port = bind_address(section).rpartition(":")
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS  # the service of a run that was killed just now has the port
     while True:
         try:
-            return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET,
-                                        backlog=section.processes, dualstack_ipv6=dual)
+            family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address, family=family, backlog=section.processes)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise ShoalError(f"mesh.coordinator={section.coordinator}: process 0 cannot listen there "
-                                 f"({error.strerror}); choose another port") from error
+                raise ShoalError(f"mesh.coordinator={section.coordinator}: process 0 cannot listen at {host}:{port} "
+                                 f"({error.strerror}); give an address of this host and a free port") from error
         time.sleep(0.5)
 
 
@@ -111,25 +150,37 @@ def meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]
     """In the other processes: the names of all, and the link to process 0, once all have come."""
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS  # the service of a run that was killed just now may answer
     while True:
+        link = _connect(section)
         try:
-            return _meet_main(section)
-        except _Unreadable:
+            _send_line(link, {"process": section.process, "processes": section.processes,
+                              "name": _name(section.process)})
+            wait = Wait()
+            # Process 0 gives up first, with its reason.
+            while not select.select([link], [], [], 1)[0] and wait.left > -ANSWER_SECONDS:
+                wait.report("the other processes, which have yet to meet process 0")
+            answer = _read_line(link, ANSWER_SECONDS, ANSWER_BYTES)
+            if "error" not in answer:
+                print(f"process {section.process}: all {section.processes} have come; process 0 prints what they do",
+                      file=sys.stderr, flush=True)
+                return list(answer["names"]), {0: link}
+        except MALFORMED as error:
+            link.close()
             if time.monotonic() > deadline:
-                raise
-        time.sleep(0.5)
+                raise ShoalError(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a "
+                                 f"run with this {TOKEN}, or it has ended; start it again, or give another port"
+                                 ) from error
+            time.sleep(0.5)
+            continue
+        link.close()
+        raise ShoalError(answer["error"])
 
 
-class _Unreadable(ShoalError):
-    """What answers at the coordinator's address is no process 0 that waits for others."""
-
-
-def _meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
+def _connect(section: MeshSection) -> socket.socket:
     host, _, port = section.coordinator.rpartition(":")
     wait = Wait()
     while True:
         try:
-            link = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-            break
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         except OSError as error:
             if wait.left <= 0:
                 raise ShoalError(f"mesh.coordinator={section.coordinator}: nobody answers there "
@@ -137,37 +188,31 @@ def _meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket
                                  "(mesh.process=0) on that host, with this port open") from error
         wait.report(f"process 0 at {section.coordinator}")
         time.sleep(0.2)
-    try:
-        _send_line(link, {"process": section.process, "processes": section.processes, "name": _name(section.process)})
-        wait = Wait()
-        while not select.select([link], [], [], 1)[0] and wait.left > -10:  # process 0 gives up first, with its reason
-            wait.report("the other processes, which have yet to meet process 0")
-        answer = _read_line(link, seconds=10)
-        if "error" in answer:
-            link.close()
-            raise ShoalError(answer["error"])
-        print(f"process {section.process}: all {section.processes} have come; process 0 prints what they do",
-              file=sys.stderr, flush=True)
-        return list(answer["names"]), {0: link}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        link.close()
-        raise _Unreadable(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a run, or "
-                          "it has ended; start it again, or give another port") from error
 
 
 def _name(number: int) -> str:
     return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
 
 
+def _signature(text: bytes) -> bytes:
+    return hmac.new(os.environ.get(TOKEN, "").encode(), text, "sha256").hexdigest().encode()
+
+
 def _send_line(link: socket.socket, value: Any) -> None:
+    text = json.dumps(value).encode()
     with contextlib.suppress(OSError):
-        link.sendall(json.dumps(value).encode() + b"\n")
+        link.sendall(_signature(text) + b" " + text + b"\n")
 
 
-def _read_line(link: socket.socket, seconds: float) -> Any:
-    """One line of JSON, a byte at a time: what follows it is not this reader's."""
-    link.settimeout(seconds)
-    line = b""
-    while not line.endswith(b"\n") and len(line) < MOST_BYTES and (byte := link.recv(1)):
+def _read_line(link: socket.socket, seconds: float, most_bytes: int) -> Any:
+    """The value of a signed line, read a byte at a time: what follows it is for another reader."""
+    line, deadline = b"", time.monotonic() + seconds
+    while not line.endswith(b"\n"):
+        link.settimeout(max(deadline - time.monotonic(), 1e-3))
+        if len(line) == most_bytes or time.monotonic() > deadline or not (byte := link.recv(1)):
+            raise ValueError("no line")
         line += byte
-    return json.loads(line)
+    signature, _, text = line.rstrip(b"\n").partition(b" ")
+    if not hmac.compare_digest(signature, _signature(text)):
+        raise ValueError("signed with another secret")
+    return json.loads(text)

@@ -25,7 +25,7 @@ import jax
 from shoal.config.schema import MeshSection
 from shoal.mesh.coordination import service_apart
 from shoal.mesh.gather import gather_bytes
-from shoal.mesh.meeting import START_SECONDS, meet_main, meet_others
+from shoal.mesh.meeting import START_SECONDS, TOKEN, bind_address, is_loopback, meet_main, meet_others
 from shoal.mesh.pathways import uses_pathways
 from shoal.types import ShoalError
 
@@ -71,6 +71,10 @@ def find_processes(section: MeshSection) -> MeshSection:
     host, _, port = section.coordinator.rpartition(":")
     if section.processes > 1 and not (host and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ShoalError(f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777")
+    if section.processes > 1 and not is_loopback(host) and not os.environ.get(TOKEN):
+        raise ShoalError(f"mesh.coordinator={section.coordinator} can be reached from other machines: set the "
+                         f"environment variable {TOKEN} to one secret for all processes, as with export "
+                         f"{TOKEN}=$(openssl rand -hex 16) in the job's script")
     return section if section.processes > 1 else replace(section, **NO_SECTION)
 
 
@@ -248,6 +252,7 @@ def join(section: MeshSection) -> World:
     with service_apart():
         jax.distributed.initialize(
             section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
+            coordinator_bind_address=bind_address(section),  # JAX's default: every address of the machine
             cluster_detection_method="deactivate", local_device_ids=own_gpus(),
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
     from jax._src import distributed

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
+from scripts import load
 
 import shoal
 from shoal import cli
@@ -33,19 +32,8 @@ DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "shoal"
 PAGES = sorted(path for path in DOCS.glob("*.md") if path.name not in ("LOG.md", "metrics.md", "migrating.md"))
 
-
-
-def load(path: Path) -> ModuleType:
-    """A module outside the package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
-
-
-transcripts = load(DOCS / "transcripts.py")
+transcripts = load("docs/transcripts.py")
+reference = load("docs/reference.py")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
@@ -59,6 +47,11 @@ def inline(page: Path) -> list[str]:
     """The code spans of the prose."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return [text.strip() for _, text in re.findall(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", prose)]
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_pages_are_those_that_the_tables_make(name: str):
+    assert (DOCS / name).read_text(encoding="utf-8") == reference.PAGES[name](), "python docs/reference.py"
 
 
 # ---- commands and keys

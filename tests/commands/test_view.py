@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripts import load
 from stored_runs import HOSTILE, append_step, stored_group, write_lines, write_run
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
@@ -519,10 +519,7 @@ def test_no_file_is_reached_by_its_path(client, path):
 
 
 def test_random_requests_are_refused_in_order(client):
-    spec = importlib.util.spec_from_file_location("viewing", Path(__file__).parents[2] / "benchmarks" / "viewing.py")
-    assert spec and spec.loader
-    viewing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(viewing)
+    viewing = load("benchmarks/viewing.py")
     chance, statuses = random.Random(1), Counter()
     for _ in range(400):
         method, path, headers = viewing.fuzz_request(chance, ["first"])

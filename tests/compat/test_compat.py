@@ -20,7 +20,6 @@ import yaml
 
 from shoal import cli
 from shoal.compat.derived import DERIVATIONS
-from shoal.compat.document import document
 from shoal.compat.translation import SYSTEMS
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.loading import compose, from_overrides
@@ -323,11 +322,10 @@ def test_the_tables_are_whole():
     assert rules == set(DERIVATIONS)
 
 
-def test_the_page_is_the_one_the_tables_make():
-    page = ROOT / "docs" / "migrating.md"
-    assert page.read_text(encoding="utf-8") == document(), "python -m shoal.compat.document > docs/migrating.md"
-    assert all(f"`{name}`" in document() for name in translator().flags(Config))
-    for line in re.findall(r"^shoal (.*)$", document(), re.MULTILINE):
+def test_the_page_has_every_flag_and_its_commands_work():
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in translator().flags(Config))
+    for line in re.findall(r"^shoal (.*)$", page, re.MULTILINE):
         assert cli.main(line.replace("./llama", "tiny").split()) == 0
 
 

@@ -163,6 +163,20 @@ def test_long_prompts_are_an_error_where_asked():
         stream(lengths=[3, 200, 3], count=3, long_prompts="error").next(3)
 
 
+def test_prompts_of_later_steps_are_checked_with_each_row_read_once():
+    with pytest.raises(ShoalError, match=r"row 1 has 200 tokens"):
+        stream(lengths=[3, 200, 3], count=3, long_prompts="error").check(3)
+    read: list[str] = []
+    s = stream(long_prompts="error")
+    tokens = s.encode
+    s.encode = lambda prompt: read.append(str(prompt)) or tokens(prompt)
+    s.check(4 * 500)
+    assert sorted(map(int, read)) == list(range(12)) and (s.epoch, s.cursor) == (0, 0)
+    read.clear()
+    s.check(4)
+    assert list(map(int, read)) == rows(s.next(4))
+
+
 def test_fewer_rows_than_a_step_needs():
     with pytest.raises(ShoalError, match=r"12 prompts, fewer than batch.prompts_per_step=13"):
         stream().next(13)

@@ -61,7 +61,7 @@ def test_caches_too_small_for_one_row_name_the_least(siblings, least, what):
 
 def test_one_engine_serves_all_sizes_that_fill_its_rows():
     def made(**changes: int) -> list[int]:
-        make = sampling_engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, sampling(**changes), 64, 8, 640)
+        make = sampling_engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, sampling(**changes), 64, 8)
         engines = [make(Purpose.TRAIN, 8), make(Purpose.EVALUATE, 1), make(Purpose.EVALUATE, 4),
                    make(Purpose.EVALUATE, 16)]
         assert all(engine.num_rows * engine.siblings == 64 for engine in engines)
@@ -74,8 +74,8 @@ def test_one_engine_serves_all_sizes_that_fill_its_rows():
 
 def test_every_engine_stays_within_the_caches():
     """Greedy answers have rows of their own, each with a prompt's keys: there is room for fewer."""
-    make = sampling_engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, sampling(512, 512, cache_tokens=4608 * 2),
-                                 16, 8, 16)
+    caches = sampling(512, 512, cache_tokens=4608 * 2, siblings_per_row=8)
+    make = sampling_engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, caches, 16, 8)
     training, greedy = make(Purpose.TRAIN, 8), make(Purpose.EVALUATE, 1)
     assert (training.num_rows, training.siblings) == (2, 8) and (greedy.num_rows, greedy.siblings) == (9, 1)
 

@@ -54,9 +54,8 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
         model = make_model(config.model, opened, roles.sampler)
         sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
-        size, asked = max(1, config.pass_k), max(map(len, sets.values()), default=0)
-        make = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size, size,
-                                     asked * size)
+        size = max(1, config.pass_k)
+        make = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size, size)
         source = local_fleet(model, make, GroupRewards(task, pool, tokenizer.decode), config.seed, console.answered)
         source.publish(0, opened.load(roles.sampler, model.dtype))
         evaluator = Evaluator(sets, params, config.pass_k, task)

@@ -46,8 +46,8 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         console.note(f"model: {model_text(config.model, loaded, model)}{named}")
         prompts = encode_prompts(placed, tokenizer, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
-        engine = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size, size,
-                                       len(prompts) * size)(Purpose.GENERATE, size)
+        engine = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size,
+                                       size)(Purpose.GENERATE, size)
         engine.load(0, publish_to(model, loaded.load(role, model.dtype)))
         engine.submit([
             SampleRequest(row, one.prompt_ids, size, Address(config.seed, Purpose.GENERATE.value, 0, row), params)

@@ -48,7 +48,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
         sets = prepare_sets(task, tokenizer, sampling, console.warning)
         evaluator = Evaluator(sets, sampling.params, 0, task)
         model = Model(architecture, roles.sampler)
-        make = sampling_engine_maker(model, tokenizer, sampling, 128, 1, 128)
+        make = sampling_engine_maker(model, tokenizer, sampling, 128, 1)
         pool = RewardPool(task.rewards, RewardSection(workers=0))
         source = local_fleet(model, make, GroupRewards(task, pool, tokenizer.decode), config.seed)
 

@@ -51,7 +51,7 @@ class Places(NamedTuple):
     room: CacheRoom
 
 
-def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: int,
+def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: float,
                   free_tokens: int = 0) -> Places:
     """At most `slots` of so many completions, as the caches have room for. ShoalError if a row does not fit.
 
@@ -99,10 +99,12 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
     return make
 
 
-def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int, group_size: int,
-                          completions: int) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engines of a command that only samples: so many `completions`, `slots` at once."""
-    places = choose_places(sampling, model.role, slots, group_size, completions)
+def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
+                          group_size: int) -> Callable[[Purpose, int], Engine]:
+    """A function that makes the engines of a command that only samples, `slots` completions at once."""
+    # However few are asked for: another number of rows is another program, whose last bits differ on some processors,
+    # and an answer may not depend on how many others were asked for.
+    places = choose_places(sampling, model.role, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, places, group_size)
 
 

@@ -73,8 +73,9 @@ def open_data(config: Config, task: Task, tokenizer: Tokenizer, warn: Callable[[
     prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
                            PassRates(config.train.retire_above))
     sets = prepare_sets(task, tokenizer, s, warn)
-    # with long_prompts=error a prompt of any step ends the run: raised before it begins
-    first = prompts.peek(config.batch.prompts_per_step, config.steps if s.long_prompts == "error" else 1)
+    first = prompts.peek(config.batch.prompts_per_step)
+    if s.long_prompts == "error":  # a prompt of any step ends the run: raised before it begins
+        prompts.check(config.batch.prompts_per_step * config.steps)
     return RunData(prompts, sets, first)
 
 

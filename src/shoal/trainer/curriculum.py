@@ -173,15 +173,18 @@ class PromptStream:
         return DataExhausted(f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
                              f"(train.retire_above={self.rates.bound:g}), fewer than {count} are left")
 
-    def peek(self, count: int = 1, steps: int = 1) -> TokenizedExample:
-        """The first prompt that `next` will return; the cursor does not move.
-
-        The prompts of `steps` times `count` are read, so that errors in them are raised now.
-        """
+    def peek(self, count: int = 1) -> TokenizedExample:
+        """The first of the `count` prompts that `next` will return; the cursor does not move."""
         before = self.state()
-        prompts = [self.next(count) for _ in range(max(1, steps))]
+        prompts = self.next(count)
         self.restore(before)
-        return prompts[0][0]
+        return prompts[0]
+
+    def check(self, count: int) -> None:
+        """Raises ShoalError for a prompt among the next `count` that is too long or refused, with `long_prompts=error`.
+        Each row is read once, however many epochs these prompts are."""
+        for row in self._order_of(self.epoch)[:count]:
+            self._prepare(int(row))
 
     def of_row(self, row: int) -> TokenizedExample:
         """One example by its row, without moving the cursor."""

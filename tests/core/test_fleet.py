@@ -23,6 +23,7 @@ from shoal import cli
 from shoal.commands.replay import replay
 from shoal.config.schema import ReplayConfig, RewardSection
 from shoal.model.transformer import Model
+from shoal.report.timeline import Timeline
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member
 from shoal.rollout.fleet import Fleet
@@ -31,7 +32,6 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import Stage
 from shoal.rollout.member import Member, wrong_answer
 from shoal.rollout.publish import MemoryChannel
-from shoal.run.timeline import Timeline
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.update import Updater
@@ -480,10 +480,10 @@ def test_a_cancelled_step_leaves_the_hosts_and_is_asked_again():
 def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch):
     """Also of the next host of that name; no event begins before the last one's end."""
     now, tells = [100.0], HostProgress()
-    monkeypatch.setattr("shoal.run.timeline.time.time", lambda: now[0])
+    monkeypatch.setattr("shoal.report.timeline.time.time", lambda: now[0])
     one = Member("worker 0", SimpleNamespace(progress=lambda: replace(tells)), restarts=1)  # type: ignore[arg-type]
     with closing(Timeline(tmp_path / "timeline.json", print)) as timeline:
-        timeline.follow(one)
+        one.timeline = timeline
         for now[0], tells.busy_seconds in ((101.0, 0.5), (101.3, 0.5), (102.0, 1.75)):
             one.look(now[0])
         one.lose(now[0])

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from shoal.report.timeline import Timeline
 from shoal.rollout.group import sample_request
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses, whereabouts
@@ -76,6 +77,7 @@ class Fleet:
     on_progress: Callable[[str, int, int], None] | None = None  # (part of an evaluation, groups done, groups in all)
     ledger: Ledger = field(default_factory=Ledger)
     keep_from: int = 0  # the oldest version that may yet be requested
+    timeline: Timeline = field(default_factory=Timeline)
     woken: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -92,6 +94,12 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True) if self.by_itself else None
         if self._thread:
             self._thread.start()
+
+    def follow(self, timeline: Timeline) -> None:
+        """Writes what hosts and rewards do to a timeline."""
+        self.timeline = timeline
+        for member in self.members.values():
+            member.timeline = timeline
 
     # -- the RolloutSource
 
@@ -269,9 +277,9 @@ class Fleet:
                         if member.host is not None:  # else an answer before this one was wrong
                             ready.append(self._enter(member, id, completions))
         for entries in filter(None, ready):
-            with guard():
+            with guard(), self.timeline.span("rewards", "submit"):
                 self.rewards.submit(entries)
-        with guard():
+        with guard(), self.timeline.span("rewards", "collect"):
             found = self.rewards.collect(wait)
         with self._changed:
             self.rewards.enter(found, self.ledger)

@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from shoal.report.timeline import Timeline
 from shoal.types import Completion, Host, HostProgress, SampleRequest
 
 FIRST_SECONDS = 600.0
@@ -41,6 +42,7 @@ class Member:
     losses: int = 0
     refused: bool = False
     total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
+    timeline: Timeline = field(default_factory=Timeline)
     _moved_at: float = field(default_factory=time.monotonic)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
 
@@ -62,6 +64,7 @@ class Member:
         for name in ("tokens", "drawing", "places", "pause_seconds", "busy_seconds"):
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)
+        self.timeline.add(self.name, "sample", self.progress.busy_seconds - before.busy_seconds)
         if steps := self.progress.dispatches - before.dispatches:
             if before.dispatches:
                 self._seconds.append((now - self._moved_at) / steps)

@@ -35,8 +35,10 @@ from shoal.report.findings import Findings
 from shoal.report.folder import ReadFolder, RunFolder, is_run
 from shoal.report.recorder import Recorder
 from shoal.report.sink import check_sinks, make_sinks
+from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
+from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import for_devices
@@ -53,7 +55,6 @@ from shoal.run.remat import trained_model
 from shoal.run.resume import ResumePlan, restore_latest
 from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
-from shoal.run.timeline import TIMELINE, Timeline, trace
 from shoal.run.workers import open_cluster
 from shoal.tasks.data import showing_progress
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task
@@ -141,7 +142,9 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
                              console.warning).step,
     )
     if config.report.timeline and world.is_main:
-        trace(run, stack.enter_context(closing(Timeline(folder.path / TIMELINE, console.warning))))
+        run.timeline = stack.enter_context(closing(Timeline(folder.path / TIMELINE, console.warning)))
+        if isinstance(source, Fleet):
+            source.follow(run.timeline)
     return run
 
 

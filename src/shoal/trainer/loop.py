@@ -17,6 +17,7 @@ from typing import Any
 from shoal.config.schema import Config
 from shoal.config.text import to_dict
 from shoal.report.recorder import Recorder, StepRecord
+from shoal.report.timeline import Timeline, timed
 from shoal.tasks.library import PENALTY
 from shoal.trainer import dynamic_sampling
 from shoal.trainer.checkpoint import Checkpoints, Restored
@@ -63,6 +64,7 @@ class Run:
     pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
     evaluating: dict[int, float] = field(default_factory=dict)  # version -> when its answers were asked for
     useful_share: float = 1.0  # of the newest step's groups, with dynamic sampling
+    timeline: Timeline = field(default_factory=Timeline)
     saved: int = -1  # the newest version that has a checkpoint
 
     def __post_init__(self) -> None:
@@ -94,7 +96,8 @@ class Run:
                     groups, discarded = self.take(step)
                     self.schedule.check(groups)
                     waited = time.perf_counter() - started
-                    state, outcome = self.updater.update(state, groups, step)
+                    with self.timeline.span("trainer", "update"):
+                        state, outcome = self.updater.update(state, groups, step)
                 # After the update: a step that is given up before has changed neither pending requests nor pass rates.
                 self.step_done(step, groups, discarded)
                 if self.publication_due(step + 1):
@@ -223,6 +226,7 @@ class Run:
         return [GroupRequest(Purpose.TRAIN, step, version, prompt.example, prompt.prompt_ids, size, params,
                              exact=not self.schedule.newest) for prompt in prompts]
 
+    @timed("trainer", "wait for groups")
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
         """The step's groups, and those that were discarded. With dynamic sampling more groups replace those without
         variance: requested at the same version, in the order of the prompts."""
@@ -254,6 +258,7 @@ class Run:
             self.useful_share = sum(map(self.is_useful, (*groups, *discarded))) / len([*groups, *discarded])
         self.prompts.rates.add([*groups, *discarded])
 
+    @timed("publication", "publish")
     def publish(self, version: int, params: Params, step: int | None = None) -> None:
         """Publishes weights before `step` (None: the version's own). The version that this step samples from is kept,
         since the step may ask for more groups, or be given up and start again."""
@@ -267,6 +272,7 @@ class Run:
         every = self.config.train.evaluate_every
         return every > 0 and version % every == 0 and version < self.config.steps
 
+    @timed("trainer", "evaluate")
     def evaluate(self, version: int, state: TrainState, ends: bool = False) -> None:
         """Asks for the figures of one version by data set; pass@k only at the run's ends, which wait for them."""
         with self.saved_if_given_up(version, state):
@@ -288,6 +294,7 @@ class Run:
                                          time.perf_counter() - started)
                 del self.evaluating[version]
 
+    @timed("trainer", "record")
     def record(self, step: int, groups: Sequence[Group], discarded: Sequence[Group], outcome: UpdateResult,
                seconds: float) -> dict[str, float]:
         table = outcome.table
@@ -300,6 +307,7 @@ class Run:
         best = c.keep_best > 0 and self.evaluation_due(version)
         return version == self.config.steps or best or (c.every > 0 and version % c.every == 0)
 
+    @timed("trainer", "save")
     def save(self, version: int, state: TrainState) -> None:
         if version == self.saved:
             return

@@ -1,0 +1,92 @@
+"""`timeline.json`: what trainer, hosts, rewards and publication did when, in Chrome's trace format, for Perfetto.
+
+Each event is written as it ends: the format lets the closing bracket be missing, so a killed run leaves a file that
+opens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO, TypeVar, cast
+
+from shoal.files import writing
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+TIMELINE = "timeline.json"
+LEAST_SECONDS = 1e-4
+"""Shorter events, such as a look at a host that has nothing to do, are left out."""
+
+
+class Timeline:
+    """Events by lane, in microseconds since the epoch; nothing without a path. A resumed run adds to the file."""
+
+    def __init__(self, path: Path | None = None, warn: Callable[[str], None] = lambda text: None) -> None:
+        self._lock, self._warn = threading.Lock(), warn
+        self._lanes: dict[str, int] = {}
+        self._ended: dict[str, float] = {}  # lane -> end of its last event
+        self._file: TextIO | None = None
+        if path is not None:
+            with writing(path, "report.timeline"):
+                begins = not path.exists()
+                self._file = path.open("a", encoding="utf-8", buffering=1)
+                if begins:
+                    self._file.write("[\n")
+
+    @contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
+        """An event as long as the block."""
+        started = time.time()
+        try:
+            yield
+        finally:
+            self._write(lane, name, started, time.time())
+
+    def add(self, lane: str, name: str, seconds: float) -> None:
+        """An event that ends now. Reported late, it may seem to begin before the last one's end, which viewers do not
+        show: it begins there."""
+        ended = time.time()
+        self._write(lane, name, max(self._ended.get(lane, 0.0), ended - seconds), ended)
+
+    def _write(self, lane: str, name: str, started: float, ended: float) -> None:
+        if self._file is None or ended - started < LEAST_SECONDS:
+            return
+        with self._lock:
+            if self._file.closed:
+                return
+            self._ended[lane] = ended
+            events: list[dict[str, Any]] = []
+            if lane not in self._lanes:
+                self._lanes[lane] = len(self._lanes)
+                events = [{"ph": "M", "name": "thread_name", "args": {"name": lane}}]
+            events.append({"ph": "X", "name": name, "ts": round(started * 1e6), "dur": round((ended - started) * 1e6)})
+            try:
+                for event in events:
+                    self._file.write(json.dumps({**event, "pid": 0, "tid": self._lanes[lane]}) + ",\n")
+            except OSError as error:  # a run does not end for want of its timeline
+                self._file.close()
+                self._warn(f"report.timeline: {error.strerror or error}; the timeline ends here")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+
+
+def timed(lane: str, name: str) -> Callable[[Method], Method]:
+    """A decorator: each call of the method is an event of its object's `timeline`."""
+    def of_method(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.timeline.span(lane, name):
+                return method(self, *args, **kwargs)
+
+        return cast(Method, call)
+
+    return of_method

@@ -16,11 +16,21 @@ from small import QWEN3, random_parameters
 from shoal import cli
 from shoal.commands import plan as plan_command
 from shoal.config.keys import keys_of
-from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection, PlanConfig, SamplingSection
+from shoal.config.schema import (
+    AlgorithmSection,
+    BatchSection,
+    Config,
+    MeshSection,
+    ModelSection,
+    PlanConfig,
+    SamplingSection,
+    TrainSection,
+)
 from shoal.config.values import build, get_value
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
+from shoal.run.parts import make_updater
 from shoal.run.plan import analysis, worker
 from shoal.run.plan import compilers as compilers_module
 from shoal.run.plan import plan as plan_module
@@ -30,7 +40,9 @@ from shoal.run.plan.figures import Figures, verdict
 from shoal.run.plan.job import Job
 from shoal.run.plan.plan import extrapolate, make_plan
 from shoal.run.plan.predict import NOTHING
-from shoal.types import ShoalError
+from shoal.run.preflight.memory import parameter_count
+from shoal.trainer.batch import pack
+from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -157,6 +169,20 @@ def test_a_plan_says_how_a_job_of_several_hosts_runs(refusal, pathways, text):
                   shape={"tokens": 512, "rows": 1, "prefix": 64, "slots": 1, "length": 64})
     one = replace(one, config=replace(one.config, mesh=MeshSection(pathways=pathways)))
     assert [line for line in plan_command._head(one) if "hosts" in line] == ([text] if text else [])
+
+
+@pytest.mark.parametrize(("max_staleness", "interval", "step"), [
+    (-1, 1, 28.0),  # sampling takes 10 s, training 18
+    (1, 1, 18.0), (2, 1, 18.0),
+    (-1, 2, (10 + 18 + 18) / 2),  # the second of two steps is sampled while the first is learnt from
+])
+def test_a_step_takes_as_long_as_the_longer_of_what_overlaps(max_staleness, interval, step):
+    apart = {"trainer": [0], "sampler": [1], "reference": [0]}
+    one = figures(roles={name: {"mesh": {}, "devices": devices} for name, devices in apart.items()})
+    train = TrainSection(max_staleness=max_staleness, weight_sync_interval=interval)
+    assert replace(one, config=replace(one.config, train=train)).step_seconds[1] == pytest.approx(step)
+    together = replace(figures(), config=replace(one.config, train=train))
+    assert together.step_seconds == (14.0, 28.0, 42.0)  # on the same devices they take turns
 
 
 def test_roles_apart_hold_their_own():
@@ -352,12 +378,36 @@ def test_a_compiler_without_memory_ends_and_one_with_a_fault_says_it(monkeypatch
             assert worker.reply("{}") == expected
 
 
-def test_only_decoding_reads_weights_more_than_once(monkeypatch):
-    """An update with a loop over blocks of keys counted them for each block."""
-    monkeypatch.setattr(analysis, "bytes_per_device", lambda args: 4.8e12)  # what an H200 reads in a second
-    job: Any = SimpleNamespace(accelerator=ACCELERATORS["h200"], model=SimpleNamespace(dtype=np.dtype("float32")))
-    loop: Any = SimpleNamespace(args=(), assumed_trips=(12.0,))
-    assert [analysis._floor_seconds(job, loop, 0.0, int(4.8e12), decode) for decode in (False, True)] == [1.0, 12.0]
+def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(model, monkeypatch):
+    """By hand: 2 layers of 2 heads of 16, keys and values; half of a completion's on average. Others read what they are
+    called with once."""
+    job = Job(Config(model=replace(model, dtype="bfloat16"), sampling=SAMPLING, batch=BATCH,
+                     mesh=MeshSection(trainer="1")), "")
+    monkeypatch.setattr(Job, "accelerator", ACCELERATORS["h200"])
+    decode, update = (analysis.analyse(job, name) for name in ("decode", "accumulate"))
+    weights, tokens = 2 * parameter_count(SMALL), 63 / 2  # in each of two dispatches
+    heads = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 2
+    keys = heads * (8 * 64 + 16 * 32)
+    assert decode["weights_seconds"] == pytest.approx(tokens * weights / 4.8e12)
+    assert decode["floor_seconds"] == pytest.approx(tokens * (weights + keys) / 4.8e12)
+    assert update["weights_seconds"] == 0.0 < update["floor_seconds"] < decode["floor_seconds"]
+
+
+@pytest.mark.parametrize(("num_minibatches", "trained"), [(1, 5 * 8 * 1024), (3, 3 * 8 * 1792)])
+def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(model, num_minibatches, trained):
+    """32 groups of 1,088 tokens: rows of 4,096 on 8 devices would be 65,536 of which the last are empty."""
+    config = Config(model=model, mesh=MeshSection(fsdp=8), sampling=replace(SAMPLING, max_completion_tokens=128),
+                    batch=BatchSection(prompts_per_step=32, group_size=8, micro_tokens=4096),
+                    algorithm=AlgorithmSection(num_minibatches=num_minibatches, num_epochs=2))
+    job = Job(config, "")
+    ids, ones = np.ones(128, np.int32), np.ones(128)
+    groups = [Group(Purpose.TRAIN, 0, 0, Example(row, "q"), ids[:64],
+                    tuple(Completion(row, index, ids, ones.astype(np.float32), ones > 0, 0 * ids, StopReason.EOS)
+                          for index in range(8)), ("",) * 8, np.ones(8), {}, np.ones(8, bool)) for row in range(32)]
+    updater = make_updater(job.config, job.learner, None, None)
+    run = sum(batch.arrays.tokens.size for members in updater._minibatches(32, step=0, epoch=0)
+              for batch in pack(groups, members, np.ones((32, 8)), np.ones((32, 8)), updater.shapes(groups), 1.0))
+    assert run == trained and job.programs()["accumulate"].runs * job.shape.tokens == 2 * trained
 
 
 @pytest.mark.parametrize(("topology", "needed", "attention"), [("v5p-8", "libtpu", "auto"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
+from shoal.mesh.topology import parse_topology
 from shoal.model import pallas_attention
 from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.run.plan.flops import jaxpr_flops
 from shoal.run.plan.groups import device_groups, group_size
 from shoal.run.plan.hlo import Module
+from shoal.run.plan.links import bandwidth
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -180,6 +185,64 @@ def test_a_gather_inside_asynchronous_fusions_counts_once():
     assert scatter.source == "model/transformer.py:251 add"
     assert sum(costs.cycles.values()) == 32 * 150 + 7
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
+
+
+def one_collective(shape: str, op: str) -> tuple[str, int]:
+    """(kind, bytes of the whole arrays) of a collective over four devices."""
+    done = f"  %done = f32[8]{{0}} {op.replace('start', 'done')}(%start)\n" * op.endswith("start")
+    costs = Module(f"""ENTRY %main (a: f32[8]) -> f32[8] {{
+  %a = f32[64,16]{{1,0}} parameter(0)
+  %start = {shape} {op}(%a), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+{done}}}""").costs()
+    (found,) = costs.collectives
+    return found.kind, found.bytes
+
+
+@pytest.mark.parametrize(("shape", "op", "whole"), [
+    # at once: results; of a reduce-scatter the part that each keeps
+    ("bf16[64,16]{1,0}", "all-gather", 2048),
+    ("f32[16,16]{1,0}", "reduce-scatter", 4096),
+    ("(f32[16,16]{1,0}, f32[4]{0})", "reduce-scatter", 4096 + 64),
+    ("(f32[64,16]{1,0}, f32[16]{0})", "all-reduce", 4096 + 64),
+    # as GPUs start them: operands and results, each an array or several
+    ("(bf16[16,16]{1,0}, bf16[64,16]{1,0})", "all-gather-start", 2048),
+    ("((bf16[16,16]{1,0:T(8,128)(2,1)}, bf16[4]{0}), (bf16[64,16]{1,0:T(8,128)(2,1)}, bf16[16]{0}))",
+     "all-gather-start", 2048 + 32),
+    ("((f32[64,16]{1,0}), f32[16,16]{1,0})", "reduce-scatter-start", 4096),
+    ("((f32[64,16]{1,0}, f32[16]{0}), (f32[16,16]{1,0}, f32[4]{0}))", "reduce-scatter-start", 4096 + 64),
+    ("f32[268]{0}", "all-reduce-start", 1072),
+    ("(f32[64,16]{1,0}, /*index=1*/f32[16]{0})", "all-reduce-start", 4096 + 64),
+    ("((bf16[8,16]{1,0}), bf16[8,16]{1,0})", "all-to-all-start", 256),
+    ("(f32[64]{0}, f32[64]{0}, u32[], u32[])", "collective-permute-start", 256),
+    ("((f32[64]{0}, f32[16]{0}), (f32[64]{0}, f32[16]{0}), u32[], u32[])", "collective-permute-start", 256 + 64),
+])
+def test_each_form_of_a_collective_counts_its_whole_arrays_once(shape, op, whole):
+    assert one_collective(shape, op) == (op.removesuffix("-start"), whole)
+
+
+def test_an_asynchronous_transfer_reads_and_writes_its_arrays_once():
+    shape = "((f32[64,16]{1,0}), f32[16,16]{1,0})"
+    text = f"""ENTRY %main (a: f32[64,16]) -> f32[16,16] {{
+  %a = f32[64,16]{{1,0}} parameter(0)
+  %start = {shape} reduce-scatter-start(%a), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+  ROOT %done = f32[16,16]{{1,0}} reduce-scatter-done(%start)
+}}"""
+    assert sum(Module(text).costs().bytes.values()) == 4096 + 1024
+
+
+@pytest.mark.parametrize(("topology", "axes", "ways"), [
+    ("v5p:4x4x8", {"fsdp": 128}, 6), ("v5p:4x4x8", {"fsdp": 8, "data": 16}, 2),
+    ("v5p:4x4x8", {"fsdp": 16, "data": 8}, 3),  # half of an axis has no way round
+    ("v5p:4x4x8", {"fsdp": 4, "data": 32}, 1),
+    ("v5p:4x4x4", {"fsdp": 64}, 6), ("v5p:2x2x2", {"fsdp": 8}, 3),
+    ("v6e:8x16", {"fsdp": 128}, 3), ("v6e:8x8", {"fsdp": 64}, 2)])
+def test_only_a_whole_axis_of_a_torus_has_two_ways(topology, axes, ways):
+    found = parse_topology(topology)
+    shape = found.shape if len(found.shape) == 3 else (*found.shape, 1)
+    devices = np.array([SimpleNamespace(id=number, slice_index=0, coords=coords)
+                        for number, coords in enumerate(np.ndindex(*shape))])
+    mesh: Any = SimpleNamespace(devices=devices.reshape(axes.get("data", 1), axes["fsdp"]))
+    assert bandwidth(found, found.accelerator, mesh, range(axes["fsdp"])) == ways * found.accelerator.link
 
 
 def test_a_loop_in_steps_of_two_runs_half_as_often():

@@ -318,8 +318,8 @@ def report_time(job: Job, task: Task, trial: StepTrial, budget: MemoryBudget) ->
     """Reports the time of a step and of the run, and the key that saves most."""
     result, config = job.report.result, job.config
     times = estimate_times(config, trial, job.engines["training"].num_groups,
-                           evaluation_completions(config, set_sizes(task)))
-    result["time"] = times.record()
+                           evaluation_completions(config, set_sizes(task)), job.roles.disaggregated)
+    result["time"] = vars(times)
     job.report.check("time").ok(times.describe())
     if not result["advice"]:
         advice = advise(config, job.model, trial, times, budget, job.available, job.roles, jax.device_count())

@@ -128,7 +128,8 @@ def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, .
         rows.append((f"{PHASES[name][0]}: {name}", "" if name == "publish" else f"{runs:.3g}",
                      f"{runs * one['flops'] / 1e12:,.1f}", gib(moved), *times))
     if figures.is_timed:
-        rows.append(("all", "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
+        whole = "a step, the next being sampled" if figures.overlaps else "all"
+        rows.append((whole, "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
         tokens, (_, low, high) = figures.job["tokens"]["sampled"], figures.step_seconds
         rows.append(("tokens sampled a second", "", "", "", "", f"{tokens / low:,.0f}", f"{tokens / high:,.0f}"))
         rows.append(("MFU", "", "", "", "", f"{100 * figures.mfu(low):.1f}%", f"{100 * figures.mfu(high):.1f}%"))

@@ -52,10 +52,10 @@ def make_updater(config: Config, learner: Learner, reference: ModelScorer | None
         longest=longest_sequence(config), max_support=max_support(config))
 
 
-def whole_shape(config: Config, row_shards: int) -> Shape:
-    """The shape of nearly all micro-batches."""
+def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
+    """The shapes of micro-batches; nearly all have the first."""
     return update_shapes(longest_sequence(config), config.sampling.max_completion_tokens, config.batch,
-                         config.algorithm.num_minibatches, row_shards)[0]
+                         config.algorithm.num_minibatches, row_shards)
 
 
 @dataclass(frozen=True)

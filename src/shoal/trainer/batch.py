@@ -166,7 +166,7 @@ def pack(
         if members := {i: length for i, length in members.items() if length}:
             sizes[number] = len(group.prompt_ids), members
     batches = []
-    for shape, rows in _in_batches(sizes, shapes):
+    for shape, rows in in_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
         for row, content in enumerate(rows):
             for number, members in content.parts:
@@ -251,7 +251,7 @@ BATCH_TOKENS = 96
 Batches = list[tuple[Shape, list[Row]]]
 
 
-def _in_batches(sizes: Mapping[int, tuple[int, Mapping[int, int]]], shapes: Sequence[Shape]) -> Batches:
+def in_batches(sizes: Mapping[int, tuple[int, Mapping[int, int]]], shapes: Sequence[Shape]) -> Batches:
     """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
     longest = max((prompt + max(members.values()) for prompt, members in sizes.values()), default=0)
 

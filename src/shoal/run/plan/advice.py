@@ -15,6 +15,7 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import build, get_value
 from shoal.report.findings import gib, seconds_text
+from shoal.run.derived import oldest_samples
 from shoal.run.plan.figures import FULL, Figures
 from shoal.run.plan.predict import predict
 from shoal.run.preflight.estimate import LEAST_GAIN
@@ -264,10 +265,11 @@ def _placement(config: Config, job: Mapping[str, Any], same: Mapping[str, Any]) 
         splits = (2 * len(sampler), len(sampler) // 2)
     else:
         splits = (count // 2,)
+    waits = "" if oldest_samples(config) else "each waits for the other"
     for own in splits:
         if 0 < own < count:
-            yield Change({"mesh.trainer": str(count - own), "mesh.sampler": str(own), "mesh.fsdp": -1},
-                         "each waits for the other", same)
+            yield Change({"mesh.trainer": str(count - own), "mesh.sampler": str(own), "mesh.fsdp": -1}, waits,
+                         same)
     if config.algorithm.kl_coef > 0 or config.teacher.path:
         for devices, whose in ((sampler, "sampler"), (trainer, "trainer")):
             if set(devices) != set(reference):

@@ -42,10 +42,13 @@ def analyse(job: Job, name: str) -> dict[str, Any]:
     flops, in_kernels = (jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
                          for of_kernels in (False, True))
     arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
+    weights = planned.weights_read * bytes_per_device(planned.args)
+    read = max(arguments, weights + planned.keys_read)
     found: dict[str, Any] = {
         "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
         "error": compiled["error"], "flops": flops,
-        "floor_seconds": _floor_seconds(job, planned, flops, arguments, name == "decode")}
+        "floor_seconds": _floor_seconds(job, flops, read),
+        "weights_seconds": _floor_seconds(job, 0.0, weights) if planned.keys_read else 0.0}
     if compiled["error"]:
         return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
                         "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
@@ -64,13 +67,12 @@ def analyse(job: Job, name: str) -> dict[str, Any]:
         "assumed": costs.assumed}
 
 
-def _floor_seconds(job: Job, planned: Planned, flops: float, arguments: int, is_decode: bool) -> float:
-    """The least that any program for this could take: its products at the peak rate, or its arguments read once;
-    in decoding the weights once a token."""
+def _floor_seconds(job: Job, flops: float, read: float) -> float:
+    """The least that any program for this could take: its products at the peak rate, or what it reads at the
+    memory's."""
     kind = job.accelerator
     if kind is None:
         return 0.0
-    read = planned.assumed_trips[0] * bytes_per_device(planned.args) if is_decode else arguments
     return max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.report.findings import gib, seconds_text
+from shoal.run.clock import step_seconds
+from shoal.run.derived import oldest_samples
+from shoal.run.parts import schedule_of
 
 PHASES: Mapping[str, tuple[str, str]] = {
     "prefill": ("sampling", "sampling"), "join": ("sampling", "sampling"), "decode": ("sampling", "sampling"),
@@ -88,8 +91,25 @@ class Figures:
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
-        each = [self.seconds(program) for program in self.programs]
-        return tuple(map(sum, zip(*each, strict=True)))  # type: ignore[return-value]
+        """Of a step in a long run: sampling and training overlap where the schedule and the devices let them."""
+        sampler, trainer = ([self.seconds(name) for name in self.programs if PHASES[name][0] in phases]
+                            for phases in (("sampling",), ("scoring", "update", "publication")))
+        if "reference" in self.shared_roles("sampler") and "trainer" not in self.shared_roles("sampler"):
+            sampler += [self.seconds(name) for name in ("reference", "teacher") if name in self.programs]
+        floor, hidden, none = (step_seconds(schedule_of(self.config.train), sum(one[bound] for one in sampler),
+                                            sum(one[bound] for one in trainer), self.samples_apart)
+                               for bound in range(3))
+        return floor, hidden, none
+
+    @property
+    def overlaps(self) -> bool:
+        """True where sampling and training go on at the same time."""
+        return self.samples_apart and oldest_samples(self.config) > 0
+
+    @property
+    def samples_apart(self) -> bool:
+        """True where the sampler has devices of its own."""
+        return self.config.sampler.kind == "ray" or "trainer" not in self.shared_roles("sampler")
 
     def phase_seconds(self) -> dict[str, tuple[float, float, float]]:
         found: dict[str, tuple[float, float, float]] = {}

@@ -23,8 +23,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
          "opt-barrier", "optimization-barrier", "while", "conditional", "call", "async-start", "async-update",
-         "async-done", "call-start", "call-done", "custom-call-done", "copy-done", "iota"}
-"""Operations that read and write nothing themselves."""
+         "call-start", "iota"}
+"""Operations that read and write nothing themselves, besides those that end in `-done`."""
 
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
@@ -178,7 +178,7 @@ class Module:
                 where = one.named("calls") or one.named("to_apply")
                 for inner in self._inside(where):
                     self._collective(inner, one, where, times, found, channels)
-            if one.op not in _FREE:
+            if one.op not in _FREE and not one.op.endswith("-done"):
                 self._operation(one, shapes, times, found)
 
     def _visit_loop(self, one: Instruction, around: Sequence[Instruction], times: float, trips: tuple[float, ...],
@@ -241,15 +241,10 @@ class Module:
         if key and key in channels:
             return
         channels.add(key)
-        sizes = arrays_of(one.shape)
-        if one.op.endswith("-start") and one.shape.startswith("(") and kind != "all-reduce":
-            sizes = [max(sizes)]  # operand and result
-        size = sum(sizes)
         groups = groups_text(one.attributes)
+        size = _whole_bytes(one, kind, max(1, group_size(groups)))
         if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
-        elif kind == "reduce-scatter":
-            size *= max(1, group_size(groups))
         # The parts of a fusion may be unnamed, and a sum that the compiler made: what it sums is not.
         made = self._by_name.get(around.operands[0], around) if around.operands else around
         sources = [self.source(other) for other in (one, around, made)]
@@ -270,6 +265,8 @@ class Module:
             read = [written]
         elif one.op == "copy-start":
             written = sum(read)
+        elif one.op.endswith("-start"):  # its shape holds what it reads, too
+            written = sum(arrays_of(_results(one)))
         elif one.op in ("dot", "convolution", "custom-call"):
             flops = _product_flops(one, shapes)
         size, source = written + sum(read), self.source(one)
@@ -306,6 +303,40 @@ class Module:
         if inner.op not in ("dot", "convolution"):
             return 0.0
         return _product_flops(inner, {one.name: one.shape for one in self._inside(computation)})
+
+
+def _whole_bytes(one: Instruction, kind: str, devices: int) -> int:
+    """Bytes of the whole arrays of a collective: what a gather makes, what a reduce-scatter takes."""
+    if kind != "reduce-scatter":
+        return sum(arrays_of(_results(one)))
+    # Its start shows the operands, whole; else only the part that each of the group keeps is shown.
+    if one.op.endswith("-start") and (parts := _parts(one.shape)):
+        return sum(arrays_of(parts[0]))
+    return devices * sum(arrays_of(one.shape))
+
+
+def _results(one: Instruction) -> str:
+    """The shape of what an operation makes. That of a `-start` is `(operands, results, ...)`, each one array or several
+    in parentheses, and of an `all-reduce-start` the results alone."""
+    if one.op.endswith("-start") and one.op != "all-reduce-start" and len(parts := _parts(one.shape)) > 1:
+        return parts[1]
+    return one.shape
+
+
+def _parts(shape: str) -> list[str]:
+    """The parts of a tuple's shape; empty for an array.
+
+    >>> _parts("((f32[8]{0}, f32[16]{0}), (f32[2]{0}, f32[4]{0}))")
+    ['(f32[8]{0}, f32[16]{0})', '(f32[2]{0}, f32[4]{0})']
+    """
+    parts, depth = [""], 0
+    for letter in shape[1:-1] if shape.startswith("(") else "":
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part]
 
 
 def _through(name: str, users: Mapping[str, list[Instruction]]) -> list[Instruction]:

@@ -32,7 +32,7 @@ from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import for_devices, max_support
 from shoal.run.engines import num_hosts, run_engines
 from shoal.run.loading import ModelSpec, known_architecture, model_path
-from shoal.run.parts import make_learner, whole_shape
+from shoal.run.parts import make_learner, micro_batch_shapes
 from shoal.run.plan.links import axis_links
 from shoal.run.preflight.memory import (
     available_memory,
@@ -46,7 +46,7 @@ from shoal.run.sampler_size import run_roles
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
-from shoal.trainer.batch import LearnerBatch, Shape, fill_rows
+from shoal.trainer.batch import LearnerBatch, Shape, in_batches
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
@@ -69,6 +69,8 @@ class Planned:
     runs: float = 1.0  # a step
     assumed_trips: tuple[float, ...] = ()  # of loops whose rounds no compiler knows
     batch_bytes: int = 0  # of its arguments on a device that are nothing that a role holds
+    weights_read: float = 1.0  # how often a run reads its weights, and
+    keys_read: float = 0.0  # the bytes of keys and values that it reads on a device
 
 
 class Job:
@@ -102,10 +104,14 @@ class Job:
     def engines(self) -> dict[str, Engine]:
         return dict(run_engines(self.config, self.model, self.roles, _NO_TOKENIZER, self.architecture))
 
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of micro-batches, the whole one first."""
+        return micro_batch_shapes(self.config, self.roles.trainer.row_shards)
+
     @property
     def shape(self) -> Shape:
-        """Of a micro-batch."""
-        return whole_shape(self.config, self.roles.trainer.row_shards)
+        return self.shapes[0]
 
     # ---- what roles hold
 
@@ -162,21 +168,30 @@ class Job:
         if (pieces := -(-c.sampling.max_prompt_tokens // piece)) > 1:
             # Of the blocks of keys, each block of queries reads those before it.
             trips["prefill"] = pieces, (pieces * piece // block_size(piece, role.platform) + 1) / 2
-        return {name: Planned(engine.programs[name], role, (parameters,), engine.call_shapes(name), count,
-                              trips.get(name, ())) for name, count in runs.items() if count}
+        found = {name: Planned(engine.programs[name], role, (parameters,), engine.call_shapes(name), count,
+                               trips.get(name, ())) for name, count in runs.items() if count}
+        found["decode"] = replace(found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine))
+        return found
+
+    def _live_keys(self, engine: Engine) -> float:
+        """Bytes on a device of the keys and values that one token of every slot reads: of the longest prompts, and half
+        of the longest completions, as these grow."""
+        s, total = self.config.sampling, 0.0
+        for cache in engine.state_shapes().caches:
+            for arrays, tokens in (((cache.prefix_k, cache.prefix_v), s.max_prompt_tokens),
+                                   ((cache.own_k, cache.own_v), s.max_completion_tokens / 2)):
+                total += bytes_per_device(arrays) * tokens / arrays[0].shape[-2]
+        return total
 
     def _learning(self) -> dict[str, Planned]:
         c, role, state = self.config, self.roles.trainer, self.learner.shapes()
         batch = self._batch(role)
         a, size = c.algorithm, bytes_per_device(batch)
-        prompts = -(-c.batch.prompts_per_step // a.num_minibatches)
-        group = c.sampling.max_prompt_tokens, [c.sampling.max_completion_tokens] * c.batch.group_size
-        rows = len(fill_rows({number: (group[0], dict(enumerate(group[1]))) for number in range(prompts)},
-                             self.shape.length))
-        batches = -(-rows // self.shape.rows)
-        updates = a.num_epochs * a.num_minibatches
+        prompts, parts = c.batch.prompts_per_step, a.num_minibatches
+        smaller, larger = prompts // parts, prompts % parts  # so many mini-batches have a prompt more
+        trained = a.num_epochs * ((parts - larger) * self._runs(smaller) + larger * self._runs(smaller + 1))
         total, programs, found = self._total(), self._programs, {}
-        scored = batches * a.num_minibatches
+        scored = self._runs(prompts)  # whole steps, whatever the mini-batches
         if needs_old_logprobs(a, bool(c.teacher.path)):
             found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored,
                                      assumed_trips=self._blocks_read(self.model), batch_bytes=size)
@@ -187,11 +202,19 @@ class Job:
             found[name] = Planned(program, model.role, (weights, own), runs=scored,
                                   assumed_trips=self._blocks_read(model), batch_bytes=bytes_per_device(own))
         found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
-                                      runs=batches * updates, assumed_trips=self._blocks_read(self.model),
+                                      runs=trained, assumed_trips=self._blocks_read(self.model),
                                       batch_bytes=size)
         found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),
-                                 {"gradient": total.gradient, "moments": state.optimizer}, updates)
+                                 {"gradient": total.gradient, "moments": state.optimizer}, a.num_epochs * parts)
         return found
+
+    def _runs(self, prompts: int) -> float:
+        """Runs over the groups of so many prompts, packed as the run packs them. A micro-batch in a shorter shape is
+        a part of one: a program of the whole shape stands for all, and its memory for the largest."""
+        s = self.config.sampling
+        group = s.max_prompt_tokens, dict.fromkeys(range(self.config.batch.group_size), s.max_completion_tokens)
+        batches = in_batches(dict.fromkeys(range(prompts), group), self.shapes) if prompts else []
+        return sum(shape.tokens for shape, _ in batches) / self.shape.tokens
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
         """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; of

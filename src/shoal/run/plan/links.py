@@ -45,12 +45,13 @@ def bandwidth(topology: Topology | None, kind: Accelerator | None, mesh: Any, gr
     if not kind.is_tpu:
         return kind.link
     shape = topology.shape if topology else ()
-    ways = sum(2 if _wraps(kind, shape, axis) else 1 for axis in varying)
+    # The ends of a dimension are joined: a group that spans all of it exchanges both ways round, a part of it does not.
+    ways = sum(2 if _wraps(kind, shape, axis) and len(set(places[:, axis])) == shape[axis] else 1 for axis in varying)
     return kind.link * ways if ways else kind.hbm / 2  # two devices of one chip
 
 
 def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:
-    """True where the ends of a dimension are joined: in both directions then, one ring."""
+    """True where the ends of a dimension are joined."""
     if axis >= len(shape):
         return False
     return shape[axis] == 16 if kind.torus == 2 else all(size % 4 == 0 for size in shape)

@@ -19,8 +19,9 @@ from shoal.sampler.programs import CHUNK
 LATENCY = 1e-5
 """Seconds that a small collective takes whatever its size, of a GPU's NVLink or a TPU's links, roughly."""
 
-NOTHING: Mapping[str, Any] = {"extra_bytes": 0, "error": "", "flops": 0.0, "floor_seconds": 0.0, "compute_seconds": 0.0,
-                              "transfer_seconds": 0.0, "collectives": [], "largest": [], "sources": {}, "memory": {}}
+NOTHING: Mapping[str, Any] = {
+    "extra_bytes": 0, "error": "", "flops": 0.0, "floor_seconds": 0.0, "weights_seconds": 0.0, "compute_seconds": 0.0,
+    "transfer_seconds": 0.0, "collectives": [], "largest": [], "sources": {}, "memory": {}}
 """A program of which nothing is known."""
 
 _SUMS = ("all-reduce", "reduce-scatter")
@@ -95,10 +96,9 @@ def _scaled(name: str, one: Mapping[str, Any], before: _Sizes, after: _Sizes) ->
     """The costs of a program after a change. Temporaries and computation go by what a device computes; in decoding the
     weights are read at every token besides."""
     work = after.work(name) / before.work(name) if name in before.job["programs"] else 1.0
-    extra, compute, floor = one["extra_bytes"] * work, one["compute_seconds"] * work, one["floor_seconds"] * work
-    if name == "decode":
-        weights = one["floor_seconds"] * before.axis("sampler", "tensor") / after.axis("sampler", "tensor")
-        compute, floor = weights + max(0.0, one["compute_seconds"] - one["floor_seconds"]) * work, weights
+    extra, read = one["extra_bytes"] * work, one["weights_seconds"]  # of the floor and of what it computes
+    weights = read * before.axis("sampler", "tensor") / after.axis("sampler", "tensor")
+    compute, floor = (weights + max(0.0, one[kind] - read) * work for kind in ("compute_seconds", "floor_seconds"))
     if name == "accumulate":
         # What `tensor` does not split, as a layer's input, is most of it.
         inputs = after.row_tokens("trainer") / before.row_tokens("trainer")
@@ -108,6 +108,7 @@ def _scaled(name: str, one: Mapping[str, Any], before: _Sizes, after: _Sizes) ->
     rows = [_moved(name, row, before, after) for row in one["collectives"]]
     rows += [_opened(name, axis, before, after) for axis in AXES if _opens(name, axis, before, after)]
     return {**one, "error": "", "extra_bytes": round(extra), "compute_seconds": compute, "floor_seconds": floor,
+            "weights_seconds": weights,
             "flops": one["flops"] * work, "collectives": rows, "transfer_seconds": sum(row["seconds"] for row in rows)}
 
 

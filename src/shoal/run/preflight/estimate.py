@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from shoal.config.schema import Config
 from shoal.mesh import Roles
 from shoal.model.transformer import Model
 from shoal.report.findings import seconds_text
+from shoal.run.clock import step_seconds
 from shoal.run.derived import num_updates
-from shoal.run.parts import whole_shape
+from shoal.run.parts import micro_batch_shapes, schedule_of
 from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
 from shoal.run.preflight.step_trial import StepTrial
 from shoal.run.remat import activation_bytes
@@ -38,16 +39,10 @@ class Times:
     evaluation_seconds: float  # of the whole run
     compile_seconds: float
     run_seconds: float
+    step_seconds: float  # in a long run: sampling and update may overlap
     sampled_tokens: int  # of a step
     trained_tokens: int  # of a step: prompts once a group, without padding
     padding: float
-
-    @property
-    def step_seconds(self) -> float:
-        return self.sample_seconds + self.reward_seconds + self.update_seconds
-
-    def record(self) -> dict[str, float]:
-        return {"step_seconds": self.step_seconds, **asdict(self)}
 
     def describe(self) -> str:
         return (f"about {seconds_text(self.step_seconds)} a step (sampling {seconds_text(self.sample_seconds)}, "
@@ -65,8 +60,9 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     return 2 * (questions + main * config.pass_k) + between * questions
 
 
-def estimate_times(config: Config, trial: StepTrial, slot_groups: int, evaluated: int) -> Times:
-    """`slot_groups`: groups that the sampler holds at once; `evaluated`: completions of all evaluations."""
+def estimate_times(config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool) -> Times:
+    """`slot_groups`: groups that the sampler holds at once, on `own_devices` or the trainer's; `evaluated`: completions
+    of all evaluations."""
     b, a = config.batch, config.algorithm
     scale = b.prompts_per_step / len(trial.groups)
     longer = 1.0
@@ -83,8 +79,9 @@ def estimate_times(config: Config, trial: StepTrial, slot_groups: int, evaluated
     evaluation = evaluated * (tokens / trial.lengths.size) * trial.sample_seconds * longer / max(tokens, 1.0)
     reward = trial.reward_seconds * scale
     prompts = sum(len(group.prompt_ids) for group in trial.groups)
-    run = config.steps * (sample + reward + update) + evaluation + trial.compile_seconds
-    return Times(sample, reward, update, evaluation, trial.compile_seconds, run,
+    step = step_seconds(schedule_of(config.train), sample + reward, update, own_devices)
+    run = config.steps * step + evaluation + trial.compile_seconds
+    return Times(sample, reward, update, evaluation, trial.compile_seconds, run, step,
                  round(tokens * scale), round((tokens + prompts) * scale), trial.padding)
 
 
@@ -92,7 +89,7 @@ def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards:
                  engines: Mapping[str, Engine]) -> None:
     """Adds the compiled programs' temporary memory, scaled from the trial's shapes to the longest allowed, and to the
     engine that prefills most prompts at once."""
-    s, programs, shape = config.sampling, trial.programs, whole_shape(config, shards)
+    s, programs, shape = config.sampling, trial.programs, micro_batch_shapes(config, shards)[0]
     bucket, used = prompt_bucket(s.max_prompt_tokens), max(prompt_bucket(len(g.prompt_ids)) for g in trial.groups)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
     tried = engines["training"].scheduler.batch_rows(used) * used

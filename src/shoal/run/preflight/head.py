@@ -16,7 +16,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.run.derived import staleness_text, step_text
 from shoal.run.engines import places_text, run_engines
 from shoal.run.loading import ModelSpec
-from shoal.run.parts import RunData, whole_shape
+from shoal.run.parts import RunData, micro_batch_shapes
 from shoal.run.preflight.inputs import (
     check_devices,
     check_prompts,
@@ -108,7 +108,7 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
 
 def attention_text(config: Config, model: Model) -> str:
     """`blocked`, as the update computes it."""
-    shape = whole_shape(config, model.role.row_shards)
+    shape = micro_batch_shapes(config, model.role.row_shards)[0]
     return attention_kind(model, shape.rows, shape.length)
 
 

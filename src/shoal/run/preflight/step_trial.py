@@ -22,7 +22,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.derived import max_support
-from shoal.run.parts import whole_shape
+from shoal.run.parts import micro_batch_shapes
 from shoal.run.preflight.reward import score
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.tasks.task import Task
@@ -133,7 +133,7 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     groups = [make_group(task, request, siblings[number], texts[number], scores, number)
               for number, request in enumerate(requests)]
     cancelled = sum(completion.stop_reason == StopReason.CANCELLED for group in siblings for completion in group)
-    shape = whole_shape(config, learner.model.role.row_shards)
+    shape = micro_batch_shapes(config, learner.model.role.row_shards)[0]
     trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
     _update(trial, config, learner, parameters)
     return trial

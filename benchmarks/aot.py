@@ -29,8 +29,8 @@ from shoal.config.keys import keys_of
 from shoal.config.loading import compose
 from shoal.config.schema import Config, PlanConfig
 from shoal.config.values import get_value
+from shoal.model.architecture import Architecture
 from shoal.model.flops import forward_flops
-from shoal.model.transformer import Architecture
 from shoal.run.plan.compilers import Compilers, compilers
 from shoal.run.plan.figures import Figures, resolved
 from shoal.run.plan.job import planned_architecture

@@ -35,7 +35,8 @@ def make_checkpoint(folder: Path, layers: int) -> None:
     import numpy as np
 
     from shoal.model import hf
-    from shoal.model.transformer import Architecture, ParamSpec, RopeScaling, is_param_spec, param_specs
+    from shoal.model.architecture import Architecture, RopeScaling
+    from shoal.model.parameters import ParamSpec, param_specs
 
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     a = Architecture(128256, 4096, 14336, layers, 32, 8, 128, 500000.0, scaling, norm_eps=1e-5)
@@ -55,8 +56,8 @@ def make_checkpoint(folder: Path, layers: int) -> None:
 
         return hf.LazyParameter(declared.shape, read)
 
-    size = sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a), is_leaf=is_param_spec)) * 2
-    tree = jax.tree_util.tree_map_with_path(lazily, param_specs(a), is_leaf=is_param_spec)
+    size = sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a))) * 2
+    tree = jax.tree_util.tree_map_with_path(lazily, param_specs(a))
     hf.save(folder, tree, a, dtype="bfloat16", shard_bytes=int(size / 4.8))
 
 

@@ -38,7 +38,8 @@ class Trial:
         import jax
         import jax.numpy as jnp
 
-        from shoal.model.transformer import Architecture, is_param_spec, param_specs
+        from shoal.model.architecture import Architecture
+        from shoal.model.parameters import param_specs
 
         self.architecture = Architecture(vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
                                          num_heads=tensor, num_kv_heads=2, head_dim=8, qk_norm=True, qkv_bias=True,
@@ -47,7 +48,7 @@ class Trial:
         rng = np.random.default_rng(0)
         self.weights = jax.tree.map(
             lambda d: ((d.init == "ones") + 0.15 * rng.standard_normal(d.shape)).astype(np.float32),
-            param_specs(self.architecture), is_leaf=is_param_spec)
+            param_specs(self.architecture))
         self.prompts = [rng.integers(0, 256, size).astype(np.int32) for size in rng.integers(1, 17, PROMPTS)]
         self.lengths = rng.integers(1, LONGEST + 1, (PROMPTS, GROUP_SIZE))
         self.lengths[0, 0] = LONGEST
@@ -88,7 +89,7 @@ class Trial:
     def state(self, learner: Any) -> Any:
         import jax
 
-        from shoal.model.transformer import shardings
+        from shoal.model.parameters import shardings
 
         return learner.init(jax.device_put(self.weights, shardings(self.architecture, learner.model.role)))
 

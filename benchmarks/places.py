@@ -18,7 +18,9 @@ import numpy as np
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model.transformer import Architecture, Model, initialise
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import initialise
+from shoal.model.transformer import Model
 from shoal.sampler.engine import Engine, drain
 from shoal.types import Address, SampleRequest, SamplingParams
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.model.transformer import Architecture
+from shoal.model.architecture import Architecture
 
 GIB, KEEP = 2**30, 2
 BEFORE, AFTER = 8, 4
@@ -186,14 +186,14 @@ class Trainer:
         import jax
 
         from shoal.mesh import make_roles
-        from shoal.model.transformer import Model, is_param_spec, param_specs
+        from shoal.model.parameters import param_specs
+        from shoal.model.transformer import Model
 
         self.roles = make_roles(mesh)
         self.model, specs = Model(architecture(layers), self.roles.sampler), param_specs(architecture(layers))
         random = np.random.default_rng(0)
         self.params = jax.tree.map(lambda spec: jax.device_put(
-            random.standard_normal(spec.shape, np.float32) * spec.stddev, spec.sharding(self.roles.trainer)), specs,
-            is_leaf=is_param_spec)
+            random.standard_normal(spec.shape, np.float32) * spec.stddev, spec.sharding(self.roles.trainer)), specs)
         self.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         self.largest = max(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         self.copies: list[float] = []

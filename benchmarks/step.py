@@ -81,7 +81,7 @@ class Trial:
 
         from shoal.config.schema import BatchSection, Config, ModelSection, OptimizerSection, SamplingSection
         from shoal.mesh import make_roles
-        from shoal.model.transformer import Architecture
+        from shoal.model.architecture import Architecture
         from shoal.run.loading import ModelSpec
         from shoal.run.parts import make_learner, make_updater
         from shoal.run.remat import trained_model
@@ -110,7 +110,7 @@ class Trial:
 
     @cached_property
     def parameters(self) -> Any:
-        from shoal.model.transformer import initialise
+        from shoal.model.parameters import initialise
 
         return initialise(self.architecture, 0, self.roles.trainer)
 

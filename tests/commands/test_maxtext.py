@@ -23,7 +23,7 @@ from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelS
 from shoal.mesh import make_roles
 from shoal.model import hf, names
 from shoal.model.names import MODELS, NamedModel, model_named
-from shoal.model.transformer import is_param_spec, param_specs, shardings
+from shoal.model.parameters import param_specs, shardings
 from shoal.report.console import Console
 from shoal.run.loading import copy_model_files, open_model, resolve_model
 from shoal.types import ShoalError
@@ -645,7 +645,7 @@ def test_a_name_alone_is_the_hubs_model(tmp_path, monkeypatch):
 
 def test_the_models_have_the_sizes_that_their_names_say():
     for name, model in MODELS.items():
-        declared = jax.tree.leaves(param_specs(model.architecture), is_leaf=is_param_spec)
+        declared = jax.tree.leaves(param_specs(model.architecture))
         billions = sum(float(np.prod(d.shape)) for d in declared) / 1e9
         said = float(name.split("-")[1].removesuffix("b"))
         assert abs(billions - said) < max(0.1 * said, 0.3), (name, billions)

@@ -17,9 +17,10 @@ from shoal.model import pallas_attention, segment_attention
 from shoal.model.attention import largest_block
 from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
+from shoal.model.parameters import shardings
 from shoal.model.segment_attention import attend_at_once, attention_kind
 from shoal.model.splash_attention import attend_rows, readings_of
-from shoal.model.transformer import Model, shardings
+from shoal.model.transformer import Model
 from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner

@@ -14,7 +14,7 @@ from small import QWEN3, learner, roles
 from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
 
-from shoal.model.transformer import Parameters, shardings
+from shoal.model.parameters import Parameters, shardings
 from shoal.trainer.checkpoint import Checkpoints, find_checkpoint, load_parameters
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError

@@ -15,7 +15,9 @@ import pytest
 from compiled import LLAMA_70B, SAMPLED, arrays, compiled_elsewhere, replica_groups
 from small import QWEN3, roles
 
-from shoal.model.transformer import Architecture, Model, is_param_spec, param_specs
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import param_specs
+from shoal.model.transformer import Model
 from shoal.rollout.publication import published_shapes
 from shoal.run.plan.hlo import COLLECTIVES, Instruction, Module
 from shoal.sampler.engine import Engine
@@ -55,7 +57,7 @@ def collectives(hlo: Module) -> list[Instruction]:
 
 def weight_sizes(a: Architecture, tensor: int) -> set[int]:
     """Elements on one device of each matrix of a layer, and of L and 2 of them stacked."""
-    one = {math.prod(spec.shape[1:]) // tensor for spec in jax.tree.leaves(param_specs(a).blocks, is_leaf=is_param_spec)
+    one = {math.prod(spec.shape[1:]) // tensor for spec in jax.tree.leaves(param_specs(a).blocks)
            if len(spec.shape) == 3}
     return {size * layers for size in one for layers in (1, 2, a.num_layers)}
 
@@ -95,7 +97,7 @@ def test_a_token_of_70b_on_8_tpus_takes_at_most_three_times_as_long_as_reading_t
 
     of_two, of_four = token(on_tpu[2]), token(on_tpu[4])
     seconds = (of_two + (of_four - of_two) / 2 * (LLAMA_70B.num_layers - 2)) / V5P_CLOCK
-    num_weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(LLAMA_70B), is_leaf=is_param_spec))
+    num_weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(LLAMA_70B)))
     assert 0 < seconds < 3 * num_weights * 2 / 8 / V5P_BANDWIDTH
 
 

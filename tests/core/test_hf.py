@@ -21,7 +21,8 @@ from tiny_models import FAMILIES, save_tensors, tensors, write_model, write_toke
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, hub
-from shoal.model.transformer import Architecture, RopeScaling, initialise, is_param_spec, param_specs
+from shoal.model.architecture import Architecture, RopeScaling
+from shoal.model.parameters import initialise, param_specs
 from shoal.types import ShoalError
 
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
@@ -490,7 +491,7 @@ def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
 def test_every_parameter_has_a_name_of_its_own(tmp_path):
     for family in FAMILIES:
         a = hf.architecture_of(config_folder(tmp_path, family))
-        leaves = jax.tree_util.tree_leaves_with_path(param_specs(a), is_leaf=is_param_spec)
+        leaves = jax.tree_util.tree_leaves_with_path(param_specs(a))
         paths = [hf.dotted(path) for path, _ in leaves]
         assert len(set(paths)) == len(paths) and set(paths) <= set(hf.NAMES)
     assert len({name.template for name in hf.NAMES.values()}) == len(hf.NAMES)

@@ -19,7 +19,8 @@ from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.layout import as_mesh
 from shoal.model.checksum import array_checksum, checksum
-from shoal.model.transformer import Model, Parameters, is_param_spec, param_specs, shardings
+from shoal.model.parameters import Parameters, param_specs, shardings
+from shoal.model.transformer import Model
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
 from shoal.run.parts import open_reference
@@ -43,7 +44,7 @@ def weights(seed: int = 0) -> Parameters:
         spread, centre = (d.stddev * 10, 0.0) if d.init == "normal" else (0.3, float(d.init == "ones"))
         return (centre + spread * rng.standard_normal(d.shape)).astype(np.float32)
 
-    return jax.tree.map(draw, param_specs(SMALL), is_leaf=is_param_spec)
+    return jax.tree.map(draw, param_specs(SMALL))
 
 
 @dataclass
@@ -133,7 +134,7 @@ def test_parameters_and_moments_are_split(spread):
     role = spread.learner.model.role
     whole = 1 / parts(role, ("fsdp", "tensor"))
     for state in (spread.before, spread.state):
-        for leaf, d in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(param_specs(SMALL), is_leaf=is_param_spec),
+        for leaf, d in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(param_specs(SMALL)),
                            strict=True):
             assert leaf.sharding == d.sharding(role)
             assert share(leaf) == whole or not d.weight_decay
@@ -149,7 +150,7 @@ def test_the_compiled_update_holds_its_part_alone():
     one = learner(SMALL, where=roles(fsdp=4, tensor=2))
     role = one.model.role
     shapes = jax.tree.map(lambda d, s: jax.ShapeDtypeStruct(d.shape, jnp.float32, sharding=s), param_specs(SMALL),
-                          shardings(SMALL, role), is_leaf=is_param_spec)
+                          shardings(SMALL, role))
     moments = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                            jax.eval_shape(one.optimizer.init, shapes), one.layout.optimizer)
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from small import FULLEST, QWEN3, roles
 
 from shoal.config.schema import OptimizerSection
-from shoal.model.transformer import is_param_spec, param_specs, shardings
+from shoal.model.parameters import param_specs, shardings
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 
 pytestmark = pytest.mark.compile_quickly
@@ -99,8 +99,8 @@ def test_clipping_acts():
 
 def test_weight_decay_exempts_norms_and_biases():
     declared = param_specs(SMALL)
-    mask = jax.tree.map(lambda d: d.weight_decay, declared, is_leaf=is_param_spec)
-    parameters = jax.tree.map(lambda d: jnp.ones(d.shape), declared, is_leaf=is_param_spec)
+    mask = jax.tree.map(lambda d: d.weight_decay, declared)
+    parameters = jax.tree.map(lambda d: jnp.ones(d.shape), declared)
     section = OptimizerSection(lr=0.1, warmup_steps=0, weight_decay=0.5)
     optimizer = make_optimizer(section, learning_rate(section, 10), mask)
     still = jax.tree.map(jnp.zeros_like, parameters)
@@ -120,8 +120,8 @@ def test_moments_lie_where_their_parameters_do_and_counters_everywhere():
     split = shardings(QWEN3, role)
     section = OptimizerSection()
     optimizer = make_optimizer(section, learning_rate(section, 10),
-                               jax.tree.map(lambda d: d.weight_decay, declared, is_leaf=is_param_spec))
-    shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declared, is_leaf=is_param_spec)
+                               jax.tree.map(lambda d: d.weight_decay, declared))
+    shapes = jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), declared)
     layout = state_shardings(optimizer, shapes, split, role.replicated)
     assert jax.tree.structure(layout) == jax.tree.structure(jax.eval_shape(optimizer.init, shapes))
     (adam,) = [s for s in jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))

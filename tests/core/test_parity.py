@@ -18,7 +18,8 @@ from tiny_models import FAMILIES, write_model
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf
-from shoal.model.transformer import Architecture, Parameters
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import Parameters
 
 pytestmark = pytest.mark.compile_quickly
 

@@ -16,9 +16,11 @@ from small import FULLEST, PLAINEST, QWEN3, roles
 from test_sample_tokens import truncated_probabilities
 
 from shoal.mesh import Role
+from shoal.model.architecture import Architecture
 from shoal.model.kv_cache import KEY_BLOCK
+from shoal.model.parameters import Parameters, param_specs
 from shoal.model.segment_attention import prefill_attention
-from shoal.model.transformer import Architecture, Model, Parameters, forward, is_param_spec, logits, param_specs
+from shoal.model.transformer import Model, forward, logits
 from shoal.rollout.publication import publish_to, published_shapes
 from shoal.run.compilation import CompilationCounter
 from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
@@ -59,7 +61,7 @@ def weights(a: Architecture, seed: int = 0, scale: float = 10.0) -> Parameters:
         spread, centre = (d.stddev * scale, 0.0) if d.init == "normal" else (0.3, float(d.init == "ones"))
         return jnp.asarray(centre + spread * rng.standard_normal(d.shape), jnp.float32)
 
-    return jax.tree.map(draw, param_specs(a), is_leaf=is_param_spec)
+    return jax.tree.map(draw, param_specs(a))
 
 
 def model(a: Architecture) -> Model:

@@ -18,7 +18,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf, param_layout, spread
 from shoal.model.param_layout import ParamLayout
-from shoal.model.transformer import ParamSpec
+from shoal.model.parameters import ParamSpec
 from shoal.types import ShoalError
 
 PARAMETERS = {

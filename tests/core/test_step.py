@@ -30,8 +30,9 @@ from tiny_runs import forget_programs
 from shoal.algorithm.policy_loss import clipped
 from shoal.config.schema import AlgorithmSection, OptimizerSection
 from shoal.mesh import Role
-from shoal.model.linear import spread
-from shoal.model.transformer import Architecture, Model, shardings
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import shardings
+from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
 from shoal.trainer.loss import Objective, batch_loss
 from shoal.trainer.step import Learner, TrainState

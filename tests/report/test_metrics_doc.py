@@ -11,8 +11,9 @@ import pytest
 from scripts import load
 
 from shoal.mesh import peak_flops
+from shoal.model.architecture import Architecture
 from shoal.model.flops import forward_flops, model_flops
-from shoal.model.transformer import Architecture, is_param_spec, param_specs
+from shoal.model.parameters import param_specs
 from shoal.report.metrics import METRICS, RESERVED_FUNCTIONS, MetricSet, Reduction, is_clock, logged_name, metric
 from shoal.tasks.task import Task
 from shoal.trainer.evaluation import score_greedy, score_sampled
@@ -100,7 +101,7 @@ SMALL = Architecture(vocab_size=50, hidden_size=8, intermediate_size=24, num_lay
 
 def counted(a: Architecture, prompt: int, completions: list[int]) -> int:
     """Token by token, from the parameters as declared: two operations an element of each product."""
-    leaves = jax.tree.leaves(param_specs(a), is_leaf=is_param_spec)
+    leaves = jax.tree.leaves(param_specs(a))
     blocks = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) == 3)
     pair = 2 * 2 * a.num_layers * a.num_heads * a.head_dim  # a query with a key, a weight with a value
     total = sum(2 * blocks + pair * (i + 1) for i in range(prompt))

@@ -18,7 +18,7 @@ from shoal.commands import doctor
 from shoal.config.loading import compose
 from shoal.config.schema import BatchSection, Config, SamplingSection
 from shoal.mesh import available_devices
-from shoal.model.transformer import Architecture
+from shoal.model.architecture import Architecture
 from shoal.report.console import Console
 from shoal.report.findings import Findings
 from shoal.run import sampler_size

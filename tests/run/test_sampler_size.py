@@ -13,7 +13,8 @@ from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSect
 from shoal.mesh import make_roles
 from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
-from shoal.model.transformer import Model, shardings
+from shoal.model.parameters import shardings
+from shoal.model.transformer import Model
 from shoal.run.preflight.memory import (
     AvailableMemory,
     MemoryBudget,

@@ -23,7 +23,8 @@ import pytest
 from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
 from shoal.mesh import make_roles
 from shoal.mesh.topology import ENVIRONMENT, parse_topology, topology_devices
-from shoal.model.transformer import Architecture, Model
+from shoal.model.architecture import Architecture
+from shoal.model.transformer import Model
 from shoal.rollout.publication import published_shapes
 from shoal.run.plan.groups import device_groups, groups_text
 from shoal.run.plan.hlo import Instruction, Module

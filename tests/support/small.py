@@ -11,18 +11,10 @@ import numpy as np
 
 from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
+from shoal.model.architecture import Architecture, RopeScaling
 from shoal.model.attention import attend
-from shoal.model.transformer import (
-    Architecture,
-    Model,
-    Parameters,
-    ParamSpec,
-    RopeScaling,
-    forward,
-    is_param_spec,
-    logits,
-    param_specs,
-)
+from shoal.model.parameters import Parameters, ParamSpec, param_specs
+from shoal.model.transformer import Model, forward, logits
 from shoal.trainer.batch import LearnerBatch, Shape, fill_rows, pack
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner
@@ -51,7 +43,7 @@ def random_parameters(a: Architecture, seed: int = 0, scale: float = 8.0) -> Par
         value = noise * d.stddev * scale if d.init == "normal" else (d.init == "ones") + 0.3 * noise
         return jax.device_put(value.astype(np.float32), d.sharding(roles().trainer))
 
-    return jax.tree.map(draw, param_specs(a), is_leaf=is_param_spec)
+    return jax.tree.map(draw, param_specs(a))
 
 
 def random_groups(a: Architecture, prompts: int, siblings: int, longest_prompt: int, longest: int, seed: int = 0,

@@ -21,9 +21,10 @@ from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
 from shoal.files import check_local, check_new_folder, move_folder, scratch_folder, writing
 from shoal.mesh import Role, make_roles
 from shoal.model import hf, hf_config, hub
+from shoal.model.architecture import Architecture
 from shoal.model.names import check_name, model_named
+from shoal.model.parameters import param_specs
 from shoal.model.spread import take_rows
-from shoal.model.transformer import Architecture, is_param_spec, param_specs
 from shoal.report.console import Console
 from shoal.report.findings import gib
 from shoal.report.folder import named_folder
@@ -133,7 +134,7 @@ def find_source(source: str) -> tuple[Architecture, Callable[[Role], ReadRows]]:
             tensors = hf.open_tensors(folder, a)
             return lambda path, layer, rows: tensors[path].read(slice(layer, layer + 1), rows)[0]
         leaves = jax.tree_util.tree_leaves_with_path(load_parameters(*checkpoint, a, role))
-        declared = jax.tree.leaves(param_specs(a), is_leaf=is_param_spec)
+        declared = jax.tree.leaves(param_specs(a))
         arrays = {hf.dotted(path): (leaf, hf.layout_of(hf.dotted(path), one, role))
                   for (path, leaf), one in zip(leaves, declared, strict=True)}
         return lambda path, layer, rows: take_rows(*arrays[path], layer, rows)
@@ -159,7 +160,7 @@ def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: 
         target.parent.mkdir(parents=True, exist_ok=True)
         with checkpoint.open_lazily(target.parent, dtype) as parameters:
             hf.save(target, parameters, a, tokenizer, config.dtype, config=made)
-    values = sum(math.prod(one.shape) for one in jax.tree.leaves(param_specs(a), is_leaf=is_param_spec))
+    values = sum(math.prod(one.shape) for one in jax.tree.leaves(param_specs(a)))
     return {"tensors": len(list(hf.names_of(a))), "bytes": values * dtype.itemsize}
 
 

@@ -35,11 +35,12 @@ import numpy as np
 from shoal.config.schema import ModelSection
 from shoal.mesh import Role
 from shoal.model import hf, hf_config, hub
+from shoal.model.architecture import Architecture
 from shoal.model.assemble import Part, assemble
 from shoal.model.hf import NAMES, dotted
 from shoal.model.names import model_named
 from shoal.model.param_layout import WINDOW_BYTES
-from shoal.model.transformer import Architecture, ParamSpec, is_param_spec, param_specs
+from shoal.model.parameters import ParamSpec, param_specs
 from shoal.run.checkpoint_formats import ForeignArrays, ReadRows
 from shoal.run.loading import ModelSpec
 from shoal.trainer.array_tree import LazyArray, StoredArray, find_tree, grid, inspect_tree
@@ -136,7 +137,7 @@ def stored_parameters(a: Architecture) -> dict[str, StoredParameter]:
         raise ShoalError("MaxText has no model with these biases (on the attention's output, the feed-forward part, or "
                          "together with norms on queries and keys): keep it in Hugging Face's format")
     found = {}
-    for keys, declared in jax.tree_util.tree_leaves_with_path(param_specs(a), is_leaf=is_param_spec):
+    for keys, declared in jax.tree_util.tree_leaves_with_path(param_specs(a)):
         path = dotted(keys)
         name = _NAMES[path]
         layered = "{layers}" in name
@@ -246,7 +247,7 @@ class MaxTextCheckpoint:
         return jax.tree_util.tree_map_with_path(
             lambda path, declared: assemble(self._parts(found[dotted(path)]),
                                             declared.sharding(role), declared.shape, dtype),
-            param_specs(self.architecture), is_leaf=is_param_spec)
+            param_specs(self.architecture))
 
     @contextmanager
     def open_lazily(self, scratch: Path, dtype: Any = np.float32) -> Iterator[Any]:
@@ -271,7 +272,7 @@ class MaxTextCheckpoint:
             found = stored_parameters(self.architecture)
             yield jax.tree_util.tree_map_with_path(
                 lambda path, declared: hf.LazyParameter(declared.shape, partial(read, found[dotted(path)])),
-                param_specs(self.architecture), is_leaf=is_param_spec)
+                param_specs(self.architecture))
 
     def _stage(self, parameter: StoredParameter, file: IO[bytes], dtype: np.dtype) -> None:
         """Writes a parameter in Shoal's form to a file."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shoal.model.transformer import Architecture
+from shoal.model.architecture import Architecture
 
 GroupLengths = tuple[int, Sequence[int]]
 """Tokens of a prompt, and of each of its completions."""

@@ -24,12 +24,13 @@ import numpy as np
 
 from shoal.files import read_json
 from shoal.mesh import Role
+from shoal.model.architecture import Architecture
 from shoal.model.hf_config import architecture_of as architecture_of  # callers read and load through this module
 from shoal.model.hf_config import config_to_save
 from shoal.model.param_layout import ParamLayout
+from shoal.model.parameters import Parameters, ParamSpec, param_specs
 from shoal.model.spread import collect, spread
 from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
-from shoal.model.transformer import Architecture, Parameters, ParamSpec, is_param_spec, param_specs
 from shoal.types import ShoalError
 
 
@@ -87,7 +88,7 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
     tensors = open_tensors(folder, architecture)
     return jax.tree_util.tree_map_with_path(
         lambda path, declared: spread(tensors[dotted(path)], layout_of(dotted(path), declared, role), dtype),
-        param_specs(architecture), is_leaf=is_param_spec)
+        param_specs(architecture))
 
 
 def layout_of(path: str, declared: ParamSpec, role: Role) -> ParamLayout:
@@ -186,7 +187,7 @@ def _match(stored: Mapping[str, StoredTensor], a: Architecture, folder: Path) ->
 
 def _tensor_specs(a: Architecture) -> Iterator[tuple[str, TensorName, tuple[int, ...], Sequence[int]]]:
     """Each parameter's dotted path, name, shape of one tensor in the files, and layers."""
-    for path, declared in jax.tree_util.tree_leaves_with_path(param_specs(a), is_leaf=is_param_spec):
+    for path, declared in jax.tree_util.tree_leaves_with_path(param_specs(a)):
         name = NAMES[dotted(path)]
         shape = declared.shape[1:] if name.stacked else declared.shape
         yield dotted(path), name, shape[::-1] if name.transposed else shape, range(a.num_layers if name.stacked else 1)
@@ -262,7 +263,7 @@ def save(
 
 
 def _output_tensors(parameters: Parameters, a: Architecture) -> Iterator[OutputTensor]:
-    declared = jax.tree.leaves(param_specs(a), is_leaf=is_param_spec)
+    declared = jax.tree.leaves(param_specs(a))
     for leaf, one, (path, name, shape, numbers) in zip(jax.tree.leaves(parameters), declared, _tensor_specs(a),
                                                        strict=True):
         if tuple(leaf.shape) != one.shape:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shoal.files import read_json
-from shoal.model.transformer import Architecture, RopeScaling
+from shoal.model.architecture import Architecture, RopeScaling
 from shoal.types import ShoalError
 
 FAMILIES: Mapping[str, str] = {

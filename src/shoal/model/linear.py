@@ -40,7 +40,7 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
     """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless `out_dtype` is given."""
     if isinstance(weight, Biased):
         product = linear(weight.kernel, x, out_dtype)
-        return product + spread(weight.bias, product)
+        return product + broadcast(weight.bias, product)
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):
@@ -74,19 +74,19 @@ def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradien
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)
 
 
-def spread(vector: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast(vector: jax.Array, like: jax.Array) -> jax.Array:
     """A norm's weight or a bias in another array's type, ready to meet it; the gradient is summed in the vector's."""
     if vector.dtype != jnp.float32:
         return vector.astype(like.dtype)
-    return _spread(vector, like.shape, like.dtype)
+    return _broadcast(vector, like.shape, like.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _spread(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _broadcast(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.broadcast_to(vector.astype(dtype), shape)
 
 
-def _spread_backward(shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _broadcast_backward(shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     rows = gradient.reshape(-1, shape[-1])
     if dtype == jnp.float32:
         # A product: XLA's sum over rows on CPU has an eighth of its speed, an eighth of a small model's update.
@@ -94,4 +94,4 @@ def _spread_backward(shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.
     return (rows.astype(jnp.float32).sum(0),)
 
 
-_spread.defvjp(lambda vector, shape, dtype: (_spread(vector, shape, dtype), None), _spread_backward)
+_broadcast.defvjp(lambda vector, shape, dtype: (_broadcast(vector, shape, dtype), None), _broadcast_backward)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from shoal.model.architecture import Architecture, RopeScaling
 from shoal.model.hf_config import config_of
-from shoal.model.transformer import Architecture, RopeScaling
 from shoal.text import nearest
 from shoal.types import ShoalError
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shoal.mesh import Role
-from shoal.model.transformer import ParamSpec
+from shoal.model.parameters import ParamSpec
 
 WINDOW_BYTES = 32 << 20
 """Bytes of the files in one window of a process. A window is cast and moved: about ten copies of it exist at once."""

@@ -3,13 +3,10 @@ position."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from shoal.model.transformer import Architecture
+from shoal.model.architecture import Architecture
 
 
 def frequencies(a: Architecture) -> jax.Array:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -22,10 +22,8 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.files import read_json
+from shoal.model.architecture import Architecture
 from shoal.types import Messages, Prompt, ShoalError
-
-if TYPE_CHECKING:
-    from shoal.model.transformer import Architecture
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _END = "\u2402END OF MESSAGE\u2402 "

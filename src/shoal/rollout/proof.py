@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.model.checksum import mixed
-from shoal.model.transformer import Model, ParamSpec, is_param_spec, param_specs
+from shoal.model.parameters import ParamSpec, param_specs
+from shoal.model.transformer import Model
 from shoal.rollout.publication import publish_to
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.types import Address, Params, SampleRequest, SamplingParams
@@ -60,7 +61,7 @@ def prove(engine: Engine, params: SamplingParams, num_completions: int, facts: M
 
 def known_parameters(model: Model) -> Params:
     """Weights of a model's shapes that are a function of their positions: the same bits on every device."""
-    specs, structure = jax.tree.flatten(param_specs(model.architecture), is_leaf=is_param_spec)
+    specs, structure = jax.tree.flatten(param_specs(model.architecture))
     return publish_to(model, jax.tree.unflatten(structure, [_known(model, spec, number)
                                                             for number, spec in enumerate(specs)]))
 

@@ -26,15 +26,8 @@ from shoal.mesh.layout import as_mesh
 from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
 from shoal.model.checksum import array_checksum
-from shoal.model.transformer import (
-    Model,
-    is_param_spec,
-    layers_apart,
-    param_shapes,
-    param_specs,
-    published_specs,
-    reads_layers_apart,
-)
+from shoal.model.parameters import layers_apart, param_shapes, param_specs, reads_layers_apart
+from shoal.model.transformer import Model, published_specs
 from shoal.types import Params, ShoalError
 
 PROGRAMS_KEPT = 64
@@ -61,7 +54,7 @@ def place(model: Model, params: Params) -> Params:
 
 def _placed(model: Model, params: Params, is_apart: bool) -> Params:
     leaves, structure = jax.tree.flatten(params)
-    specs = jax.tree.leaves(param_specs(model.architecture), is_leaf=is_param_spec)
+    specs = jax.tree.leaves(param_specs(model.architecture))
     published, sums = [], []
     for number, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         copy, sharding = leaf, spec.sharding(model.role)
@@ -97,7 +90,7 @@ def published_shapes(model: Model) -> Params:
 
 def tensor_names(model: Model) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each parameter, layers stacked, in the order of a tree of parameters."""
-    specs = jax.tree_util.tree_leaves_with_path(param_specs(model.architecture), is_leaf=is_param_spec)
+    specs = jax.tree_util.tree_leaves_with_path(param_specs(model.architecture))
     return {jax.tree_util.keystr(path, simple=True, separator="."): spec.shape for path, spec in specs}
 
 
@@ -123,14 +116,14 @@ def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mappin
 
     No program runs, so a sampler may go on meanwhile. What is returned gives the parameters, once; it raises
     ShoalError where one differs."""
-    specs = jax.tree.leaves(param_specs(model.architecture), is_leaf=is_param_spec)
+    specs = jax.tree.leaves(param_specs(model.architecture))
     arrays = [jax.device_put(read(name), spec.sharding(model.role))
               for name, spec in zip(tensor_names(model), specs, strict=True)]
     return partial(_verified, model, jax.block_until_ready(arrays), checksums, place)
 
 
 def _verified(model: Model, held: list[jax.Array], checksums: Mapping[str, int], place: str) -> Params:
-    specs, structure = jax.tree.flatten(param_specs(model.architecture), is_leaf=is_param_spec)
+    specs, structure = jax.tree.flatten(param_specs(model.architecture))
     is_apart, arrays, sums = reads_layers_apart(model.role), [], []
     for number, spec in enumerate(specs):
         array = held.pop(0)  # of one alone are there both the stacked layers and the layers apart

@@ -28,8 +28,9 @@ from shoal.config.schema import Config
 from shoal.config.text import texts_of, to_dict
 from shoal.files import writing
 from shoal.mesh import Roles, World, available_devices, memory_stats
+from shoal.model.architecture import Architecture
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model
+from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings
 from shoal.report.folder import ReadFolder, RunFolder, is_run

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shoal.config.schema import ModelSection
     from shoal.mesh import Role
-    from shoal.model.transformer import Architecture
+    from shoal.model.architecture import Architecture
     from shoal.run.loading import ModelSpec
     from shoal.trainer.array_tree import LazyArray
     from shoal.types import Params, ShoalError

@@ -10,9 +10,10 @@ import jax
 
 from shoal.config.schema import Config, SamplingSection
 from shoal.mesh import Role, Roles
+from shoal.model.architecture import Architecture
 from shoal.model.kv_cache import cache_size
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model
+from shoal.model.transformer import Model
 from shoal.run.derived import max_support
 from shoal.run.sampler_size import free_cache_tokens
 from shoal.sampler.engine import Engine

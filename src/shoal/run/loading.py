@@ -18,9 +18,10 @@ from shoal.config.schema import Config, ModelSection
 from shoal.files import check_local, write_text
 from shoal.mesh import Role
 from shoal.model import hf, hf_config, hub
+from shoal.model.architecture import Architecture
 from shoal.model.names import MODELS, model_named
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model
+from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.run.checkpoint_formats import find_foreign
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters

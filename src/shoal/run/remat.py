@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config
 from shoal.mesh import Roles, accelerator_of
-from shoal.model.transformer import Architecture, Model
+from shoal.model.architecture import Architecture
+from shoal.model.transformer import Model
 from shoal.run.derived import longest_sequence
 from shoal.run.loading import ModelSpec, compute_dtype, make_model
 from shoal.run.preflight.memory import FULL, held_versions, parameter_count, weight_bytes

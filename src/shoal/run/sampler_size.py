@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from shoal.config.schema import Config
 from shoal.mesh import Roles, accelerator_of, make_roles
-from shoal.model.transformer import Architecture, check_mesh, tensor_sizes
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import check_mesh, tensor_sizes
 from shoal.run.loading import compute_dtype, known_architecture
 from shoal.run.preflight.memory import held_versions, parameter_count, weight_bytes
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.schema import Config, MeshSection
 from shoal.mesh import available_devices, make_roles
+from shoal.model.architecture import Architecture
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Architecture, Model
+from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards

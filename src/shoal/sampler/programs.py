@@ -23,8 +23,9 @@ from shoal.mesh.programs import SAMPLER_OPTIONS
 from shoal.model import kv_cache
 from shoal.model.blocked_attention import block_size
 from shoal.model.kv_cache import LayerCache
+from shoal.model.parameters import Block
 from shoal.model.segment_attention import attention_kind, prefill_attention
-from shoal.model.transformer import Block, Model, by_layer, forward, logits, unstacked
+from shoal.model.transformer import Model, by_layer, forward, logits, unstacked
 from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role, World
+from shoal.model.architecture import Architecture
 from shoal.model.checksum import checksum
-from shoal.model.transformer import Architecture, param_shapes, param_specs
+from shoal.model.parameters import param_shapes, param_specs
 from shoal.trainer.orbax import cause, check_room, load_orbax, writing
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError

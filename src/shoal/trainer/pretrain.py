@@ -17,7 +17,9 @@ import numpy as np
 import optax
 
 from shoal.mesh import Role
-from shoal.model.transformer import Architecture, Model, initialise, is_param_spec, param_specs
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import initialise, param_specs
+from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape
 from shoal.trainer.loss import batch_logprobs
 from shoal.trainer.step import put_batch
@@ -95,7 +97,7 @@ def run_pretraining(
     model = Model(architecture, role)
     warmup = min(100, max(1, steps // 10))
     rate = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1), lr / 10)
-    weight_decay = jax.tree.map(lambda d: d.weight_decay, param_specs(architecture), is_leaf=is_param_spec)
+    weight_decay = jax.tree.map(lambda d: d.weight_decay, param_specs(architecture))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0),
                             optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=weight_decay))
     # The parameters are not donated: `after` may sample from them.

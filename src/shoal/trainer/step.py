@@ -18,7 +18,9 @@ import optax
 from shoal.config.schema import OptimizerSection
 from shoal.mesh import Program, Role, put
 from shoal.mesh.programs import UPDATE_OPTIONS
-from shoal.model.transformer import Architecture, Model, ParamSpec, is_param_spec, param_specs, shardings
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import ParamSpec, param_specs, shardings
+from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import Objective, batch_logprobs, batch_loss, metric_shapes
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
@@ -188,7 +190,7 @@ def score_program(model: Model, chunk_elements: int) -> Program:
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
-    return jax.tree.map(read, param_specs(a), is_leaf=is_param_spec)
+    return jax.tree.map(read, param_specs(a))
 
 
 def _gradient_shapes(a: Architecture) -> Params:

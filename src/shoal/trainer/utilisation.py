@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.mesh import peak_flops
+from shoal.model.architecture import Architecture
 from shoal.model.flops import model_flops
-from shoal.model.transformer import Architecture
 from shoal.types import Group
 
 

@@ -21,13 +21,15 @@ from shoal.mesh.accelerators import Accelerator, accelerator_of
 from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
+from shoal.model.architecture import Architecture
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.hub import locate
 from shoal.model.kv_cache import keys_at_once
+from shoal.model.parameters import param_shapes, param_specs
 from shoal.model.segment_attention import attention_kind
-from shoal.model.transformer import Architecture, Model, param_shapes, param_specs
+from shoal.model.transformer import Model
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import for_devices, max_support
 from shoal.run.engines import num_hosts, run_engines

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.mesh.layout import AXES
-from shoal.model.transformer import Architecture
+from shoal.model.architecture import Architecture
 from shoal.run.plan.figures import Figures
 from shoal.run.plan.job import planned_architecture
 from shoal.run.preflight.estimate import UPDATE_WORK

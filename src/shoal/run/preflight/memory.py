@@ -18,15 +18,9 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.mesh import Role, Roles, memory_stats
-from shoal.model.transformer import (
-    Architecture,
-    Model,
-    is_param_spec,
-    param_shapes,
-    param_specs,
-    reads_layers_apart,
-    tensor_sizes,
-)
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import param_shapes, param_specs, reads_layers_apart, tensor_sizes
+from shoal.model.transformer import Model
 from shoal.report.findings import Finding, gib
 from shoal.run.derived import MICRO_TOKENS, longest_sequence
 from shoal.run.parts import make_learner, schedule_of
@@ -136,7 +130,7 @@ def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
 
 
 def parameter_count(a: Architecture) -> int:
-    return sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a), is_leaf=is_param_spec))
+    return sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a)))
 
 
 def held_bytes(config: Config, model: Model, roles: Roles, teacher: Architecture | None,
@@ -179,7 +173,7 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
 
 def copied_shapes(parameters: Any, sampler: Model) -> list[tuple[Any, Any]]:
     """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own."""
-    specs = jax.tree.leaves(param_specs(sampler.architecture), is_leaf=is_param_spec)
+    specs = jax.tree.leaves(param_specs(sampler.architecture))
     found, is_apart = [], reads_layers_apart(sampler.role)
     for mine, spec in zip(jax.tree.leaves(parameters), specs, strict=True):
         own = param_shapes(spec, sampler.role, sampler.dtype)

@@ -19,7 +19,7 @@ from shoal.run.checkpoint_formats import FORMATS as CHECKPOINT_FORMATS
 from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.report.result import Result
+    from shoal.runs.result import Result
     from shoal.tasks.task import Task
     from shoal.types import RewardFunction
 
@@ -31,7 +31,7 @@ REWARD_PRESETS.update({
     "torchrl": "shoal.compat.gsm8k_rewards:TORCHRL", "verl": "shoal.compat.gsm8k_rewards:VERL"})
 register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
-_LAZY = {"Result": "shoal.report.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}
+_LAZY = {"Result": "shoal.runs.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
@@ -50,10 +50,10 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     from shoal.commands.train import train as run
     from shoal.config.loading import from_overrides
     from shoal.config.schema import Config
-    from shoal.report.result import Result
     from shoal.run.cache import cache_by_configuration
     from shoal.run.processes import open_console
     from shoal.run.resume import on_run
+    from shoal.runs.result import Result
 
     config, resolved, functions = from_overrides(Config, **on_run(_named(task, held_out, correct, overrides)))
     config = _with_functions_named(config, functions)
@@ -103,7 +103,7 @@ def diff(run: Any, other: Any) -> dict[str, Any]:
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
     """A run folder (or `last`, the one started last under a base directory) read back, finished or not."""
-    from shoal.report.result import load_run
+    from shoal.runs.result import load_run
 
     return load_run(folder, base_output_directory)
 

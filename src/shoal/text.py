@@ -70,3 +70,14 @@ def shorten(text: str, limit: int = 80) -> str:
     line = " ".join(text.split())
     half = (limit - 5) // 2
     return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """1, 2, 3, 7 as `1-3, 7`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)

@@ -11,18 +11,13 @@ import numpy as np
 import pytest
 from tiny_runs import checkpoints
 
-from shoal.commands.replay import (
-    _token_text,
-    check_prompt,
-    describe_completion_difference,
-    replay,
-    report_replay,
-)
+from shoal.commands.replay import _token_text, replay, report_replay
 from shoal.config.schema import MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.groups import groups_name, write_file
-from shoal.report.reading import read_config, read_groups
+from shoal.runs.replay import check_prompt, describe_completion_difference
+from shoal.runs.stored_run import StoredRun
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError
 
@@ -66,7 +61,7 @@ def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, st
     assert result["weights"]["source"].startswith(f"checkpoint {start}" if start else "first weights")
     assert result["prompt_check"] == {"same": True, "reason": ""}
     assert "identical: sampled again bit for bit" in capsys.readouterr().out
-    stored = read_groups(run, step)[group]
+    stored = StoredRun(run).group(step, group).group
     for i, completion in enumerate(result["completions"]):
         assert completion["text"] == completion["sampled_text"] == stored.texts[i]
         assert [token["id"] for token in completion["tokens"]] == stored.completions[i].token_ids.tolist()
@@ -120,7 +115,7 @@ def test_groups_of_an_evaluation(run):
     (greedy,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*")}
     result = replay(ReplayConfig(run=str(run), step=3, group=1), None, greedy)
     assert result["identical"] is True and len(result["completions"]) == 1
-    assert groups_name(read_groups(run, 3, greedy)) == greedy
+    assert groups_name([StoredRun(run).group(3, 0, greedy).group]) == greedy
 
 
 def test_other_settings_are_detected(run, tmp_path, capsys):
@@ -129,7 +124,7 @@ def test_other_settings_are_detected(run, tmp_path, capsys):
     result = again(copy, 1)
     difference = result["difference"]
     assert result["identical"] is False and difference["kind"] == "token"
-    stored = read_groups(copy, 1)[0].completions[difference["completion"]]
+    stored = StoredRun(copy).group(1, 0).group.completions[difference["completion"]]
     assert difference["stored"]["id"] == stored.token_ids[difference["token"]] != difference["sampled"]["id"]
     assert "not identical: completion 0" in capsys.readouterr().out
 
@@ -183,7 +178,7 @@ def test_weights_without_later_logprobs_are_reported_as_unverified(run, tmp_path
         (copy / "groups" / f"step_{step:06d}.parquet").rename(tmp_path / f"{step}")
     (greedy,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*_000000*")}
     evaluation = copy / "groups" / f"{greedy}_000001.parquet"
-    stored = dataclasses.replace(read_groups(run, 3, greedy)[0], version=1)
+    stored = dataclasses.replace(StoredRun(run).group(3, 0, greedy).group, version=1)
     write_file(evaluation, [stored])
     result = replay(ReplayConfig(run=str(copy), step=1, group=0), None, greedy)
     assert result["identical"] is False and result["weights"]["verified"] is None
@@ -211,11 +206,11 @@ def test_changed_data_and_templates_are_named(workshop, run, tmp_path, capsys):
     moved = str(workshop.data), str(data / workshop.data.name)
     copy = copy_of(run, tmp_path, moved)
 
-    config, group = read_config(copy), read_groups(copy, 1)[0]
+    config, group = StoredRun(copy).config, StoredRun(copy).group(1, 0).group
 
     def check(change) -> str:
         (data / workshop.data.name).write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
-        return check_prompt(copy, config, group)["reason"]
+        return check_prompt(StoredRun(copy), config, group)["reason"]
 
     assert check(dict) == ""
     assert "has another prompt now: the data has changed" in check(lambda row: row | {"question": "1 + 1 = ?"})
@@ -229,7 +224,7 @@ def test_changed_data_and_templates_are_named(workshop, run, tmp_path, capsys):
     assert "warning: the prompt: it cannot be made again" in capsys.readouterr().out
     text = (run / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("{{ messages[-1].content }}=", "{{ messages[-1].content }}:"))
-    reason = check_prompt(copy, read_config(copy), group)["reason"]
+    reason = check_prompt(StoredRun(copy), StoredRun(copy).config, group)["reason"]
     assert "the chat template or the tokenizer has changed" in reason
 
 
@@ -257,7 +252,7 @@ def test_another_mesh_may_be_asked_for(run):
 
 
 def test_the_first_difference_of_two_samples(run):
-    stored, tokenizer = read_groups(run, 1)[0].completions[1], Tokenizer.load(run / MODEL_FOLDER)
+    stored, tokenizer = StoredRun(run).group(1, 0).group.completions[1], Tokenizer.load(run / MODEL_FOLDER)
 
     def difference(**changes):
         return describe_completion_difference(stored, dataclasses.replace(stored, **changes), tokenizer) or {}

@@ -16,10 +16,11 @@ from tiny_models import write_tokenizer
 
 from shoal.algorithm.advantage import grpo
 from shoal.commands.export_rollouts import export_rollouts
-from shoal.commands.rescore import rank_correlation, rescore
+from shoal.commands.rescore import rescore
 from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
 from shoal.report.folder import RunFolder
 from shoal.report.groups import read_file, write_file
+from shoal.runs.reward_comparison import rank_correlation
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
 
 REWARDS = '''\
@@ -189,7 +190,7 @@ def test_a_step_is_released_before_the_next_is_read(run, monkeypatch, frozen):
         alive.extend(weakref.ref(entry.group) for entry in stored)
         return stored
 
-    monkeypatch.setattr("shoal.commands.rescore.read_file", read)
+    monkeypatch.setattr("shoal.runs.rescore.read_file", read)
     for step in range(3, 7):
         (run / "groups" / f"step_{step:06d}.parquet").write_bytes((run / "groups" / "step_000001.parquet").read_bytes())
     result = under(run, "one")

@@ -28,13 +28,15 @@ from starlette.testclient import TestClient
 from shoal import cli
 from shoal.commands.view import replays, static, view
 from shoal.commands.view.curves import MAX_POINTS, Curves
-from shoal.commands.view.lines import MAX_LINE_BYTES
 from shoal.commands.view.overview import comparison, spikes
-from shoal.commands.view.runs import Run, flat_yaml, open_runs
 from shoal.commands.view.server import host_name, listen, make_app, page_files
 from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
 from shoal.report.groups import read_file
+from shoal.runs.bounded import flat_yaml
+from shoal.runs.find import open_runs
+from shoal.runs.growing_lines import MAX_LINE_BYTES
+from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
 
@@ -236,7 +238,7 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
 
 def test_long_curves_keep_their_spikes(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [{"step": n, "a": float(n == 4321), "b": None} for n in range(20_000)])
-    curves = Curves(Run("long", tmp_path))
+    curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     while not curves.complete:
         curves.read()
     thin = curves.thinned()
@@ -248,7 +250,7 @@ def test_spikes_are_found_where_they_are(tmp_path):
     noise = np.random.default_rng(0).normal(1, 0.05, 200)
     noise[61] = 9
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, "grad_norm": value} for step, value in enumerate(noise, 1)])
-    curves = Curves(Run("long", tmp_path))
+    curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     curves.read(5)
     assert [event["step"] for event in spikes(curves)] == [62]
 
@@ -376,7 +378,7 @@ def test_hostile_metrics_are_read_without_harm(tmp_path):
              b'{"step": 3, "pad": "' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}', b'{"step": 4, "a": 4}',
              json.dumps({"step": 5, **{f"name{place}": place for place in range(2000)}}).encode()]
     path.write_bytes(b"\n".join(lines) + b'\n{"step": 6, "a"')
-    run = Run("hostile", tmp_path)
+    run = StoredRun(tmp_path, "hostile", lenient=True)
     curves = Curves(run)
     while not curves.complete:
         curves.read()
@@ -547,7 +549,7 @@ def test_a_group_is_sampled_again_only_where_no_foreign_code_runs(viewer, client
     class Stub:
         state, error, started, result = "running", "", 0.0, {}
 
-        def __init__(self, run: Run, step: int, group: int) -> None:
+        def __init__(self, run: StoredRun, step: int, group: int) -> None:
             begun.append((step, group))
 
         def stop(self) -> None:

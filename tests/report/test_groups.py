@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from shoal.report import group_writer
 from shoal.report.folder import RunFolder
 from shoal.report.group_writer import MOST_PENDING, GroupWriter
 from shoal.report.groups import from_table, group_record, to_table, write_file
-from shoal.report.reading import ranges, read_groups, read_metrics, read_stored
+from shoal.runs.stored_run import StoredRun
+from shoal.text import ranges
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 singles = st.floats(width=32, allow_nan=False, allow_infinity=False).map(np.float32)
@@ -154,11 +157,21 @@ def test_a_parquet_file_is_one_row_a_completion_for_pandas_and_polars(tmp_path):
 def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     write(tmp_path)
-    first, second = read_stored(tmp_path, 12)
+    first, second = StoredRun(tmp_path).groups(12)
     assert first.advantages is not None and first.advantages.tolist() == [0.7, 0.0]
     assert first.token_arrays[0]["trainer_logprobs"].tolist() == [np.float32(-0.2), np.float32(-0.6)]
     assert first.token_arrays[1] == {} and second.group.example.row == 18
-    assert_same(read_groups(tmp_path, 12)[0], dataclasses.replace(make_group(), texts=("5", "six \\ud83d")))
+    assert_same(StoredRun(tmp_path).groups(12)[0].group, dataclasses.replace(make_group(), texts=("5", "six \\ud83d")))
+
+
+def test_reading_a_file_starts_no_thread(tmp_path):
+    """One that pyarrow starts may still be on its way when a short command ends, and aborts it (exit code 134)."""
+    path = write(tmp_path)
+    code = ("import os, sys, pyarrow.parquet\nfrom pathlib import Path\nfrom shoal.report.groups import read_file\n"
+            "before = os.listdir('/proc/self/task')\nassert len(read_file(Path(sys.argv[1]))) == 2\n"
+            "assert os.listdir('/proc/self/task') == before, 'a thread was started'\n")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_files_of_many_steps_have_one_schema(tmp_path):
@@ -177,7 +190,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     path = write(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ShoalError, match=r"step_000012\.parquet is damaged") as caught:
-        read_groups(tmp_path, 12)
+        StoredRun(tmp_path).groups(12)
     assert "\n" not in str(caught.value)
 
 
@@ -207,13 +220,13 @@ def test_no_flipped_bit_in_the_pages_of_a_parquet_file_goes_unseen(tmp_path):
     """What is read is what was written, or nothing: pages carry checksums."""
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     path = write(tmp_path)
-    whole, good, seen = path.read_bytes(), read_groups(tmp_path, 12), 0
+    whole, good, seen = path.read_bytes(), StoredRun(tmp_path).groups(12), 0
     footer = 8 + int.from_bytes(whole[-8:-4], "little")
     for position in range(4, len(whole) - footer, 61):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1:])
         try:
-            for found, wanted in itertools.zip_longest(read_groups(tmp_path, 12), good):
-                assert_same(found, wanted)
+            for found, wanted in itertools.zip_longest(StoredRun(tmp_path).groups(12), good):
+                assert_same(found.group, wanted.group)
         except ShoalError:
             seen += 1
     assert seen > 20
@@ -224,33 +237,33 @@ def test_a_parquet_file_of_another_maker_is_named(tmp_path):
     path = write(tmp_path)
     polars.DataFrame({"a": [1]}).write_parquet(path)
     with pytest.raises(ShoalError, match="is damaged"):
-        read_groups(tmp_path, 12)
+        StoredRun(tmp_path).groups(12)
 
 
 def test_steps_that_are_not_there_are_named_with_those_that_are(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     with pytest.raises(ShoalError, match="did not finish its first step"):
-        read_groups(tmp_path, 1)
+        StoredRun(tmp_path).groups(1)
     for step in (1, 2, 3, 7):
         write(tmp_path, step)
     with pytest.raises(ShoalError, match=r"step=5: .*has not finished has no groups of .*steps 1-3, 7"):
-        read_groups(tmp_path, 5)
+        StoredRun(tmp_path).groups(5)
     (tmp_path / "config.yaml").write_text("report:\n  groups: false\n")
     (tmp_path / "groups").rename(tmp_path / "gone")
     with pytest.raises(ShoalError, match=r"report\.groups=false"):
-        read_groups(tmp_path, 1)
+        StoredRun(tmp_path).groups(1)
     assert ranges([]) == "" and ranges([4, 2, 3]) == "2-4"
 
 
 def test_a_torn_last_line_of_metrics_is_left_out_and_told(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
-    assert read_metrics(tmp_path).steps == {1: {"step": 1, "loss": 0.5}} and read_metrics(tmp_path).torn
+    assert StoredRun(tmp_path).metrics().steps == {1: {"step": 1, "loss": 0.5}} and StoredRun(tmp_path).metrics().torn
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
-    assert list(read_metrics(tmp_path).steps) == [1, 2] and not read_metrics(tmp_path).torn
+    assert list(StoredRun(tmp_path).metrics().steps) == [1, 2] and not StoredRun(tmp_path).metrics().torn
     path.write_text('{"step": 1, "lo\n{"step": 2, "loss": 0.4}\n')
     with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1: this is no JSON"):
-        read_metrics(tmp_path)
+        StoredRun(tmp_path).metrics()
 
 
 # ---- the thread

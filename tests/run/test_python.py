@@ -30,9 +30,9 @@ from shoal.report import notebook
 from shoal.report.console import Console
 from shoal.report.metrics import is_clock
 from shoal.report.notebook import NotebookProgress, in_notebook
-from shoal.report.result import Result, Table
 from shoal.run.cache import cache_by_configuration
 from shoal.run.task import load_task, task_of_data
+from shoal.runs.result import Result, Table
 from shoal.tasks.rows import TAKEN, is_data, rows_task
 from shoal.tasks.task import Task
 from shoal.types import ground_truth

@@ -19,9 +19,9 @@ from shoal.files import appearing, check_new_folder
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
-from shoal.report.groups import StoredGroup, encodable
+from shoal.report.groups import StoredGroup, encodable, read_file
 from shoal.report.lines import json_line, json_ready, write_atomically
-from shoal.report.reading import is_finished, read_stored, require_groups
+from shoal.runs.stored_run import StoredRun
 from shoal.text import count
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError, ground_truth
@@ -31,21 +31,21 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
     """Writes a file a step to the folder `config.to`, which must be new or empty."""
     require_given(config, "run", "to")
     with console or Console() as console:
-        run, to = find_run(config.run), check_new_folder(config.to, "to")
-        files = require_groups(run)
-        decode = Tokenizer.load(run / MODEL_FOLDER).decode
-        if not is_finished(run):
-            console.note(f"{run} has not finished: its steps so far are written")
+        run, to = StoredRun(find_run(config.run)), check_new_folder(config.to, "to")
+        files = run.require_groups()
+        decode = Tokenizer.load(run.path / MODEL_FOLDER).decode
+        if not run.is_finished:
+            console.note(f"{run.path} has not finished: its steps so far are written")
         written = 0
-        for step in files:
-            stored = read_stored(run, step)
+        for step, file in files.items():
+            stored = read_file(file)
             written += sum(entry.group.size for entry in stored)
             if config.format == "trl":
                 _write_trl(to / f"completions_{step:05d}.parquet", trl_columns(step, stored, decode))
             else:
                 write_atomically(to / f"{step}.jsonl", map(json_line, verl_rows(step, stored, decode)))
         console.note(f"wrote {count(written, 'completion')} of {count(len(files), 'step')} to {to}")
-    return {"run": str(run), "format": config.format, "to": str(to), "steps": list(files), "completions": written}
+    return {"run": str(run.path), "format": config.format, "to": str(to), "steps": list(files), "completions": written}
 
 
 def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import GroupsConfig
 from shoal.config.text import require_given
 from shoal.report.console import Console, prompt_text
-from shoal.report.figures import one_line
+from shoal.report.figures import figure, one_line
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, group_record
-from shoal.report.reading import figure, read_stored, require_groups
+from shoal.runs.stored_run import StoredRun
 from shoal.text import count, shorten
 from shoal.types import ShoalError
 
@@ -24,28 +23,24 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
     step's file. The records are returned."""
     require_given(config, "run")
     with console or Console() as console:
-        run = find_run(config.run)
+        run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
             return _table(run, config, console)
         config = replace(config, step=config.step or 1)
-        stored = read_stored(run, config.step)
-        if config.group >= len(stored):
-            raise ShoalError(f"group={config.group}: step {config.step} of {run} has "
-                             f"{count(len(stored), 'group')}, 0 to {len(stored) - 1}")
-        places = [config.group] if config.group >= 0 else list(range(len(stored)))
-        for place in () if config.json else places:
-            _show(f"step {config.step}, group {place}", stored[place], console)
-    return {"run": str(run), "step": config.step, "groups": [group_record(stored[place]) for place in places]}
+        found = {config.group: run.group(config.step, config.group)} if config.group >= 0 else \
+            dict(enumerate(run.groups(config.step)))
+        for number, stored in () if config.json else found.items():
+            _show(f"step {config.step}, group {number}", stored, console)
+    return {"run": str(run.path), "step": config.step, "groups": list(map(group_record, found.values()))}
 
 
-def _table(run: Path, config: GroupsConfig, console: Console) -> dict[str, Any]:
+def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
     """The rows of the page's Groups view, of all files that can be read; what is passed over is said."""
-    from shoal.commands.view.runs import Run
     from shoal.commands.view.viewer import Viewer
 
-    require_groups(run)
+    run.require_groups()
     try:
-        viewer = Viewer([one := Run("run", run)])
+        viewer = Viewer([one := StoredRun(run.path, "run", lenient=True)])
     except ShoalError as error:
         raise ShoalError(f"{error}; step=1 prints the groups of a step without it") from error
     try:
@@ -62,7 +57,7 @@ def _table(run: Path, config: GroupsConfig, console: Console) -> dict[str, Any]:
                                     for name in TABLE) for row in rows])
     if not config.json:
         console.note(f"{count(len(rows), 'group')} of {found['total']:,}; step=1 group=0 prints one in full")
-    return {"run": str(run), "total": found["total"], "groups": rows}
+    return {"run": str(run.path), "total": found["total"], "groups": rows}
 
 
 def _show(place: str, stored: StoredGroup, console: Console) -> None:

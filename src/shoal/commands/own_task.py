@@ -9,8 +9,7 @@ from shoal.config.loading import Resolved, load
 from shoal.config.schema import EvalConfig
 from shoal.config.text import difference_from_defaults
 from shoal.config.translator import Entry
-from shoal.report.folder import is_run
-from shoal.report.reading import read_config
+from shoal.report.folder import is_run, read_config
 from shoal.tasks.task import FROM_PYTHON, ROWS
 from shoal.trainer.checkpoint import FOLDER
 from shoal.types import ShoalError

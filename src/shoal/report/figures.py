@@ -41,6 +41,11 @@ def number_text(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def figure(value: Any, digits: int = 4) -> str:
+    """A figure as tables show it; `-` for none."""
+    return "-" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
 BARS = "▁▂▃▄▅▆▇█"
 
 

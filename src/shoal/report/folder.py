@@ -25,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shoal.config.schema import Config
 from shoal.report.groups import TokenLogprobs, groups_name, write_file
 from shoal.report.lines import (
     json_line,
@@ -144,6 +145,13 @@ def parts_of(run: Path) -> dict[int, Path]:
     """The files config_40.yaml by their number: the settings of each part of a run that was resumed with others."""
     found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
     return {int(number): file for number, file in found.items() if number.isdigit()}
+
+
+def read_config(run: Path, file: str = CONFIG) -> Config:
+    """The resolved settings of a run; of its newest segment, if it was resumed with others."""
+    from shoal.config.loading import compose
+
+    return compose(Config, [str(run / file)])[0]
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:

@@ -233,7 +233,9 @@ def read_file(path: Path) -> list[StoredGroup]:
     import pyarrow.parquet as pq
 
     try:
-        return from_table(pq.read_table(pa.BufferReader(path.read_bytes()), page_checksum_verification=True))
+        # Of one thread: pyarrow's own threads, which `read_table` starts, may abort a process that ends soon after.
+        file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True)
+        return from_table(file.read(use_threads=False))
     except (pa.ArrowException, OSError, AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ShoalError(f"{path} is damaged ({reason}): restore it from a backup, or leave out this step") from error

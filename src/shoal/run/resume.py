@@ -16,8 +16,7 @@ from shoal.config.values import get_value, leaves_of, shown
 from shoal.files import check_local
 from shoal.report.console import Console
 from shoal.report.findings import Findings
-from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder
-from shoal.report.reading import read_config
+from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder, read_config
 from shoal.run.fingerprint import compare_facts
 from shoal.types import Params, ShoalError
 

@@ -19,10 +19,10 @@ import sys
 import urllib.parse
 from typing import Any
 
-from shoal.commands.view.runs import open_runs
 from shoal.config.schema import ViewConfig
 from shoal.files import check_new_file
 from shoal.report.console import Console
+from shoal.runs.find import open_runs
 from shoal.text import count
 from shoal.types import ShoalError
 

@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.commands.view.lines import GrowingLines
-from shoal.commands.view.runs import Run
 from shoal.report.metrics import metric
+from shoal.runs.growing_lines import GrowingLines
+from shoal.runs.stored_run import StoredRun
 
 MAX_ROWS, MAX_NAMES, MAX_POINTS = 100_000, 400, 1500
 
@@ -32,7 +32,7 @@ NEEDS_SAME_TASK = ("Reward", "Evaluation", "Groups", "Length and truncation")
 class Curves:
     """The metrics of one run, a column a name. Of a very long run every 2nd, 4th, ... step is kept."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: StoredRun) -> None:
         self._run, self._lines = run, GrowingLines(run, "metrics.jsonl")
         self._forget()
 

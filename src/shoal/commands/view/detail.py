@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from shoal.commands.view.database import name, reason
-from shoal.commands.view.index import COLUMNS, GroupFile, Index
-from shoal.commands.view.runs import bounded_json
+from shoal.runs.bounded import bounded_json
+from shoal.runs.database import name, reason
+from shoal.runs.group_table import COLUMNS, GroupFile, GroupTable
 from shoal.types import ShoalError
 
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 6
 _LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
 
 
-def group_detail(index: Index, stem: str, place: int) -> dict[str, Any]:
+def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
     """A group's prompt and completions with their rewards, without what is stored by token."""
     file = _file(index, stem)
     columns, as_json = _columns(index, file)
@@ -62,7 +62,7 @@ def _value(value: Any, is_json: bool) -> Any:
         return value
 
 
-def _neighbours(index: Index, file: GroupFile, place: int) -> dict[str, Any]:
+def _neighbours(index: GroupTable, file: GroupFile, place: int) -> dict[str, Any]:
     """The groups before and after this one in its file, and the files of the same kind before and after."""
     groups = [row["g"] for row in index.database.rows(
         f'SELECT "group" AS g FROM {index.table} WHERE file = ? ORDER BY g', file.number)]
@@ -75,7 +75,7 @@ def _neighbours(index: Index, file: GroupFile, place: int) -> dict[str, Any]:
             "next_file": stems[at + 1] if at + 1 < len(stems) else None}
 
 
-def _file(index: Index, stem: str) -> GroupFile:
+def _file(index: GroupTable, stem: str) -> GroupFile:
     file = index.find(stem)
     if file is None:
         raise ShoalError(f"{stem[:80]}: the run has no such groups file"
@@ -83,14 +83,14 @@ def _file(index: Index, stem: str) -> GroupFile:
     return file
 
 
-def _columns(index: Index, file: GroupFile) -> tuple[dict[str, str], frozenset[str]]:
+def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozenset[str]]:
     try:
         return index.database.columns([file.path]), index.database.json_columns(file.path)
     except index.database.error as error:
         raise ShoalError(f"{file.stem}: {reason(error)}") from error
 
 
-def _read(index: Index, file: GroupFile, columns: str, place: int, completion: int | None = None) -> list[dict]:
+def _read(index: GroupTable, file: GroupFile, columns: str, place: int, completion: int | None = None) -> list[dict]:
     where = '"group" = ?' + (" AND completion = ?" if completion is not None else "")
     values = [place] if completion is None else [place, completion]
     try:
@@ -107,7 +107,7 @@ def _read(index: Index, file: GroupFile, columns: str, place: int, completion: i
 # ---- tokens
 
 
-def token_detail(index: Index, stem: str, place: int, completion: int, pieces: Any,
+def token_detail(index: GroupTable, stem: str, place: int, completion: int, pieces: Any,
                  settings: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that is stored by token of one completion, one list a quantity; null where it was not recorded.
 
@@ -168,7 +168,7 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 # ---- one prompt through the run
 
 
-def prompt_history(index: Index, name_of_set: str, row: int) -> dict[str, Any]:
+def prompt_history(index: GroupTable, name_of_set: str, row: int) -> dict[str, Any]:
     """Each time that a prompt was answered, in the order of steps; of up to MAX_TEXTS of them, spread evenly, the first
     completion's text."""
     means = "".join(f", {name(f'mean/{function}')}" for function in index.functions)
@@ -191,7 +191,7 @@ def prompt_history(index: Index, name_of_set: str, row: int) -> dict[str, Any]:
     return {"set": name_of_set, "row": row, "prompt": prompt, "times": times, "functions": index.functions}
 
 
-def _first_answer(index: Index, file: GroupFile, place: int, with_prompt: bool) -> dict[str, Any]:
+def _first_answer(index: GroupTable, file: GroupFile, place: int, with_prompt: bool) -> dict[str, Any]:
     """The prompt of a group, and its first completion's text; None for what cannot be read."""
     try:
         found = index.database.rows(
@@ -205,7 +205,7 @@ def _first_answer(index: Index, file: GroupFile, place: int, with_prompt: bool) 
     return found[0] | {"prompt": _value(found[0]["prompt"], "prompt" in as_json)}
 
 
-def prompt_list(index: Index, set: str, change: str, offset: int, limit: int) -> dict[str, Any]:
+def prompt_list(index: GroupTable, set: str, change: str, offset: int, limit: int) -> dict[str, Any]:
     """The prompts of a set that were answered more than once: the first and the newest pass share of each."""
     wanted = {"learned": "first < last", "lost": "first > last", "never": "best = 0", "always": "worst = 1"}
     where = wanted.get(change, "true")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.commands.view.curves import Curves
-from shoal.commands.view.index import GroupFile, Index
+from shoal.runs.group_table import GroupFile, GroupTable
 from shoal.tasks.graders.answer import extract_answer
 
 TEXT_FILES, TEXT_COMPLETIONS, MAX_CHARS, EXAMPLES = 40, 16_384, 20_000, 6
@@ -34,7 +34,7 @@ def finding(kind: str, level: str, title: str, text: str, filter: str = "",
 # ---- by numbers
 
 
-def number_findings(index: Index, curves: Curves) -> list[dict[str, Any]]:
+def number_findings(index: GroupTable, curves: Curves) -> list[dict[str, Any]]:
     with index.lock:
         total = index.database.rows(_TOTALS.format(table=index.table))[0]
         functions = index.database.rows(_FUNCTIONS.format(sums=index.sums))
@@ -158,7 +158,7 @@ class Flag:
 class TextLint:
     """Reads completions in a thread and counts those that look wrong; `findings` at any time."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: GroupTable) -> None:
         self._index = index
         self.done, self.stop, self.read = False, False, 0
         self.completions, self.reward, self.with_answer, self.identical, self.groups = 0, 0.0, 0, 0, 0
@@ -282,7 +282,7 @@ def _shingles(text: str | None) -> frozenset[str]:
     return frozenset(" ".join(words[place:place + COPIED_WORDS]) for place in range(len(words) - COPIED_WORDS + 1))
 
 
-def lint(index: Index, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
+def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
     """All findings, what is wrong first."""
     order = {"warning": 0, "note": 1, "ok": 2}
     done, read = texts.done and not index.waiting, texts.read  # before the findings, which may grow meanwhile

@@ -11,53 +11,20 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.view.curves import NEEDS_SAME_TASK, Curves, about, by_topic, rounded
-from shoal.commands.view.lines import GrowingLines
-from shoal.commands.view.runs import MAX_LOG_BYTES, Run, one_line
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.report.figures import summary_rows
 from shoal.report.lines import json_ready
-from shoal.report.sink import evaluation_scalars
+from shoal.runs.bounded import one_line
+from shoal.runs.evaluations import Evaluations
+from shoal.runs.stored_run import MAX_LOG_BYTES, StoredRun
 
-MAX_EVALUATIONS, MAX_EVENTS, IDLE_SECONDS = 5000, 500, 900
+MAX_EVENTS, IDLE_SECONDS = 500, 900
 SAME_TASK = ("task.name", "task.path", "task.split", "task.columns", "reward.functions", "reward.weights")
 """Keys that must be equal for rewards, accuracies and lengths of two runs to be comparable."""
 
 
-class Evaluations:
-    """evaluations.jsonl, read as it grows."""
-
-    def __init__(self, run: Run) -> None:
-        self._lines = GrowingLines(run, "evaluations.jsonl")
-        self.rows: list[dict[str, Any]] = []
-
-    def read(self) -> None:
-        restarted, rows = self._lines.new(0.2)
-        if restarted:
-            self.rows = []
-        for row in rows:
-            if isinstance(row.get("step"), int) and isinstance(row.get("name"), str):
-                self.rows.append(row)
-        self.rows = self.rows[:MAX_EVALUATIONS]
-
-    def at(self, step: int) -> dict[str, dict[str, Any]]:
-        return {row["name"]: {key: value for key, value in row.items() if key not in ("step", "name")}
-                for row in self.rows if row["step"] == step}
-
-    def curves(self) -> dict[str, dict[str, list[Any]]]:
-        """evaluate/<set>/<figure> -> its steps and values."""
-        found: dict[str, dict[str, list[Any]]] = {}
-        for row in self.rows:
-            figures = {key: value for key, value in row.items() if key not in ("step", "name")}
-            for name, value in evaluation_scalars(row["name"], figures).items():
-                if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
-                    curve = found.setdefault(name, {"x": [], "y": []})
-                    curve["x"].append(row["step"])
-                    curve["y"].append(rounded(value))
-        return found
-
-
-def overview(run: Run, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float],
+def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float],
              settings: Mapping[str, Any]) -> dict[str, Any]:
     """All of it as one record."""
     summary = run.summary()
@@ -69,11 +36,11 @@ def overview(run: Run, curves: Curves, evaluations: Evaluations, weights: Mappin
         "events": sorted(events(run, curves, evaluations), key=lambda event: event["step"])[:MAX_EVENTS],
         "settings": settings_rows(settings),
         "drivers": drivers(curves, weights), "problems": sorted(run.problems.values()),
-        "evaluations": evaluations.curves(), "revision": curves.revision, "checkpoints": checkpoints(run),
+        "evaluations": evaluations.curves(), "revision": curves.revision, "checkpoints": run.checkpoints(),
     }
 
 
-def progress(run: Run, curves: Curves, settings: Mapping[str, Any], is_finished: bool) -> dict[str, Any]:
+def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool) -> dict[str, Any]:
     """How far the run is; `state` is finished, running or stopped (nothing written for a quarter of an hour)."""
     steps, done = settings.get("steps"), int(curves.last.get("step", 0))
     spent, lately = curves.seconds()
@@ -87,13 +54,9 @@ def progress(run: Run, curves: Curves, settings: Mapping[str, Any], is_finished:
             "step_seconds": lately, "reading": not curves.complete}
 
 
-def before_after(run: Run, summary: Mapping[str, Any], evaluations: Evaluations) -> list[list[str]]:
+def before_after(run: StoredRun, summary: Mapping[str, Any], evaluations: Evaluations) -> list[list[str]]:
     """The rows of the table that a run prints at its end; of an unfinished one, up to its newest evaluation."""
-    before, after = summary.get("before"), summary.get("after")
-    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
-        steps = [row["step"] for row in evaluations.rows]
-        before = evaluations.at(min(steps)) if steps else {}
-        after = evaluations.at(max(steps)) if len(set(steps)) > 1 else {}
+    before, after = evaluations.before_after(summary)
     try:
         return [list(row) for row in summary_rows(before, after)] if before else []
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -110,7 +73,7 @@ _COUNTED = (("update/skipped", "update skipped: its gradient was not finite", "w
             ("prompts/dropped", "prompts longer than the limit", "note"))
 
 
-def events(run: Run, curves: Curves, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
+def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
     """Warnings and failures of log.txt, at the step that was printed before them; counted failures; resumptions."""
     step = 0
     for line in run.text("log.txt", MAX_LOG_BYTES).splitlines():
@@ -161,15 +124,6 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
     return [{"step": step, "level": "spike", "metrics": [name for _, name, _ in by_step[step]],
              "text": "; ".join(text for _, _, text in sorted(by_step[step], reverse=True))}
             for step in sorted(strongest)]
-
-
-def checkpoints(run: Run) -> list[int]:
-    """The versions that are saved."""
-    folder = run.root / "checkpoints"
-    try:
-        return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and len(entry.name) < 10)
-    except OSError:
-        return []
 
 
 # ---- settings, and what moves the reward

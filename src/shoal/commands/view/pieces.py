@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.commands.view.runs import Run, one_line
+from shoal.runs.bounded import one_line
+from shoal.runs.stored_run import StoredRun
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_PENDING = 8
@@ -17,7 +18,7 @@ class Pieces:
 
     An empty list if the run has no tokenizer that can be read."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: StoredRun) -> None:
         self._run = run
         self._tokenizer: Any = None
         self._opened = False

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.commands.view.curves import rounded
-from shoal.commands.view.database import Database, name, reason
-from shoal.commands.view.index import COLUMNS, GroupFile, Index
+from shoal.runs.database import Database, name, reason
+from shoal.runs.group_table import COLUMNS, GroupFile, GroupTable
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -21,7 +21,7 @@ OPERATORS = ("<=", ">=", "!=", "=", "<", ">")
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 
 
-def condition(index: Index, text: str) -> tuple[str, list[Any]]:
+def condition(index: GroupTable, text: str) -> tuple[str, list[Any]]:
     """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError where it is none.
 
     `column=low..high` is a range; `none` stands for a missing value."""
@@ -38,7 +38,7 @@ def condition(index: Index, text: str) -> tuple[str, list[Any]]:
     return " AND ".join(parts) or "true", values
 
 
-def _condition(index: Index, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
+def _condition(index: GroupTable, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
     sql = column_of(index, column)
     if value == "none" and operator in ("=", "!="):
         return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
@@ -63,7 +63,7 @@ def _number(column: str, text: str) -> float:
     return value
 
 
-def column_of(index: Index, column: str) -> str:
+def column_of(index: GroupTable, column: str) -> str:
     """A column as SQL: of the table, or a reward function's mean by the function's name."""
     if column in COLUMNS:
         return name(column)
@@ -80,7 +80,7 @@ class Search:
 
     A whole run's texts do not fit into a few hundred milliseconds: what is found so far can be shown at any time."""
 
-    def __init__(self, index: Index, text: str, is_regex: bool, within: str, number: int) -> None:
+    def __init__(self, index: GroupTable, text: str, is_regex: bool, within: str, number: int) -> None:
         self.table = f"hits_{number}"
         self.error, self.done, self.running, self.stop = "", False, False, False
         self.asked = time.monotonic()  # when somebody last wanted to know
@@ -162,7 +162,7 @@ class Searches:
         self._most, self._number, self._lock = most, 0, threading.Lock()
         self._dropped: list[threading.Thread | None] = []
 
-    def get(self, index: Index, text: str, is_regex: bool, within: str) -> Search:
+    def get(self, index: GroupTable, text: str, is_regex: bool, within: str) -> Search:
         key = (index.table, text, is_regex, within)
         with self._lock:
             if key not in self._kept:
@@ -183,8 +183,8 @@ class Searches:
         return [search.thread for search in self._kept.values()] + self._dropped
 
 
-def group_rows(index: Index, searches: Searches, *, sort: str = "step", descending: bool = False, filter: str = "",
-               text: str = "", is_regex: bool = False, within: str = "any", offset: int = 0,
+def group_rows(index: GroupTable, searches: Searches, *, sort: str = "step", descending: bool = False,
+               filter: str = "", text: str = "", is_regex: bool = False, within: str = "any", offset: int = 0,
                limit: int = 100) -> dict[str, Any]:
     """A page of rows, how many there are in all, and how far a search has come."""
     where, values = condition(index, filter)
@@ -216,7 +216,7 @@ def group_rows(index: Index, searches: Searches, *, sort: str = "step", descendi
             "search": state}
 
 
-def _prompts(database: Database, index: Index, rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], str]:
+def _prompts(database: Database, index: GroupTable, rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], str]:
     wanted = sorted({int(row["row"]) for row in rows if row["row"] is not None})
     if not wanted:
         return {}

@@ -17,14 +17,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.commands.view.runs import Run, one_line
+from shoal.runs.bounded import one_line
+from shoal.runs.stored_run import StoredRun
 from shoal.tasks.task import TASKS
 from shoal.types import ShoalError
 
 LIKELIEST, MAX_KEPT, MAX_SECONDS, NICENESS = 8, 8, 1800.0, 10
 
 
-def refusal(run: Run, settings: Mapping[str, Any], stem: str) -> str:
+def refusal(run: StoredRun, settings: Mapping[str, Any], stem: str) -> str:
     """Why a group cannot be sampled again from the page; empty if it can."""
     if not stem.startswith("step_"):
         return "only groups that were trained on are sampled again"
@@ -40,7 +41,7 @@ def refusal(run: Run, settings: Mapping[str, Any], stem: str) -> str:
 class Replay:
     """One group sampled again; `state` is running, done or failed."""
 
-    def __init__(self, run: Run, step: int, group: int) -> None:
+    def __init__(self, run: StoredRun, step: int, group: int) -> None:
         self.state, self.error, self.result = "running", "", {}
         self.started = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by the thread that reads it)
@@ -84,7 +85,7 @@ class Replays:
         self._kept: dict[tuple[str, str, int], Replay] = {}
         self._lock = threading.Lock()
 
-    def start(self, run: Run, stem: str, group: int, step: int) -> None:
+    def start(self, run: StoredRun, stem: str, group: int, step: int) -> None:
         """Begins one; ShoalError while another is under way."""
         with self._lock:
             if any(one.state == "running" for one in self._kept.values()):
@@ -93,7 +94,7 @@ class Replays:
             for old in list(self._kept)[:-MAX_KEPT]:
                 del self._kept[old]
 
-    def record(self, run: Run, stem: str, group: int, completion: int) -> dict[str, Any]:
+    def record(self, run: StoredRun, stem: str, group: int, completion: int) -> dict[str, Any]:
         """How far it is; of a finished one the sentence, and one completion's entropies and likeliest tokens."""
         one = self._kept.get((run.name, stem, group))
         if one is None:

@@ -25,9 +25,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shoal.commands.view.runs import one_line
 from shoal.commands.view.viewer import Viewer
 from shoal.report.lines import json_ready
+from shoal.runs.bounded import one_line
 from shoal.types import ShoalError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.view.runs import Run
 from shoal.commands.view.server import page_files
 from shoal.commands.view.viewer import OpenRun, Viewer
 from shoal.config.schema import ViewConfig
 from shoal.files import appearing, writing
 from shoal.report.lines import json_ready
+from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
 MODULES = ("uPlot.js", "dom.js", "text.js", "data.js", "address.js", "charts.js", "run.js", "groups.js", "group.js",
@@ -31,7 +31,7 @@ DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, LINT_SECONDS = 32, 2000, 20, 120.0
 _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 
-def write_page(runs: Sequence[Run], config: ViewConfig, to: Path) -> int:
+def write_page(runs: Sequence[StoredRun], config: ViewConfig, to: Path) -> int:
     """Writes the page; returns its size in bytes. ShoalError for groups that the runs lack."""
     viewer = Viewer(runs, config.from_step)
     try:

@@ -2,7 +2,7 @@
 page and the page in one file show the same.
 
     metrics.jsonl, evaluations.jsonl -> Curves, Evaluations  \\
-    groups/*.parquet                 -> Index                 > answer(view, parameters) -> record
+    groups/*.parquet                 -> GroupTable            > answer(view, parameters) -> record
     one groups file                  -> detail               /
 
 A thread takes up what a run writes while it goes on, a piece at a time.
@@ -19,16 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.commands.view.curves import Curves
-from shoal.commands.view.database import Database
 from shoal.commands.view.detail import group_detail, prompt_history, prompt_list, token_detail
-from shoal.commands.view.index import Index
 from shoal.commands.view.lint import TextLint, lint, number_findings
-from shoal.commands.view.overview import Evaluations, comparison, overview, progress
+from shoal.commands.view.overview import comparison, overview, progress
 from shoal.commands.view.pieces import Pieces
 from shoal.commands.view.query import Searches, group_rows
 from shoal.commands.view.replays import Replays, refusal
-from shoal.commands.view.runs import Run
 from shoal.report.folder import CONFIG, SUMMARY
+from shoal.runs.database import Database
+from shoal.runs.evaluations import Evaluations
+from shoal.runs.group_table import GroupTable
+from shoal.runs.growing_lines import GrowingLines
+from shoal.runs.stored_run import StoredRun
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -41,10 +43,11 @@ MAX_NUMBER = 2**31 - 1
 class OpenRun:
     """A run with what has been read of it."""
 
-    run: Run
-    index: Index
+    run: StoredRun
+    index: GroupTable
     curves: Curves
     evaluations: Evaluations
+    evaluation_lines: GrowingLines
     pieces: Pieces
     lint: TextLint | None = None
     lint_revision: int = -1
@@ -54,10 +57,11 @@ class OpenRun:
 class Viewer:
     """The runs of a page. `refresh` reads what is new, `start` does so in a thread until `close`."""
 
-    def __init__(self, runs: Sequence[Run], from_step: int = 0) -> None:
+    def __init__(self, runs: Sequence[StoredRun], from_step: int = 0) -> None:
         self.database, self.from_step = Database(runs), from_step
-        self.runs = {run.name: OpenRun(run, Index(run, self.database, number), Curves(run), Evaluations(run),
-                                       Pieces(run)) for number, run in enumerate(runs)}
+        self.runs = {run.name: OpenRun(
+            run, GroupTable(run, self.database, number), Curves(run), Evaluations(),
+            GrowingLines(run, "evaluations.jsonl"), Pieces(run)) for number, run in enumerate(runs)}
         self.searches, self.replays = Searches(), Replays()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -72,7 +76,7 @@ class Viewer:
         for one in self.runs.values():
             try:
                 one.curves.read()
-                one.evaluations.read()
+                one.evaluations.add(*one.evaluation_lines.new(0.2))
                 more |= not one.curves.complete
                 if groups:
                     self.database.give_way()

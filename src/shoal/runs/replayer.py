@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal.commands.diff import INERT_KEYS
-from shoal.commands.likeliest import likeliest_tokens
 from shoal.config.keys import is_under
 from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.config.text import to_dict
@@ -19,9 +15,8 @@ from shoal.mesh import Roles, available_devices
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.groups import StoredGroup
+from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
-from shoal.report.reading import at_version, group_files, ranges, read_file, read_segments, read_stored
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.engines import training_engine_maker
@@ -30,8 +25,13 @@ from shoal.run.loading import ModelSpec, open_model, open_teacher, resolve_model
 from shoal.run.parts import make_learner, make_updater, open_reference
 from shoal.run.remat import trained_model
 from shoal.run.sampler_size import run_roles
+from shoal.runs.bounded import leaves
+from shoal.runs.compare import INERT_KEYS
+from shoal.runs.likeliest import likeliest_tokens
+from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import drain
-from shoal.trainer.checkpoint import FOLDER, MODEL_FOLDER, Restored, restore, versions
+from shoal.text import ranges
+from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
 from shoal.trainer.step import Learner, TrainState
 from shoal.trainer.update import Updater, UpdateResult
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose, ShoalError
@@ -54,24 +54,21 @@ class WeightsOrigin:
 class Replayer:
     """A run's model, tokenizer and devices, opened from its folder."""
 
-    run: Path
+    run: StoredRun
     config: Config  # the settings that sampled the group
-    segments: Mapping[int, Config]  # first version -> settings
     roles: Roles
     model_spec: ModelSpec
     console: Console
-    checkpoint_records: Mapping[int, Mapping[str, Any]]  # by version
     _updater_of: tuple[Config, Updater] | None = field(default=None)  # of one segment: each compiles its own
 
     @classmethod
-    def open(cls, run: Path, group: Group, mesh: MeshSection, console: Console) -> Replayer:
+    def open(cls, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> Replayer:
         """Opens the run on its own mesh, unless another is given."""
-        segments = read_segments(run)
-        config = at_version(segments, group.step if group.purpose is Purpose.TRAIN else group.step - 1)
-        spec = resolve_model(ModelSection(path=str(run / MODEL_FOLDER)))
+        config = run.config_at(group.step if group.purpose is Purpose.TRAIN else group.step - 1)
+        spec = resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER)))
         placed = config if mesh == MeshSection() else replace(config, mesh=mesh)
         roles = run_roles(placed, spec.architecture, available_devices(placed.mesh))
-        return cls(run, config, segments, roles, spec, console, read_checkpoint_records(run))
+        return cls(run, config, roles, spec, console)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -89,7 +86,7 @@ class Replayer:
         origin = WeightsOrigin(f"checkpoint {start}" if start else f"first weights ({self.config.model.path})",
                                version - start, self._machine_changes(start, version), self._settings_changes())
         retrains = version > start
-        kl = any(at_version(self.segments, step).algorithm.kl_coef > 0 for step in range(start, version + 1))
+        kl = any(self.run.config_at(step).algorithm.kl_coef > 0 for step in range(start, version + 1))
         first = None
         if state is None or (kl and retrains):  # a KL term refers to the first weights
             first = open_model(self.config.model, self.console).load(self.roles.trainer, np.float32)
@@ -101,18 +98,18 @@ class Replayer:
                               f"{ranges(range(start + 1, version + 1))}, from {origin.source}")
             before = int(state.updates)
             for step in range(start, version):
-                state = self._retrain(self._updater(step, first), state, read_stored(self.run, step + 1), step, origin)
+                state = self._retrain(self._updater(step, first), state, self.run.groups(step + 1), step, origin)
             origin.updates_retrained, origin.verified = int(state.updates) - before, None
         params = publish_to(self.model(self.config).on(self.roles.hosts[0]), state.trainable)
-        if retrains and (file := group_files(self.run).get(version + 1)):  # its log-probs are those before its update
+        if retrains and (file := self.run.group_files().get(version + 1)):  # its log-probs are those before its update
             self._retrain(self._updater(version, first), state, read_file(file), version, origin)
         return params, origin
 
     def _nearest(self, version: int) -> Restored | None:
         """The newest readable checkpoint up to `version`."""
-        for saved in sorted((v for v in versions(self.run) if v <= version), reverse=True):
+        for saved in sorted((v for v in self.run.checkpoints() if v <= version), reverse=True):
             try:
-                return restore(self.run, saved, self._learner(at_version(self.segments, saved)))
+                return restore(self.run.path, saved, self._learner(self.run.config_at(saved)))
             except ShoalError as error:
                 self.console.warning(f"{error}; the one before it is used")
         return None
@@ -122,7 +119,7 @@ class Replayer:
 
     def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
         """The updater of the step from `version` to the next."""
-        config = at_version(self.segments, version)
+        config = self.run.config_at(version)
         if self._updater_of is None or self._updater_of[0] is not config:
             teacher = open_teacher(config, self.model_spec, self.roles.reference, self.console) if with_teacher \
                 else None
@@ -147,7 +144,7 @@ class Replayer:
 
     def _machine_changes(self, start: int, version: int) -> dict[str, list[str]]:
         """Against the checkpoint retrained from; without one, the first after `version`; else any."""
-        records = self.checkpoint_records
+        records = self.run.checkpoint_records()
         if not records:
             return {}
         nearest = min(records, key=lambda saved: (saved != start, saved < version, saved))
@@ -157,14 +154,14 @@ class Replayer:
 
     def _settings_changes(self) -> dict[str, list[Any]]:
         """The keys that changed during the run, by its segments and its checkpoints."""
-        newest = max(self.checkpoint_records, default=0)  # config.yaml alone stands for the newest segment
-        dated = [(start if len(self.segments) > 1 else newest, 1, json_ready(to_dict(config)))
-                 for start, config in self.segments.items()]
-        dated += [(saved, 0, record["config"]) for saved, record in self.checkpoint_records.items()
-                  if "config" in record]
+        records, segments = self.run.checkpoint_records(), self.run.segments
+        newest = max(records, default=0)  # config.yaml alone stands for the newest segment
+        dated = [(start if len(segments) > 1 else newest, 1, json_ready(to_dict(config)))
+                 for start, config in segments.items()]
+        dated += [(saved, 0, record["config"]) for saved, record in records.items() if "config" in record]
         values: dict[str, list[Any]] = {}
         for _, _, settings in sorted(dated, key=lambda one: one[:2]):
-            for key, value in _flat(settings):
+            for key, value in leaves(settings):
                 known = values.setdefault(key, [])
                 if not known or known[-1] != value:
                     known.append(value)
@@ -202,26 +199,6 @@ class Replayer:
                 for id, logprob in zip(ids, logprobs, strict=True)]} for entropy, ids, logprobs in
                 zip(*arrays, strict=True)])
         return found
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings by dotted key."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, list(value) if isinstance(value, tuple) else value
-
-
-def read_checkpoint_records(run: Path) -> dict[int, dict[str, Any]]:
-    """The record that each readable checkpoint keeps with its arrays, by version."""
-    found = {}
-    for version in versions(run):
-        try:
-            found[version] = json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_bytes())
-        except (OSError, ValueError):
-            continue
-    return {version: record for version, record in found.items() if "facts" in record}
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:

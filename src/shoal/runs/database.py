@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.view.runs import Run, bounded_json, one_line
+from shoal.runs.bounded import bounded_json, one_line
+from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
 MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
@@ -18,7 +19,7 @@ MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
 class Database:
     """Tables in memory and queries over parquet files; each thread has a cursor of its own."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[StoredRun]) -> None:
         try:
             import duckdb
         except ImportError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,11 +16,11 @@ import numpy as np
 from shoal.files import writing
 from shoal.report.console import prompt_text
 from shoal.report.figures import duration, figure_text, is_shown_figure, number_text, summary_rows, text_table
-from shoal.report.folder import find_run
+from shoal.report.folder import find_run, read_config
 from shoal.report.groups import StoredGroup
-from shoal.report.lines import read_lines
 from shoal.report.notebook import html_table
-from shoal.report.reading import group_files, read_config, read_metrics, read_stored
+from shoal.runs.evaluations import Evaluations
+from shoal.runs.stored_run import StoredRun
 from shoal.text import count, nearest, shorten
 from shoal.types import ShoalError
 
@@ -137,12 +136,12 @@ class Result(Mapping[str, Any]):
         self.groups_path = self.folder / "groups"
         self.checkpoints_path = self.folder / "checkpoints"
         self.summary_path = self.folder / "summary.json"
-        self.summary: dict[str, Any] = dict(_read_summary(self.summary_path) if summary is None else summary)
+        self._run = StoredRun(self.folder)
+        self.summary: dict[str, Any] = dict(self._run.summary() if summary is None else summary)
         """The content of summary.json; empty until the run has finished."""
-        stored = read_metrics(self.folder)
-        self.metrics = Table(list(stored.steps.values()))
+        self.metrics = Table(list(self._run.metrics().steps.values()))
         """A row a step."""
-        self.evaluations: list[dict[str, Any]] = _evaluation_table(read_lines(self.evaluations_path))
+        self.evaluations: list[dict[str, Any]] = _evaluation_table(self._run.evaluations().rows)
         """An entry for each evaluation and data set: `step`, `name` and the figures."""
 
     @property
@@ -152,31 +151,21 @@ class Result(Mapping[str, Any]):
     @property
     def steps(self) -> list[int]:
         """The steps whose groups were written."""
-        return list(group_files(self.folder))
+        return list(self._run.group_files())
 
     def groups(self, step: int) -> list[StoredGroup]:
         """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`; ShoalError if none."""
-        return Shown(read_stored(self.folder, step), _GROUP_HEAD, _group_row)
+        return Shown(self._run.groups(step), _GROUP_HEAD, _group_row)
 
     @property
     def before(self) -> dict[str, dict[str, Any]]:
         """Data set -> figures before the first step."""
-        return self._evaluated(first=True)
+        return dict(Evaluations(self.evaluations).before_after(self.summary)[0])
 
     @property
     def after(self) -> dict[str, dict[str, Any]]:
         """Data set -> figures after the last step; of an unfinished run, those of its newest evaluation."""
-        return self._evaluated(first=False)
-
-    def _evaluated(self, first: bool) -> dict[str, dict[str, Any]]:
-        if self.finished:
-            return self.summary["before" if first else "after"]
-        steps = {evaluation["step"] for evaluation in self.evaluations}
-        if not steps or (not first and len(steps) < 2):
-            return {}
-        wanted = min(steps) if first else max(steps)
-        return {row["name"]: {name: value for name, value in row.items() if name not in ("step", "name")}
-                for row in self.evaluations if row["step"] == wanted}
+        return dict(Evaluations(self.evaluations).before_after(self.summary)[1])
 
     # ---- the summary
 
@@ -300,12 +289,3 @@ def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
     path = find_run(str(folder), base_output_directory)
     read_config(path)  # raises for a folder of something else
     return Result(path)
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ShoalError(f"{path} is damaged ({error}): remove it to read the run without its summary") from error

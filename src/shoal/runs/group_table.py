@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.commands.view.database import Database, name, quoted, reason
-from shoal.commands.view.runs import Run
+from shoal.runs.database import Database, name, quoted, reason
+from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
 FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
@@ -54,10 +54,10 @@ class GroupFile:
     stamp: tuple[int, int]  # of the indexed content: time and size
 
 
-class Index:
+class GroupTable:
     """The groups of one run. `refresh` takes up new files; it is called by one thread, queries by any."""
 
-    def __init__(self, run: Run, database: Database, number: int) -> None:
+    def __init__(self, run: StoredRun, database: Database, number: int) -> None:
         self.run, self.database = run, database
         self.table, self.prompts, self.sums = (f"{kind}_{number}" for kind in ("groups", "prompts", "sums"))
         columns = ", ".join(f"{name(column)} {kind}" for column, kind in COLUMNS.items())

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.commands.view.runs import Run, bounded_json
+from shoal.runs.bounded import bounded_json
+from shoal.runs.stored_run import StoredRun
 
 PIECE_BYTES, MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 1 << 20, 2 << 30
 
@@ -16,7 +17,7 @@ class GrowingLines:
     """The objects of one file in order. A torn last line is left for the next reading; one that is no JSON object is
     passed over and reported. A file that was replaced by another, as a resumed run does, is read anew."""
 
-    def __init__(self, run: Run, name: str) -> None:
+    def __init__(self, run: StoredRun, name: str) -> None:
         self._run, self._name = run, name
         self._inode, self._offset, self._rest, self._skipping = -1, 0, b"", False
         self.complete = False  # everything that was there at the last reading has been read

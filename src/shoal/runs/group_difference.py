@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from shoal.report.groups import StoredGroup
-from shoal.report.reading import group_files, read_file
+from shoal.report.groups import StoredGroup, read_file
+from shoal.runs.stored_run import StoredRun
 from shoal.types import Completion
 
 
@@ -27,9 +26,10 @@ class GroupDifference:
     values: tuple[Any, Any] = (None, None)
 
 
-def group_difference(a: Path, b: Path, last: int | None = None) -> tuple[GroupDifference | None, list[int]]:
+def group_difference(a: StoredRun, b: StoredRun,
+                     last: int | None = None) -> tuple[GroupDifference | None, list[int]]:
     """The first difference in the groups that both runs stored, up to step `last`, and the steps compared."""
-    files = group_files(a), group_files(b)
+    files = a.group_files(), b.group_files()
     steps = [step for step in sorted(files[0].keys() & files[1].keys()) if last is None or step <= last]
     for number, step in enumerate(steps, 1):
         if found := step_difference(step, read_file(files[0][step]), read_file(files[1][step])):

@@ -1,0 +1,1 @@
+"""Runs on disk: their folders read, two compared, groups sampled again, groups scored again."""

@@ -1,0 +1,160 @@
+"""Compares two runs, from the settings to the first token that differs, and names the likely cause.
+
+    data -> sampling -> rewards -> update      the stages of a step: a difference in one causes differences after it
+
+The first difference belongs to a stage; the keys that differ and act on that stage are likely its cause. Clocks are
+never compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from shoal.config.keys import is_under, keys_of
+from shoal.config.schema import Config
+from shoal.config.values import get_value
+from shoal.report.lines import json_ready
+from shoal.report.metrics import is_clock
+from shoal.runs.group_difference import GroupDifference, group_difference
+from shoal.runs.stored_run import StoredMetrics, StoredRun
+from shoal.text import ranges
+
+Values: TypeAlias = "dict[str, tuple[Any, Any]]"
+"""Name -> what the first run has and what the second has."""
+
+KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
+    "data": ("seed", "task.", "batch.prompts_per_step", "train.retire_above", "model.template", "model.path",
+             "sampling.max_prompt_tokens", "sampling.long_prompts"),
+    "sampling": ("seed", "model.path", "model.dtype", "sampling.", "batch.group_size", "mesh.",
+                 "batch.prompts_per_step"),
+    "rewards": ("reward.", "task."),
+    "update": ("algorithm.", "optimizer.", "batch.micro_tokens", "steps", "mesh.", "model.remat", "model.dtype",
+               "seed"),
+    "evaluation": ("task.", "sampling.", "train.", "seed", "model.", "mesh.", "reward."),
+}
+"""Stage -> the keys (and sections, `task.`) that act on it, the likeliest first."""
+
+INERT_KEYS = ("run_name", "base_output_directory", "resume", "report.", "checkpoint.", "train.evaluate_every",
+              "train.pass_k")
+"""Keys (and sections) that change no number of a step."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two runs diverge: the stages that may be the cause, the likeliest first, and a sentence about it."""
+
+    step: int
+    stages: tuple[str, ...]
+    sentence: str
+
+
+def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
+    """Compares the steps and evaluations that both runs have; `identical` is true where nothing but clocks differs."""
+    metrics, evaluations = [run.metrics() for run in (a, b)], [run.evaluations().by_version() for run in (a, b)]
+    keys = config_difference(a.config, b.config)
+    in_metrics = metric_difference(*metrics)
+    in_groups, group_steps = group_difference(a, b, last=in_metrics[0] if in_metrics else None)
+    version = None
+    if in_groups and in_groups.stage == "sampling":
+        version = a.groups(in_groups.step)[in_groups.group].group.version
+    found = find_divergence(in_groups, version, in_metrics, group_steps, keys)
+    evaluated = evaluation_difference(*evaluations)
+    if found is None and evaluated:
+        found = Divergence(evaluated[0], ("evaluation",), "the steps are identical, the evaluation of version "
+                           f"{evaluated[0]} on {evaluated[1]} differs")
+    shared = sorted(metrics[0].steps.keys() & metrics[1].steps.keys() | set(group_steps))
+    return json_ready({
+        "run": str(a.path), "other": str(b.path), "identical": found is None and bool(shared),
+        "config": keys, "num_steps": [len(stored.steps) for stored in metrics], "steps_compared": ranges(shared),
+        "group_steps_compared": ranges(group_steps), "torn": [stored.torn for stored in metrics],
+        "finished": [a.is_finished, b.is_finished],
+        "first_metrics": in_metrics and {"step": in_metrics[0], "metrics": in_metrics[1]},
+        "num_evaluations": [len(stored) for stored in evaluations],
+        "evaluations_compared": len(evaluations[0].keys() & evaluations[1].keys()),
+        "first_evaluation": evaluated and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
+        "first_group_difference": in_groups and asdict(in_groups),
+        "divergence": found and {"step": found.step, "stage": found.stages[0], "sentence": found.sentence},
+        "likely_keys": likely_keys(found.stages, keys) if found else [],
+    })
+
+
+# ---- what differs
+
+
+def config_difference(a: Config, b: Config) -> Values:
+    """The dotted keys that differ."""
+    both = {key: (get_value(a, key), get_value(b, key)) for key in keys_of(Config)}
+    return {key: values for key, values in both.items() if values[0] != values[1]}
+
+
+def metric_difference(a: StoredMetrics, b: StoredMetrics) -> tuple[int, Values] | None:
+    """The first shared step with a metric that differs, and all its metrics that do."""
+    for step in sorted(a.steps.keys() & b.steps.keys()):
+        x, y = a.steps[step], b.steps[step]
+        names = [name for name in {**x, **y} if not is_clock(name) and x.get(name) != y.get(name)]
+        if names:
+            return step, {name: (x.get(name), y.get(name)) for name in names}
+    return None
+
+
+def evaluation_difference(a: Mapping[tuple[int, str], Mapping[str, Any]],
+                          b: Mapping[tuple[int, str], Mapping[str, Any]]) -> tuple[int, str, Values] | None:
+    """The first shared (version, data set) with a figure of both that differs, and all its figures that do."""
+    for version, name in sorted(a.keys() & b.keys()):
+        x, y = a[version, name], b[version, name]
+        figures = {key: (x[key], y[key]) for key in x if key in y and not is_clock(key) and x[key] != y[key]}
+        if figures:
+            return version, name, figures
+    return None
+
+
+# ---- what caused it
+
+_SENTENCES = {
+    "data": "the data or its order differs first", "sampling": "sampling differs first",
+    "rewards": "rewards differ first, for the same completions",
+    "update": "the update differs first, for the same completions and rewards"}
+
+
+def find_divergence(in_groups: GroupDifference | None, version: int | None,
+                    in_metrics: tuple[int, Mapping[str, Any]] | None, same_groups: Container[int],
+                    keys: Iterable[str] = ()) -> Divergence | None:
+    """The stage where two runs diverge; None where they do not.
+
+    `version`: the weights that sampled the group that differs. `same_groups`: the steps whose groups were compared, and
+    are equal before the difference. `keys`: the settings that differ."""
+    if in_groups and version and in_groups.what in ("token", "log-prob"):
+        return _weights_or_sampling(in_groups.step, version, same_groups, keys)
+    if in_groups:  # where the same tokens end elsewhere, a limit or a stop string caused it, not the weights
+        step, stage = in_groups.step, in_groups.stage
+        return Divergence(step, (stage,), f"{_SENTENCES[stage]}, at step {step}")
+    if in_metrics is None:
+        return None
+    step, names = in_metrics[0], list(in_metrics[1])
+    if step in same_groups:
+        return Divergence(step, ("update",), f"{_SENTENCES['update']}, at step {step}")
+    if any(name.startswith(("completions/", "prompts/", "tokens/sampled")) for name in names):
+        return Divergence(step, ("sampling", "data"), f"sampling or the data differs first, at step {step}")
+    if any(name.startswith(("reward/", "rewards/")) for name in names):
+        return Divergence(step, ("rewards", "sampling", "data"), f"rewards or samples differ first, at step {step}")
+    return Divergence(step, ("update", "sampling", "data"), f"the update or samples differ first, at step {step}")
+
+
+def _weights_or_sampling(step: int, version: int, same_groups: Container[int], keys: Iterable[str]) -> Divergence:
+    """Tokens sampled by later weights than the first: the weights alone differ, if all else is known to be equal."""
+    if any(is_under(key, KEYS_OF_STAGE["sampling"]) for key in keys):
+        return Divergence(step, ("sampling", "update"), f"sampling or the weights differ first, at step {step}")
+    if not all(before in same_groups for before in range(1, version + 1)):
+        return Divergence(step, ("update", "sampling"), f"the weights or sampling differ first, at step {step} or "
+                          f"before: not all groups of steps 1 to {version} were compared")
+    return Divergence(step, ("update", "sampling"),
+                      f"the weights differ first: step {step} was sampled by version {version}, and step {version} was "
+                      "equal in everything but the update at its end")
+
+
+def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """Of the keys that differ, those that act on these stages, the likeliest first."""
+    return list(dict.fromkeys(key for stage in stages for name in KEYS_OF_STAGE[stage]
+                              for key in keys if is_under(key, (name,))))

@@ -316,6 +316,24 @@ def test_parts_with_other_settings_keep_theirs(workshop, stopped):
     assert saved(stopped, 6)["config"]["algorithm"]["std_ddof"] == 0
 
 
+def test_evaluations_may_be_requested_of_a_version_that_was_not_published(workshop, monkeypatch):
+    words = ("steps=4", "checkpoint_period=3", "train.weight_sync_interval=2", "train.evaluate_every=0")
+    run = cut(workshop, "sparse", monkeypatch, Updater, "update", 4, *words, "train.pass_k=0")
+    assert cli.main(["train", f"resume={run}", "train.evaluate_every=1"]) == 0
+    assert [row["step"] for row in read_lines(run / "evaluations.jsonl")] == [0, 3, 4]
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
+
+
+def test_a_setting_that_ends_the_first_step_is_not_kept(workshop, stopped, monkeypatch):
+    before = {file.name: file.read_bytes() for file in stopped.glob("config*.yaml")}
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Updater, "update", lambda *_: (_ for _ in ()).throw(Killed))
+        cli.main(["train", f"resume={stopped}", "optimizer.lr=1e-3"])
+    assert {file.name: file.read_bytes() for file in stopped.glob("config*.yaml")} == before
+    assert cli.main(["train", f"resume={stopped}", "steps=3"]) == 0
+    assert [f"{row['lr']:g}" for row in metrics(stopped)] == ["0.01", "0.01", "0.01"]
+
+
 def test_a_schedule_that_is_stretched_is_said(workshop, capsys):
     workshop.train("stretched", "steps=2", "optimizer.schedule=linear", "train.pass_k=0")
     workshop.train("stretched", "steps=3", "optimizer.schedule=linear", "train.pass_k=0")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,7 +108,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
     restored = restore_latest(folder, updater.learner, shapes, facts, console, world) if plan.run else None
     first = restored.version if restored else 0
     if world.is_main:
-        write_head(folder, spec, config, first)
+        write_head(folder, spec, config, resumed=plan.run is not None)
         console.keep_log(folder.log_path)
     utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, model.architecture, model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
@@ -141,6 +142,7 @@ def assemble_run(plan: ResumePlan, reward_functions: Sequence[Callable], console
         resume_command=command,
         around_step=Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
                              console.warning).step,
+        keep_settings=partial(folder.write_config, *texts_of(config), first) if plan.run else None,
     )
     if config.report.timeline and world.is_main:
         run.timeline = stack.enter_context(closing(Timeline(folder.path / TIMELINE, console.warning)))
@@ -198,10 +200,11 @@ def open_folder(plan: ResumePlan, console: Console, stack: ExitStack, world: Wor
     return folder
 
 
-def write_head(folder: RunFolder, spec: ModelSpec, config: Config, version: int) -> None:
-    """Writes what a run folder holds from the start: the configuration (from `version` on) and the model's files, and
-    makes `last` name this run."""
-    folder.write_config(*texts_of(config), version)
+def write_head(folder: RunFolder, spec: ModelSpec, config: Config, resumed: bool) -> None:
+    """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop does it) and the
+    model's files, and makes `last` name this run."""
+    if not resumed:
+        folder.write_config(*texts_of(config))
     folder.remember(config.base_output_directory)
     if spec.folder != folder.path / MODEL_FOLDER:
         with writing(folder.path, "base_output_directory"):

@@ -60,6 +60,7 @@ class Run:
     resume_command: str = ""
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
+    keep_settings: Callable[[], None] | None = None  # of a resumed run: stores its settings for later resumes
     requested: int = 0  # steps whose groups have been requested
     pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
     evaluating: dict[int, float] = field(default_factory=dict)  # version -> when its answers were asked for
@@ -105,6 +106,7 @@ class Run:
                 self.lookahead.note(waited, time.perf_counter() - started)
                 self.request_published(step + 1)
                 metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
+            self.settings_work()
             if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
                 self.evaluate(step + 1, state)
             self.file_evaluations(step + 1, state)
@@ -117,6 +119,7 @@ class Run:
             self.save(last, state)
             self.publish(last, state.trainable)
         self.evaluate(last, state, ends=True)
+        self.settings_work()
         self.checkpoints.finish()
         return self.recorder.finish(last)
 
@@ -142,7 +145,8 @@ class Run:
             self.evaluator.ask(self.source, number, number, sampled=False)
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
-        if extra["version_is_published"] or self.schedule.newest or version == self.config.steps:
+        # By the settings of now: `train.evaluate_every` may have changed, and with it what must be published.
+        if self.schedule.newest or self.publication_due(version):
             self.publish(version, state.trainable)
         self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"], self.evaluating)
@@ -151,6 +155,13 @@ class Run:
         if missing and not self.ends_at(version):
             self.evaluate(version, state)
         return state, version
+
+    def settings_work(self) -> None:
+        """Stores the settings of a resumed run: kept before its first step, those that end it would end every later
+        resume, too."""
+        if self.keep_settings:
+            self.keep_settings()
+            self.keep_settings = None
 
     @contextmanager
     def saved_if_given_up(self, version: int, state: TrainState) -> Iterator[None]:
@@ -318,7 +329,6 @@ class Run:
         published = source.pop("published", {})
         extra = {
             "version": version,
-            "version_is_published": version in published,
             "prompts": self.prompts.state(),
             "pending": sorted(self.pending.items()),
             "useful_share": self.useful_share,

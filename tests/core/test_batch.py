@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -142,6 +144,51 @@ def test_little_is_padding_whatever_the_lengths(median, cap):
     assert all(row.free >= 0 for row in rows)
     assert sorted((n, i) for row in rows for n, members in row.parts for i in members) == [
         (n, i) for n in range(64) for i in range(8)]
+
+
+def rows_by_definition(sizes: dict, length: int) -> list[tuple[int, list]]:
+    """`fill_rows` as its docstring says it, looking at every row for every piece."""
+    def fitting(members: dict, room: int) -> dict:
+        taken = {}
+        for index, size in members.items():
+            if size <= room - sum(taken.values()):
+                taken[index] = size
+        return taken
+
+    rows: list[list] = []  # free tokens, parts
+    for number in sorted(sizes, key=lambda n: (-sizes[n][0] - sum(sizes[n][1].values()), n)):
+        prompt, rest = sizes[number][0], dict(sorted(sizes[number][1].items(), key=lambda entry: (-entry[1], entry[0])))
+        while rest:
+            row = min((row for row in rows if row[0] >= prompt + sum(rest.values())), key=lambda row: row[0],
+                      default=None)
+            if row is None:
+                row = max(rows, key=lambda row: sum(fitting(rest, row[0] - prompt).values()), default=None)
+                if row is None or sum(fitting(rest, row[0] - prompt).values()) <= prompt:
+                    rows.append(row := [length, []])
+            taken = fitting(rest, row[0] - prompt)
+            row[0] -= prompt + sum(taken.values())
+            row[1].append((number, sorted(taken)))
+            rest = {index: size for index, size in rest.items() if index not in taken}
+    return [(free, parts) for free, parts in rows]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 50), min_size=1, max_size=6)), max_size=30),
+       st.integers(90, 300))
+def test_rows_are_filled_as_defined(groups, length):
+    sizes = {n: (prompt, dict(enumerate(members))) for n, (prompt, members) in enumerate(groups)}
+    assert [(row.free, row.parts) for row in fill_rows(sizes, length)] == rows_by_definition(sizes, length)
+
+
+@pytest.mark.parametrize("lengths", [lambda rng: rng.lognormal(np.log(300), 1.0), lambda rng: 512])
+def test_rows_of_many_completions_take_less_than_a_second(lengths):
+    """1,024 groups of 16 in short rows, most of which cannot take another piece."""
+    rng = np.random.default_rng(0)
+    sizes = {n: (int(rng.integers(64, 257)), {i: int(np.clip(lengths(rng), 1, 1024)) for i in range(16)})
+             for n in range(1024)}
+    started = time.process_time()
+    assert len(fill_rows(sizes, 2048)) > 2000
+    assert time.process_time() - started < 1
 
 
 def test_what_is_left_over_takes_a_shorter_shape_where_that_saves_much():

@@ -7,6 +7,7 @@ is left over at its end: the lengths of prompts and completions compile nothing 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +105,8 @@ class MicroBatch:
         number = 1 + int(self.arrays.segment[row, start - 1]) if start else 1
         self.arrays.tokens[place], self.arrays.segment[place] = ids, number
         self.arrays.position[place] = np.arange(position, position + len(ids))
-        self.arrays.before[place] = [before, *range(start, stop - 1)]
+        self.arrays.before[place] -= 1  # each was its own
+        self.arrays.before[row, start] = before
         self.used[row] = stop
         return number, place
 
@@ -198,9 +200,46 @@ class Row:
     free: int
     parts: list[tuple[int, list[int]]] = field(default_factory=list)
 
-    def add(self, group: int, members: Iterable[int], tokens: int) -> None:
-        self.parts.append((group, sorted(members)))
-        self.free -= tokens
+
+class OpenRows:
+    """Rows in the order that they were made, and an index of their free tokens: a search visits few of them."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.rows: list[Row] = []
+        self._by_free: list[tuple[int, int]] = []  # (free tokens, number of the row), sorted
+
+    def add(self, number: int | None, group: int, members: Iterable[int], tokens: int) -> None:
+        """Puts completions of a group into the row of this number, None for a new one."""
+        if number is None:
+            number = len(self.rows)
+            self.rows.append(Row(self.length))
+        else:
+            del self._by_free[bisect_left(self._by_free, (self.rows[number].free, number))]
+        row = self.rows[number]
+        row.parts.append((group, sorted(members)))
+        row.free -= tokens
+        insort(self._by_free, (row.free, number))
+
+    def tightest(self, tokens: int) -> int | None:
+        """The row with the least room for so many tokens; None if none has."""
+        found = bisect_left(self._by_free, (tokens, 0))
+        return self._by_free[found][1] if found < len(self._by_free) else None
+
+    def with_most_of(self, prompt: int, members: Mapping[int, int]) -> tuple[int | None, dict[int, int]]:
+        """The row that can take most tokens of a group's completions, and these: more than the prompt, which that row
+        computes once more. None without such a row. Of equal rows the first is chosen."""
+        best, chosen, most = (prompt, 1), {}, None
+        stop, shortest = len(self._by_free), min(members.values())
+        while stop:
+            stop = bisect_left(self._by_free, (self._by_free[stop - 1][0], 0))
+            free, number = self._by_free[stop]  # the first row with so much room; the others would take the same
+            if free - prompt < max(best[0], shortest):
+                break
+            taken = _that_fit(members, free - prompt)
+            if (key := (sum(taken.values()), -number)) > best:
+                best, chosen, most = key, taken, number
+        return most, chosen
 
 
 def fill_rows(sizes: Mapping[int, tuple[int, Mapping[int, int]]], length: int) -> list[Row]:
@@ -209,27 +248,21 @@ def fill_rows(sizes: Mapping[int, tuple[int, Mapping[int, int]]], length: int) -
     Large groups first, each whole into the row that it leaves least room in (best fit decreasing). One that fits
     nowhere is divided, where a row has room for more of it than its prompt, which each row then computes once more.
     """
-    rows: list[Row] = []
+    rows = OpenRows(length)
     totals = {number: prompt + sum(members.values()) for number, (prompt, members) in sizes.items()}
     for number in sorted(sizes, key=lambda number: (-totals[number], number)):
         prompt, members = sizes[number]
         rest = dict(sorted(members.items(), key=lambda entry: (-entry[1], entry[0])))
         while rest:
-            total = prompt + sum(rest.values())
-            if fitting := [row for row in rows if row.free >= total]:
-                min(fitting, key=lambda row: row.free).add(number, rest, total)
-                break
-            rooms = [(row, taken) for row in rows if (taken := _that_fit(rest, row.free - prompt))]
-            row, taken = max(rooms, key=lambda room: sum(room[1].values()), default=(Row(length), {}))
-            if sum(taken.values()) <= prompt:
-                row, taken = Row(length), _that_fit(rest, length - prompt)
-                rows.append(row)
-            if not taken:
+            taken, row = rest, rows.tightest(prompt + sum(rest.values()))
+            if row is None:
+                row, taken = rows.with_most_of(prompt, rest)
+            if row is None and not (taken := _that_fit(rest, length - prompt)):
                 raise ValueError(f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does not fit "
                                  f"rows of {length}")
-            row.add(number, taken, prompt + sum(taken.values()))
+            rows.add(row, number, taken, prompt + sum(taken.values()))
             rest = {index: size for index, size in rest.items() if index not in taken}
-    return rows
+    return rows.rows
 
 
 def _that_fit(members: Mapping[int, int], room: int) -> dict[int, int]:

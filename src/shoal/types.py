@@ -412,10 +412,6 @@ class RolloutSource(Protocol):
         """False if `take` would wait for what is sampled meanwhile."""
         ...
 
-    def cancel(self, purpose: Purpose, step: int) -> None:
-        """Removes what this step requested and has not been handed over."""
-        ...
-
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         """Makes weights available under a number.
 
@@ -432,13 +428,8 @@ class RolloutSource(Protocol):
         """The figures of a purpose since they were last read; those of the hosts are with training's."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold: `pending`, the addresses of pending training groups as JSON, and `published`,
-        the weights by version."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Checks, after the pending groups were requested again, that they are those of `state`."""
+    def published(self) -> Mapping[int, Params]:
+        """The weights by version that may still be sampled from."""
         ...
 
     def close(self) -> None:

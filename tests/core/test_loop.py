@@ -57,7 +57,7 @@ class Diary:
 
     def __init__(self) -> None:
         self.events: list[tuple] = []
-        self.published: list[int] = []
+        self.available: list[int] = []
         self.pending: dict[int, list[GroupRequest]] = {}
         self.evaluated: dict[int, float] = {}
         self.evaluations = self.evaluated
@@ -69,7 +69,7 @@ class Diary:
     def request(self, requests) -> None:
         [step] = {request.step for request in requests}
         [version] = {request.version for request in requests}
-        assert version in self.published, f"version {version} is asked for before it is published"
+        assert version in self.available, f"version {version} is asked for before it is published"
         assert step not in self.pending, f"step {step} is asked for twice"
         self.pending[step] = list(requests)
         self.events.append(("ask", step, version))
@@ -84,19 +84,19 @@ class Diary:
                                 correct=None, completions=[one])
                 for request, one in zip(self.pending[step], completions, strict=True)]
 
-    def cancel(self, purpose, step) -> None:
-        assert step not in self.pending  # a resumed run has nothing to cancel yet
-
     def publish(self, version, params, keep_from=None) -> None:
         assert params == ("weights", version)
-        self.published.append(version)
+        self.available.append(version)
         self.events.append(("publish", version))
 
     def close(self) -> None:
         self.events.append(("close",))
 
+    def published(self) -> dict:
+        return dict.fromkeys(self.available[-1:], "weights")
+
     def state(self) -> dict:
-        return {"published": dict.fromkeys(self.published[-1:], "weights")}
+        return {}
 
     def update(self, state, requests, step):
         assert {request.step for request in requests} == {step} and state.trainable == ("weights", step)
@@ -108,7 +108,7 @@ class Diary:
         return 7
 
     def ask(self, source, step, version, sampled) -> None:
-        assert source is self and step == version and version in self.published
+        assert source is self and step == version and version in self.available
         self.events.append(("evaluate", version, sampled))
 
     def collect(self, source, step, sampled) -> int:
@@ -199,8 +199,8 @@ def test_every_step_is_asked_for_once_at_its_version(lag, every, steps):
     evaluated = [event[1:] for event in diary.events if event[0] == "evaluate"]
     ends = [(0, True)], [(steps, True)]
     assert evaluated == [*ends[0], *((v, False) for v in range(2, steps, 2)), *ends[1]]
-    assert diary.published == sorted(set(diary.published))
-    assert set(range(0, steps + 1, every)) <= set(diary.published)
+    assert diary.available == sorted(set(diary.available))
+    assert set(range(0, steps + 1, every)) <= set(diary.available)
 
 
 @pytest.mark.parametrize(("period", "saved"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])])
@@ -288,8 +288,8 @@ class Learning(Diary):
         first = version if keep_from is None else keep_from
         self.kept = {v for v in {*self.kept, version} if v >= first or v in self.waiting.values()}
 
-    def state(self) -> dict:
-        return {"published": {version: ("weights", version) for version in self.kept}}
+    def published(self) -> dict:
+        return {version: ("weights", version) for version in self.kept}
 
     def save(self, version, state, extra, published, scores) -> None:
         self.events.append(("save", version))
@@ -404,6 +404,26 @@ def test_that_the_data_is_learnt_is_said_once():
     assert said == ["so it is; training ends here"]
 
 
+def test_a_stop_saves_without_requesting_anything_again():
+    """`Diary` refuses a second request of a step, and has nothing that cancels one."""
+    diary = Diary()
+    config = Config(steps=9, batch=BatchSection(prompts_per_step=2, group_size=3), train=TrainSection(evaluate_every=0))
+    prompts = PromptStream([Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10)
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag=2))  # type: ignore[arg-type]
+    run.after_step = lambda step, _: run.stop.request() if step == 3 else None
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 4 of 9"):
+        run.train()
+    assert diary.events[-1] == ("save", 4, 14, (4, 5, 6))  # 7 steps of 2 prompts were requested
+
+
+def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
+    """Whatever schedule it had before: of the versions that its steps would name, the checkpoint has 4 and 5."""
+    schedule = Schedule(lag=3, held=(4, 5))
+    assert [schedule.version(step) for step in range(5, 11)] == [4, 4, 4, 5, 6, 7]
+    assert schedule.older_versions(6) == [4, 5] and schedule.keep_from(6) == 4
+    assert all(0 <= step - schedule.version(step) <= schedule.max_staleness for step in range(5, 20))
+
+
 # ---- with the real source
 
 
@@ -460,13 +480,9 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     prompt = run.prompts.next(1)[0]
     params = run.config.sampling.params
     source.request([GroupRequest(Purpose.TRAIN, 0, 1, prompt.example, prompt.prompt_ids, 4, params)])
-    state = source.state()
-    assert state["pending"] == [("train", 0, 1, "train", prompt.example.row, 4)] and list(state["published"]) == [0]
-    source.restore({"pending": [["train", 0, 1, "train", prompt.example.row, 4]]})
+    assert list(source.published()) == [0]
     with pytest.raises(RuntimeError, match="version 1 is requested"):
         source.take(Purpose.TRAIN, 0)
-    with pytest.raises(ShoalError, match="the data or its order has changed since"):
-        source.restore({"pending": []})
 
 
 def test_a_run_that_publishes_its_old_weights_ends(workshop, monkeypatch):

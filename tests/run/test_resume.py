@@ -324,6 +324,13 @@ def test_evaluations_may_be_requested_of_a_version_that_was_not_published(worksh
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("word", ["batch.group_size=6", "train.weight_sync_interval=3", "train.max_staleness=2"])
+def test_what_pending_groups_are_sampled_by_may_change(workshop, stopped_in, word):
+    run = stopped_in(4)  # the checkpoint of version 2 has a step's groups pending
+    assert cli.main(["train", f"resume={run}", word]) == 0
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_setting_that_ends_the_first_step_is_not_kept(workshop, stopped, monkeypatch):
     before = {file.name: file.read_bytes() for file in stopped.glob("config*.yaml")}
     with monkeypatch.context() as patch, pytest.raises(Killed):

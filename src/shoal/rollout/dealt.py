@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.mesh import World
 from shoal.report.groups import from_table, to_table
-from shoal.rollout.ledger import check_pending, pending_addresses
 from shoal.types import (
     Example,
     Failure,
@@ -97,22 +96,14 @@ class DealtSource:
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         return True  # groups are exchanged when they are taken
 
-    def cancel(self, purpose: Purpose, step: int) -> None:
-        self.dealt.pop((purpose, step), None)
-        self.requested = [pair for pair in self.requested if (pair[0].purpose, pair[0].step) != (purpose, step)]
-        self.source.cancel(purpose, step)
-
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         self.source.publish(version, params, keep_from)
 
     def published_shapes(self) -> Params:
         return self.source.published_shapes()
 
-    def state(self) -> dict[str, Any]:
-        return {**self.source.state(), "pending": pending_addresses(one for one, _ in self.requested)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        check_pending(state, pending_addresses(one for one, _ in self.requested))
+    def published(self) -> Mapping[int, Params]:
+        return self.source.published()
 
     def _add(self, total: RolloutStats, stats: dict) -> None:
         """Adds a process's figures: the seconds of the one that took longest since they were last read, else sums."""

@@ -21,7 +21,7 @@ import jax
 from shoal.report.timeline import Timeline
 from shoal.rollout.group import sample_request
 from shoal.rollout.group_rewards import GroupRewards
-from shoal.rollout.ledger import Entry, Ledger, Stage, check_pending, pending_addresses, whereabouts
+from shoal.rollout.ledger import Entry, Ledger, Stage, whereabouts
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
 from shoal.rollout.publish import Channel
 from shoal.text import count
@@ -196,14 +196,9 @@ class Fleet:
                        "refused": sum(one.refused or one.progress.differs for one in members)}
         self._lost = self._lost_tokens = self.ledger.asked_again = self.ledger.duplicates = 0
 
-    def state(self) -> dict[str, Any]:
-        """Addresses of pending training groups, and the weights that are still sampled from."""
+    def published(self) -> Mapping[int, Params]:
         with self._changed:
-            pending = pending_addresses(one.request for one in self.ledger.entries.values())
-            return {"pending": pending, "published": self.channel.versions}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        check_pending(state, self.state()["pending"])
+            return self.channel.versions
 
     def close(self) -> None:
         self._closed = True

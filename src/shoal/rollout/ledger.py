@@ -13,10 +13,9 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shoal.rewards.scores import Scores
-from shoal.types import Completion, Group, GroupRequest, Purpose, ShoalError
+from shoal.types import Completion, Group, GroupRequest, Purpose
 
 
 class Stage(enum.StrEnum):
@@ -146,17 +145,3 @@ def whereabouts(entries: Sequence[Entry], hosts: Mapping[str, str]) -> str:
     there = places.pop(str(Stage.REWARDED), 0)
     return ", ".join([f"{there} of {len(entries)} groups are there", *(
         f"{number} {place}" for place, number in places.items()), f"attempt {max(one.attempt for one in entries)}"])
-
-
-def pending_addresses(requests: Iterable[GroupRequest]) -> list[tuple[str, int, int, str, int, int]]:
-    """Addresses of training's groups as JSON, for a checkpoint (an evaluation is asked again as a whole)."""
-    return [(r.purpose.value, r.step, r.version, r.subset, r.example.row, r.num_completions) for r in requests
-            if r.purpose is Purpose.TRAIN]
-
-
-def check_pending(state: Mapping[str, Any], found: Sequence[tuple]) -> None:
-    """ShoalError unless the groups that are pending in a checkpoint are those that were requested again."""
-    if list(found) != [tuple(address) for address in state["pending"]]:
-        raise ShoalError("the groups that are pending in the checkpoint are not those that this run requests: "
-                         "the data or its order has changed since; restore it, or start a run of another name "
-                         f"(checkpoint {state['pending'][:3]}, now {found[:3]})")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.config.schema import Config
@@ -135,8 +135,10 @@ class Run:
         version, state, extra = self.restored.version, self.restored.state, self.restored.extra
         self.prompts.restore(extra["prompts"])
         self.useful_share = extra.get("useful_share", 1.0)
+        self.schedule = replace(self.schedule, held=(*sorted(self.restored.published), version))
         self.pending.update(extra["pending"])
-        self.request_again()
+        for step, rows in self.pending.items():  # in order; the same addresses give the same tokens
+            self.source.request(self.group_requests(step, [self.prompts.of_row(row) for row in rows]))
         self.requested, self.saved = version + len(self.pending), version
         # Before publication, which releases the weights that nobody asks for.
         self.evaluating = {number: time.perf_counter() for number in extra.get("evaluating", ())
@@ -146,9 +148,8 @@ class Run:
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
         # By the settings of now: `train.evaluate_every` may have changed, and with it what must be published.
-        if self.schedule.newest or self.publication_due(version):
+        if self.publication_due(version):
             self.publish(version, state.trainable)
-        self.source.restore(extra["source"])
         self.recorder.restore(extra["recorder"], version, extra["evaluated"], self.evaluating)
         self.restored = None
         missing = self.evaluation_due(version) and version not in self.recorder.evaluations
@@ -174,7 +175,6 @@ class Run:
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
                 self.prompts.restore(prompts)
-            self.request_again()
             stopped_before_first = isinstance(reason, StopRequested) and version in self.recorder.evaluations
             # The first update of a step donates the moments: from then on there is nothing left to save.
             if (version > 0 or stopped_before_first) and is_intact(state):
@@ -256,13 +256,6 @@ class Run:
     def is_useful(self, group: Group) -> bool:
         return is_useful(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
 
-    def request_again(self) -> None:
-        """Requests every pending step again, in order: the same addresses give the same tokens."""
-        for step in self.pending:
-            self.source.cancel(Purpose.TRAIN, step)
-        for step, rows in sorted(self.pending.items()):
-            self.source.request(self.group_requests(step, [self.prompts.of_row(row) for row in rows]))
-
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]
         if self.config.algorithm.dynamic_sampling:
@@ -325,14 +318,12 @@ class Run:
         started = time.perf_counter()
         # Groups and metrics of the covered steps reach the disk first: a kill between the two loses none of them.
         self.recorder.sync(self.prompts.rates.record())
-        source = self.source.state()
-        published = source.pop("published", {})
+        published = self.source.published()
         extra = {
             "version": version,
             "prompts": self.prompts.state(),
             "pending": sorted(self.pending.items()),
             "useful_share": self.useful_share,
-            "source": source,
             "evaluated": version in self.recorder.evaluations,
             "evaluating": sorted(self.evaluating),
             "recorder": self.recorder.state(),

@@ -20,13 +20,15 @@ MOST_PATIENCE = 16 * PATIENCE
 class Schedule:
     """Which version each step samples from: n * floor(max(0, step - lag) / n), with n = `weight_sync_interval`.
 
-    With `newest` that is the oldest on which a group of the step may start.
+    With `newest` that is the oldest on which a group of the step may start. A version that a resumed run's checkpoint
+    does not hold, since the run had another schedule before, gives way to the next one that it holds.
     """
 
     lag: int = 0
     weight_sync_interval: int = 1
     newest: bool = False
     ahead: int = 0  # with `newest`: steps asked for before their turn; 0 for as many as it takes, up to the lag
+    held: tuple[int, ...] = ()  # versions that a resumed run began with, in order: the checkpoint's own is the last
 
     @property
     def max_staleness(self) -> int:
@@ -44,7 +46,8 @@ class Schedule:
                                        f"0 to {self.max_staleness} (train.max_staleness): row {group.example.row}")
 
     def version(self, step: int) -> int:
-        return self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
+        wanted = self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
+        return next((version for version in self.held if version >= wanted), wanted)
 
     def keep_from(self, step: int) -> int:
         """The oldest version that may be sampled from once a step begins."""
@@ -54,11 +57,15 @@ class Schedule:
         """Versions before this one from which the steps that follow it sample."""
         if self.newest:
             return []
-        steps = range(version, version + self.lag + self.weight_sync_interval)
-        return sorted({self.version(step) for step in steps if self.version(step) < version})
+        return sorted(number for number in self._sampled_after(version) if number < version)
 
     def publishes(self, version: int) -> bool:
-        return version % self.weight_sync_interval == 0
+        """True if a step samples from this version."""
+        return version in self._sampled_after(version)
+
+    def _sampled_after(self, version: int) -> set[int]:
+        """The versions that steps sample from after so many updates, but for later ones."""
+        return {self.version(step) for step in range(version, version + self.max_staleness + 1)}
 
 
 class Lookahead:

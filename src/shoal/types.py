@@ -42,9 +42,14 @@ Params: TypeAlias = Any
 
 
 class ShoalError(Exception):
-    """An error that the user can fix: its text says what is wrong, what was expected and what to change.
+    """An error that the user can fix: its text says what is wrong, what was expected and what to change; `key` is the
+    key that fixes it, where one alone does.
 
     The command line prints the text alone, without a traceback."""
+
+    def __init__(self, text: str = "", key: str = "") -> None:
+        super().__init__(text)
+        self.key = key
 
 
 class HostLost(Exception):

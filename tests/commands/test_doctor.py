@@ -24,7 +24,6 @@ from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.report.findings import key_in
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.run.plan.out_of_memory import explain_out_of_memory
@@ -335,7 +334,7 @@ def test_running_out_of_memory_is_one_line_with_the_keys_to_turn():
     for part in ("12.50GiB more", "order: batch.micro_tokens=1024 (now 2048)", "; model.remat=full (now auto)",
                  "; mesh.fsdp=8 (now 1)", "; a lower batch.group_size (now 8)"):
         assert part in str(explained)
-    assert key_in(str(explained), "") == "batch.micro_tokens"
+    assert explained.key == "batch.micro_tokens"
 
 
 def test_running_out_of_memory_is_found_below_other_errors():

@@ -264,7 +264,7 @@ def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
     assert keys_of(Config)["algorithm.loss"].type_text.endswith("sapo | bounded")
     with pytest.raises(ShoalError, match=r"expected one of grpo, .*, none, median"):
         compose("train", ["algorithm.advantage=mean"])
-    [warning] = algorithm_warnings(config)
+    [(_, warning)] = algorithm_warnings(config)
     assert "algorithm.clip_high=0.3 cannot act" in warning
     one = learner(SMALL, Objective.of(config.algorithm))
     state, made = one.init(weights(SMALL)), random_groups(SMALL, 2, 2, 9, 8)

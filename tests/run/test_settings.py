@@ -35,7 +35,7 @@ from shoal.types import ShoalError
     (["algorithm.cispo_bound=both"], "cispo_bound=both has no effect on algorithm.loss=grpo: it is for cispo"),
 ])
 def test_what_is_hardly_meant_is_said(words, text):
-    [warning] = algorithm_warnings(compose("train", words)[0])
+    [(_, warning)] = algorithm_warnings(compose("train", words)[0])
     assert text in warning
 
 

@@ -21,7 +21,7 @@ from shoal.config.schema import Config, DoctorConfig, MeshSection, TaskSection
 from shoal.mesh import Roles, available_devices, make_roles
 from shoal.model.hf import dotted
 from shoal.report.console import Console
-from shoal.report.findings import Finding, Findings, key_in
+from shoal.report.findings import Finding, Findings
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines
@@ -64,8 +64,8 @@ class Report:
 
     @property
     def rewards(self) -> Findings:
-        """The check of reward functions, whose errors may name other keys (`reward.on_error`)."""
-        return self.findings.of("reward", "reward.functions", among=("reward.functions", "reward.weights"))
+        """The check of reward functions."""
+        return self.findings.of("reward", "reward.functions")
 
 
 def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()) -> dict[str, Any]:
@@ -128,8 +128,7 @@ def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
         config = for_devices(config, roles.trainer.mesh.size, roles.trainer.platform)
     except ShoalError as error:
         largest = max(("fsdp", "data", "tensor"), key=lambda name: getattr(config.mesh, name))
-        key = key_in(str(error), "mesh.fsdp") if "does not divide" in str(error) else f"mesh.{largest}"
-        report.check("devices").wrong(error, key)
+        report.check("devices", f"mesh.{largest}").wrong(error)
         return config, make_roles(MeshSection(), devices), False
     check_devices(config, roles, report.findings)
     return config, roles, True
@@ -137,11 +136,10 @@ def check_mesh(config: Config, report: Report) -> tuple[Config, Roles, bool]:
 
 def check_model(config: Config, report: Report) -> ModelSpec | None:
     """Loads tokenizer and architecture."""
-    try:
+    loaded = None
+    with report.check("tokenizer", "model.path").errors():
         loaded = open_model(config.model, None)
-    except ShoalError as error:
-        template = "template=" in str(error) or "chat template" in str(error)
-        report.check("tokenizer").wrong(error, "model.template" if template else "model.path")
+    if loaded is None:
         return None
     check_tokenizer(loaded.tokenizer, (*loaded.notes, *loaded.tokenizer.notes), report.findings)
     return loaded
@@ -278,10 +276,10 @@ def report_agreement(config: Config, trial: StepTrial, dtype: str, report: Repor
     text = (f"log-probs of sampler and trainer differ by {mean:.1e} in the mean, {largest:.1e} at most "
             f"({trial.differences.size:,} tokens, {dtype})")
     if not np.isfinite(trial.differences).all() or trial.skipped:
-        agreement.wrong(f"{text}; the update has no finite gradient: set model.dtype=float32")
+        agreement.wrong(f"{text}; the update has no finite gradient: set model.dtype=float32", "model.dtype")
     elif largest > LARGEST_DIFFERENCE[dtype]:
         agreement.warning(f"{text}: more than {LARGEST_DIFFERENCE[dtype]:g} is to be expected; try "
-                          "model.dtype=float32, and watch sampler_gap/logprob_mean")
+                          "model.dtype=float32, and watch sampler_gap/logprob_mean", "model.dtype")
     else:
         agreement.ok(text)
     samples.ok(f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, {100 * trial.truncated:.0f}% truncated "
@@ -289,7 +287,7 @@ def report_agreement(config: Config, trial: StepTrial, dtype: str, report: Repor
                f"reward {trial.mean_reward:.3g}")
     if trial.truncated > 0.5:
         samples.warning(f"{100 * trial.truncated:.0f}% of completions are truncated at "
-                        f"sampling.max_completion_tokens={limit}: raise it")
+                        f"sampling.max_completion_tokens={limit}: raise it", "sampling.max_completion_tokens")
     if trial.nonzero_std == 0:
         values = {round(float(r), 9) for group in trial.groups for r in group.rewards[group.valid]}
         same = f"every completion scored {next(iter(values)):.3g}" if len(values) == 1 else \

@@ -38,7 +38,8 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         if left % size:
             place = _devices(left) if left == each else f"the {left} of {each} devices that the other axes leave"
             within = " of a slice" if count > 1 else ""
-            raise ShoalError(f"mesh.{axis}={size} does not divide {place}{within}; use {listed_divisors(left)}")
+            raise ShoalError(f"mesh.{axis}={size} does not divide {place}{within}; use {listed_divisors(left)}",
+                             f"mesh.{axis}")
         left //= size
     shape = tuple(sizes[axis] for axis in AXES)
     parts = [part[: math.prod(shape)] for part in parts]

@@ -212,7 +212,7 @@ def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], n
     if count % tensor:
         key = "mesh.sampler_tensor" if section.sampler_tensor else "mesh.tensor"
         raise ShoalError(f"{key}={tensor} does not divide the sampler's {count} device{'s' * (count > 1)}; use "
-                         f"{listed_divisors(count)}{'' if section.sampler_tensor else ' for mesh.sampler_tensor'}")
+                         f"{listed_divisors(count)}{'' if section.sampler_tensor else ' for mesh.sampler_tensor'}", key)
     if shared:
         # In the trainer's order where that will do: weights are published without an exchange of parts before. Of a
         # torus it puts neighbours on different hosts, but a process samples with whole replicas on its own devices.

@@ -148,13 +148,13 @@ def check_mesh(a: Architecture, role: Role) -> None:
     use = f"use {listed(tensor_sizes(a, role.mesh.size))}"
     for name, size in (("num_attention_heads", a.num_heads), ("intermediate_size", a.intermediate_size)):
         if size % tensor:
-            raise ShoalError(f"{key}={tensor} does not divide the model's {name}={size}; {use}")
+            raise ShoalError(f"{key}={tensor} does not divide the model's {name}={size}; {use}", "mesh.tensor")
     if tensor not in tensor_sizes(a, tensor):
         raise ShoalError(f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor is a "
-                         f"multiple of it; {use}")
+                         f"multiple of it; {use}", "mesh.tensor")
     if a.hidden_size % fsdp:
         raise ShoalError(f"{on}fsdp={fsdp} does not divide the model's hidden_size={a.hidden_size}; use "
-                         f"{listed_divisors(a.hidden_size, role.mesh.size)}")
+                         f"{listed_divisors(a.hidden_size, role.mesh.size)}", "mesh.fsdp")
 
 
 def tensor_sizes(a: Architecture, count: int) -> list[int]:

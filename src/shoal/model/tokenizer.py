@@ -139,7 +139,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
-            raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}") from error
+            raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",
+                             "model.template") from error
         if not continued:
             return text
         text, found, rest = text.rpartition(_END.strip())
@@ -253,9 +254,8 @@ def _own_template(folder: Path, config: Mapping[str, Any]) -> str:
     if isinstance(template, list):  # several, by name
         named = {entry["name"]: entry["template"] for entry in template}
         if "default" not in named:
-            raise ShoalError(
-                f"{folder} has chat templates {', '.join(named)} but no default: choose one with model.template."
-            )
+            raise ShoalError(f"{folder} has chat templates {', '.join(named)} but no default: choose one with "
+                             "model.template.", "model.template")
         return named["default"]
     return template or ""
 
@@ -266,7 +266,7 @@ def _given_template(template: str) -> str:
         return template
     file = Path(template).expanduser()
     if not file.is_file():
-        raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template.")
+        raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template.", "model.template")
     return file.read_text(encoding="utf-8")
 
 
@@ -293,7 +293,7 @@ def _compile(template: str) -> jinja2.Template:
     try:
         return environment.from_string(template)
     except jinja2.TemplateError as error:
-        raise ShoalError(f"The chat template is not valid Jinja: {error}") from error
+        raise ShoalError(f"The chat template is not valid Jinja: {error}", "model.template") from error
 
 
 def _to_json(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from shoal.config.keys import keys_of
-from shoal.config.schema import Config
 from shoal.report.console import Console
 from shoal.report.figures import one_line
 from shoal.types import ShoalError
@@ -36,18 +33,17 @@ class Finding:
 @dataclass
 class Findings:
     """Findings in the order of the checks, each printed once, when it is added. `of` gives the list of one check, whose
-    findings have the first key that their text names, unless given."""
+    findings have its key unless they, or the error that they report, name another."""
 
     console: Console | None = None
     check: str = ""
-    key: str = ""  # the key of a finding whose text names none
-    among: tuple[str, ...] = ()  # the only keys that a finding may have; empty for all
+    key: str = ""
     found: list[Finding] = field(default_factory=list)  # of all checks
 
-    def of(self, check: str, key: str = "", among: tuple[str, ...] = ()) -> Findings:
-        return replace(self, check=check, key=key, among=among)
+    def of(self, check: str, key: str = "") -> Findings:
+        return replace(self, check=check, key=key)
 
-    def extend(self, findings: Sequence[Finding]) -> None:
+    def extend(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.found.append(finding)
             if self.console:
@@ -58,10 +54,11 @@ class Findings:
         self.extend([Finding(self.check, "ok", one_line(text))])
 
     def warning(self, text: str, key: str = "") -> None:
-        self._add("warning", text, key)
+        self.extend([Finding(self.check, "warning", one_line(text), key or self.key)])
 
-    def wrong(self, text: str | Exception, key: str = "") -> None:
-        self._add("wrong", str(text), key)
+    def wrong(self, fault: str | ShoalError, key: str = "") -> None:
+        key = key or getattr(fault, "key", "") or self.key
+        self.extend([Finding(self.check, "wrong", one_line(fault), key)])
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -71,24 +68,11 @@ class Findings:
         except ShoalError as error:
             self.wrong(error)
 
-    def _add(self, level: Level, text: str, key: str) -> None:
-        key = key or key_in(text, self.key)
-        key = self.key if self.among and key not in self.among else key
-        self.extend([Finding(self.check, level, one_line(text), key)])
-
     def at(self, *levels: Level) -> list[Finding]:
         return [finding for finding in self.found if finding.level in levels]
 
     def records(self) -> list[dict[str, Any]]:
         return [asdict(finding) for finding in self.found]
-
-
-def key_in(text: str, default: str) -> str:
-    """The first key of `shoal train` that a text names, else `default`. Short keys (`steps`, `seed`) are also plain
-    words, so they do not count."""
-    known = keys_of(Config)
-    return next((word for word in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", text)
-                 if word in known and ("." in word or word in ("base_output_directory", "run_name"))), default)
 
 
 def gib(num_bytes: float) -> str:

@@ -40,7 +40,7 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
     functions = list(functions)
     if weights and len(weights) != len(functions):
         raise ShoalError(f"reward.weights: expected {len(functions)} numbers, one for each reward function, "
-                         f"got {len(weights)}")
+                         f"got {len(weights)}", "reward.weights")
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
         if in_process := isinstance(function, RewardFunction):

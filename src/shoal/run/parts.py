@@ -98,5 +98,6 @@ def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,
         # An empty set would have no figures, and a run on it would end without saying what it reached.
         if not sets[subset]:
             raise ShoalError(refused[-1] if refused else f"no question of {subset} has at most "
-                             f"{sampling.max_prompt_tokens} tokens: raise sampling.max_prompt_tokens")
+                             f"{sampling.max_prompt_tokens} tokens: raise sampling.max_prompt_tokens",
+                             "" if refused else "sampling.max_prompt_tokens")
     return sets

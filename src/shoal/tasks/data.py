@@ -244,7 +244,7 @@ def _checked(row: Any, place: str, renames: Mapping[str, str], published: Publis
         if column not in row:
             raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: "
                              f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)"
-                             f"{prepared_hint(row)}")
+                             f"{prepared_hint(row)}", "task.columns")
         if column not in published.texts or isinstance(row[column], str):
             continue
         if column in published.numbers:

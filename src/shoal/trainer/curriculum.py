@@ -127,7 +127,7 @@ class PromptStream:
         """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and from then on."""
         if len(self.examples) < count:
             raise ShoalError(f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
-                             f"batch.prompts_per_step={count}: lower it, or add data")
+                             f"batch.prompts_per_step={count}: lower it, or add data", "batch.prompts_per_step")
         # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's size was changed.
         if self.ended == (self.rates.bound, count):
             raise self._exhausted(count)

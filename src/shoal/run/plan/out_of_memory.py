@@ -32,16 +32,16 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
     asked = re.search(r"(?:allocat\w*|Attempting to reserve)\s+(([\d.]+) ?(?:bytes|([KMGT]?)i?B|B)?)", str(seen))
     what = f" ({asked[1].strip()} more were asked for)" if asked else ""
     size = float(asked[2].rstrip(".")) * _UNITS[asked[3] or ""] if asked else 0.0
-    held, advice = "", savings_text(config)
+    held, advice, key = "", savings_text(config), "batch.micro_tokens"
     if isinstance(config, Config):
         # No memory for the answer either, or devices of other processes: the keys alone.
         with contextlib.suppress(ShoalError, MemoryError, RuntimeError):
-            held, advice = _plan_lines(config, _phases(seen), round(size))
-    return ShoalError(f"memory ran out{what}{held}. In this order: {advice}")
+            held, advice, key = _plan_lines(config, _phases(seen), round(size))
+    return ShoalError(f"memory ran out{what}{held}. In this order: {advice}", key)
 
 
-def _plan_lines(config: Config, phases: Sequence[str], asked: int) -> tuple[str, str]:
-    """What a device holds in the fullest of some phases, and the changes that take less in any."""
+def _plan_lines(config: Config, phases: Sequence[str], asked: int) -> tuple[str, str, str]:
+    """What a device holds in the fullest of some phases, the changes that take less in any, and the first one's key."""
     lines, held = {}, {}
     found = Job(config, "")
     config, job = found.config, found.describe()
@@ -57,8 +57,8 @@ def _plan_lines(config: Config, phases: Sequence[str], asked: int) -> tuple[str,
         for one in smaller(figures, describe):
             lines.setdefault(one.change.key, one.text())
     last = {change.key for change in other_results(config, job)}  # of all phases, after what changes no result
-    return f"; besides, a device holds {held[max(held)]}", "; ".join(
-        lines[key] for key in sorted(lines, key=lambda key: key in last))
+    keys = sorted(lines, key=lambda key: key in last)
+    return f"; besides, a device holds {held[max(held)]}", "; ".join(lines[key] for key in keys), next(iter(keys), "")
 
 
 def _of_phase(job: Mapping[str, Any], phase: str) -> dict[str, Any]:

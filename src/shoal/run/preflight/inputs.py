@@ -43,16 +43,17 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
                 check.warning(f"JAX runs on the CPU, though this machine has {file}: install 'shoal[{extra}]'")
                 break
     if on_cpu and config.model.dtype == "bfloat16":
-        check.warning("model.dtype=bfloat16 is slower than float32 on a CPU: set it to auto")
+        check.warning("model.dtype=bfloat16 is slower than float32 on a CPU: set it to auto", "model.dtype")
     if config.batch.prompts_per_step < roles.trainer.row_shards:
         check.warning(f"batch.prompts_per_step={config.batch.prompts_per_step} leaves some of "
-                      f"{roles.trainer.row_shards} parts of the mesh without a prompt: raise it")
+                      f"{roles.trainer.row_shards} parts of the mesh without a prompt: raise it",
+                      "batch.prompts_per_step")
 
 
 def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:
     """Warns of devices that no role uses."""
     if text := idle_text(mesh, {role.name: list(role.mesh.devices.flat) for role in roles.all}, available):
-        findings.of("devices").warning(text)
+        findings.of("devices").warning(text, "mesh.fsdp")
 
 
 def idle_text(mesh: MeshSection, roles: Mapping[str, Sequence[Any]], available: int) -> str:
@@ -123,13 +124,14 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     if too_long := int((lengths > limit).sum()):
         (check.warning if too_long < len(lengths) else check.wrong)(
             f"{too_long} of {len(lengths)} prompts checked have more than sampling.max_prompt_tokens={limit} tokens "
-            f"(the longest {lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: raise it")
+            f"(the longest {lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: raise it",
+            "sampling.max_prompt_tokens")
     evaluated = evaluation_completions(config, set_sizes(task))
     trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
     if config.steps and evaluated > 2 * trained:
         check.warning(f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
                       f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
-                      f"train.pass_k={config.pass_k}")
+                      f"train.pass_k={config.pass_k}", "task.num_eval_questions")
     _check_answers(config, task, tokenizer, check)
     return f"{lengths.min()} to {lengths.max()} tokens" if lengths.size else "none"
 
@@ -154,7 +156,7 @@ def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: 
                       "with task.template='{COLUMN}'", "task.template")
     if not isinstance(prompt, str) and has_special:
         check.warning("the question holds special tokens itself, so a template stands within the template: give "
-                      "plain text in the data (task.path), or a bare model.template")
+                      "plain text in the data (task.path), or a bare model.template", "task.path")
     if first[-1:] and first[-1] in tokenizer.eos_ids:
         check.warning(f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the model has nothing to "
                       "say: open the answer in the template (add_generation_prompt)")
@@ -180,7 +182,8 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
     if (share := float((lengths > s.max_completion_tokens).mean())) > 0.02:
         (grave if share > 0.5 else check.warning)(
             f"{100 * share:.0f}% of the data's own right answers take more than "
-            f"sampling.max_completion_tokens={s.max_completion_tokens} tokens (up to {lengths.max():,}): raise it")
+            f"sampling.max_completion_tokens={s.max_completion_tokens} tokens (up to {lengths.max():,}): raise it",
+            "sampling.max_completion_tokens")
     for stop in s.stop:
         cut = sum(stop in text and text.index(stop) + len(stop) < len(text.rstrip()) for text in known)
         if 2 * cut > len(known):

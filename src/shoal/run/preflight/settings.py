@@ -62,21 +62,22 @@ def check_trainable(config: Config) -> None:
     """Raises ShoalError for settings that cannot train."""
     a = config.algorithm
     if config.sampler.kind == "ray" and find_spec("ray") is None:
-        raise ShoalError("sampler.kind=ray: Ray is not installed; pip install 'shoal[ray]', or leave sampler.kind out")
+        raise ShoalError("sampler.kind=ray: Ray is not installed; pip install 'shoal[ray]', or leave sampler.kind out",
+                         "sampler.kind")
     if config.sampling.temperature == 0:
         raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
-                         "set it to 1.0")
+                         "set it to 1.0", "sampling.temperature")
     if not a.uses_rewards and not config.teacher.path:
         raise ShoalError(f"algorithm.advantage={a.advantage}: nothing would be learned, as rewards are ignored and "
-                         "there is no teacher; set teacher.path, or another advantage")
+                         "there is no teacher; set teacher.path, or another advantage", "algorithm.advantage")
     if a.kl_placement == "reward" and a.kl_coef and (ADVANTAGES[a.advantage].by_function or not a.uses_rewards):
         reason = ("rewards, and the KL penalty in them, are ignored" if not a.uses_rewards else
                   "each reward function is divided by its own deviation, so algorithm.kl_coef would cancel")
         raise ShoalError(f"algorithm.kl_placement=reward with algorithm.advantage={a.advantage}: {reason}; set "
-                         "algorithm.kl_placement=loss")
+                         "algorithm.kl_placement=loss", "algorithm.kl_placement")
     if a.dynamic_sampling and not a.uses_rewards:
         raise ShoalError(f"algorithm.dynamic_sampling=true with algorithm.advantage={a.advantage}: groups are chosen "
-                         "by their rewards, which are ignored; change one of the two")
+                         "by their rewards, which are ignored; change one of the two", "algorithm.dynamic_sampling")
 
 
 def checkpoints_beside(path: Path) -> str:
@@ -137,64 +138,77 @@ def check_task(section: TaskSection) -> None:
 # ---- warnings
 
 
-def algorithm_warnings(config: Config) -> Iterator[str]:
-    """A line for each combination of settings that is allowed but probably a mistake."""
+def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and warning for each combination of settings that is allowed but probably a mistake."""
     a, s, truncated = config.algorithm, config.sampling, config.sampling.params.truncated
     loss, kl = POLICY_LOSSES[a.loss], KL_ESTIMATORS[a.kl]
     if loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01:
-        yield (f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
+        yield ("algorithm.loss",
+               f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
                "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
     if not kl.in_loss and a.kl_placement == "loss" and a.kl_coef:
-        yield (f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero in expectation; "
+        yield ("algorithm.kl",
+               f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero in expectation; "
                "set algorithm.kl_placement=reward, or kl=k2 or k3")
     if truncated and not a.match_sampling_support:
-        yield ("algorithm.match_sampling_support=false: log-probs are over all tokens, samples over those that top_k, "
+        yield ("algorithm.match_sampling_support",
+               "algorithm.match_sampling_support=false: log-probs are over all tokens, samples over those that top_k, "
                "top_p and min_p keep; the ratio is biased by the mass that is kept")
     if truncated and a.match_sampling_support:
-        yield (f"samples are truncated: at each position at most {max_support(config)} tokens (sampling.max_support="
+        yield ("sampling.max_support",
+               f"samples are truncated: at each position at most {max_support(config)} tokens (sampling.max_support="
                f"{s.max_support}, the likeliest) are kept, stored and replayed by the trainer")
         if config.teacher.path:
-            yield ("a teacher with truncated samples scores the kept tokens alone: where one is kept it has no "
+            yield ("sampling.top_k",
+                   "a teacher with truncated samples scores the kept tokens alone: where one is kept it has no "
                    "effect; set sampling.top_k=0, top_p=1, min_p=0")
     oldest = oldest_samples(config)
     if oldest > 0 and a.correction == "none":
-        yield (f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
+        yield ("algorithm.correction",
+               f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
                "train.weight_sync_interval), and algorithm.correction=none treats them as on-policy: leave it "
                "out, or set algorithm.correction=tis")
     if config.teacher.path and loss.one_gradient:
-        yield (f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of "
+        yield ("algorithm.loss",
+               f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of "
                "whose tokens have one gradient; set algorithm.loss=gspo-token, or grpo")
     if a.dynamic_sampling and a.dynamic_sampling_by == "correct" and config.reward.functions \
             and config.task.name in CHECKED:
-        yield (f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
+        yield ("algorithm.dynamic_sampling_by",
+               f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
                "reward.functions return; algorithm.dynamic_sampling_by=reward uses these")
     yield from unread_settings(config)
 
 
-def unread_settings(config: Config) -> Iterator[str]:
-    """A line for each key that has no effect, or an unexpected one, with the rest of the configuration."""
+def unread_settings(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and warning for each key that has no effect, or an unexpected one, with the rest of the configuration."""
     a = config.algorithm
     yield from unread_parts(config)
     if "cispo_bound" in POLICY_LOSSES[a.loss].reads and a.cispo_bound == "absolute" and a.clip_high <= 1:
-        yield (f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
+        yield ("algorithm.clip_high",
+               f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
                "1 that it starts from; 5 is usual")
     kl_in_reward = a.kl_coef and a.kl_placement == "reward"
     if kl_in_reward and not KL_ESTIMATORS[a.kl].in_reward:
-        yield f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there"
+        yield ("algorithm.kl",
+               f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there")
     if kl_in_reward and a.kl_weighted:
-        yield "algorithm.kl_weighted=true has no effect on a KL penalty in the reward"
+        yield ("algorithm.kl_weighted",
+               "algorithm.kl_weighted=true has no effect on a KL penalty in the reward")
     if a.zero_std_groups == "exclude" and (a.kl_coef > 0 or a.entropy_coef > 0 or config.teacher.path):
-        yield ("algorithm.zero_std_groups=exclude has no effect where a KL penalty, an entropy bonus or a teacher acts "
+        yield ("algorithm.zero_std_groups",
+               "algorithm.zero_std_groups=exclude has no effect where a KL penalty, an entropy bonus or a teacher acts "
                "on every group")
     shifted = config.reward.overlong_buffer_tokens or kl_in_reward
     if ADVANTAGES[a.advantage].of_positive and (shifted or any(weight < 0 for weight in config.reward.weights)):
-        yield (f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a "
+        yield ("algorithm.advantage",
+               f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a "
                "KL term, a weight below 0) has no effect")
 
 
-def unread_parts(config: Config) -> Iterator[str]:
-    """Lines for keys that the chosen loss, advantage or aggregation does not read, and for bounds that have no effect
-    because every ratio is 1; except those set by a recipe or an algorithm's preset."""
+def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and warning for each key that the chosen loss, advantage or aggregation does not read, and for bounds that
+    have no effect because every ratio is 1; except those set by a recipe or an algorithm's preset."""
     a, defaults, preset = config.algorithm, AlgorithmSection(), packaged_values(config)
     changed = {name: f"algorithm.{name}={value:g}" if isinstance(value, float) else f"algorithm.{name}={value}"
                for name, value in vars(a).items()
@@ -205,11 +219,13 @@ def unread_parts(config: Config) -> Iterator[str]:
         for name in changed:
             users = [user for user, row in registry.items() if name in row.reads]
             if users and chosen not in users:
-                yield f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for {', '.join(users)}"
-    bounds = [changed[name] for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads]
+                yield (f"algorithm.{name}",
+                       f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for {', '.join(users)}")
+    bounds = [name for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads]
     if bounds and a.num_epochs * a.num_minibatches == 1:
-        yield (f"{', '.join(bounds)} cannot act: with one update a step every ratio is 1 and nothing is clipped; set "
-               "algorithm.num_minibatches or algorithm.num_epochs above 1")
+        yield (f"algorithm.{bounds[0]}",
+               f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step every ratio is 1 and "
+               "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1")
 
 
 # ---- findings
@@ -221,29 +237,31 @@ def check_settings(config: Config, findings: Findings) -> None:
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
     with check.errors():
         check_trainable(config)
-    for text in algorithm_warnings(config):
-        check.warning(text)
+    for key, text in algorithm_warnings(config):
+        check.warning(text, key)
     usual = "1e-6 for a large model, 5e-5 for a tiny one"
     if o.lr == 0:
-        check.wrong(f"optimizer.lr=0: nothing would be learned; {usual}")
+        check.wrong(f"optimizer.lr=0: nothing would be learned; {usual}", "optimizer.lr")
     elif o.lr > HIGHEST_LR:
-        check.wrong(f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}")
+        check.wrong(f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}", "optimizer.lr")
     if o.warmup_steps >= updates > 0 and o.lr > 0:
         check.warning(f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
-                      f"{updates} update{'s' * (updates > 1)}; lower it")
+                      f"{updates} update{'s' * (updates > 1)}; lower it", "optimizer.warmup_steps")
     if config.steps == 0:
         check.warning("steps=0: the run would only evaluate; set it to 1 or more", "steps")
     if 0 < s.temperature < 0.3 or s.temperature > 1.5:
         check.warning(f"sampling.temperature={s.temperature:g}: groups of "
-                      f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual")
+                      f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual",
+                      "sampling.temperature")
     size, row = config.batch.group_size, s.siblings_per_row
     if 0 < row < size and size % row:
         check.warning(f"sampling.siblings_per_row={row} leaves {-size % row} of {size + -size % row} places of a group "
-                      f"empty: use a divisor of batch.group_size={size}, or 0 (auto)")
+                      f"empty: use a divisor of batch.group_size={size}, or 0 (auto)", "sampling.siblings_per_row")
     if config.reward.weights and not any(config.reward.weights):
-        check.wrong("reward.weights are all 0, so is every reward: set one above 0")
+        check.wrong("reward.weights are all 0, so is every reward: set one above 0", "reward.weights")
     if config.algorithm.kl_coef >= 1:
-        check.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual")
+        check.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual",
+                      "algorithm.kl_coef")
     if len(findings.found) == before:
         check.ok(step_text(config))
 
@@ -259,7 +277,7 @@ def check_run_folder(config: Config) -> str:
     if config.run_name and is_run(place):
         return f"{place} is a run already, which `shoal train` would resume"
     if config.run_name and place.is_dir() and any(place.iterdir()):
-        raise ShoalError(f"{place} holds something that is no run: choose another run_name")
+        raise ShoalError(f"{place} holds something that is no run: choose another run_name", "run_name")
     return ""
 
 
@@ -268,4 +286,4 @@ def check_size(config: Config, parameters: int, findings: Findings) -> None:
     if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
         findings.of("configuration").warning(
             f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
-            "usual")
+            "usual", "optimizer.lr")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.commands.tiny_model import run_pretraining, supervised_batch, tiny_architecture, write_tokenizer
 from shoal.config.schema import MeshSection, PretrainConfig, RewardSection, SamplingSection
 from shoal.config.text import require_given
 from shoal.files import check_new_folder, writing
@@ -25,7 +26,6 @@ from shoal.run.task import load_task
 from shoal.tasks import words
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.pretrain import run_pretraining, supervised_batch, tiny_architecture, write_tokenizer
 from shoal.types import Params, ShoalError
 
 EVALUATE_EVERY = 100

@@ -75,6 +75,7 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
     from shoal.config.schema import MeshSection
     from shoal.mesh import make_roles
     from shoal.model import hf, param_layout
+    from shoal.model.hf_config import architecture_of
     from shoal.model.tensor_file import StoredTensor
 
     param_layout.WINDOW_BYTES, read = window << 20, []
@@ -87,7 +88,7 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
 
     StoredTensor.read = counted
     role, started, cpu = make_roles(MeshSection(fsdp=-1)).trainer, time.perf_counter(), time.process_time()
-    params = jax.block_until_ready(hf.load(folder, hf.architecture_of(folder), role, jnp.bfloat16))
+    params = jax.block_until_ready(hf.load(folder, architecture_of(folder), role, jnp.bfloat16))
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     arrays = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
     return {"seconds": seconds, "cpu": cpu, "peak": peak(), "arrays": arrays / GIB, "read": read}

@@ -22,6 +22,7 @@ from shoal.compat import maxtext_checkpoint as maxtext
 from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelSection
 from shoal.mesh import make_roles
 from shoal.model import hf, names
+from shoal.model.hf_config import architecture_of
 from shoal.model.names import MODELS, NamedModel, model_named
 from shoal.model.parameters import param_specs, shardings
 from shoal.report.console import Console
@@ -218,7 +219,7 @@ def test_each_device_gets_its_part(tmp_path, mesh, scan_layers):
     role = make_roles(MeshSection(*mesh)).trainer
     read = load(section, role)
     assert same_bits(by_path(read), by_path(load(section)))
-    for leaf, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(shardings(hf.architecture_of(folder), role)),
+    for leaf, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(shardings(architecture_of(folder), role)),
                             strict=True):
         assert leaf.sharding == wanted
 
@@ -262,7 +263,7 @@ def test_there_and_back_is_the_same_to_the_bit(tmp_path, family, pairs, changes,
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
     assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    assert hf.architecture_of(back) == hf.architecture_of(folder)
+    assert architecture_of(back) == architecture_of(folder)
 
 
 def test_queries_scaled_by_a_root_that_is_no_power_of_two_come_back_to_the_last_bits(tmp_path):
@@ -349,7 +350,7 @@ def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
     monkeypatch.setattr(spread, "SMALL_BYTES", 0)
     monkeypatch.setattr(maxtext, "WINDOW_BYTES", 3000)
     run_convert(source=folder, to=section.path, scan_layers=scan_layers)
-    a, role = hf.architecture_of(folder), make_roles(MeshSection(fsdp=2), jax.devices()[:2]).trainer
+    a, role = architecture_of(folder), make_roles(MeshSection(fsdp=2), jax.devices()[:2]).trainer
     read = load(section, role)
     assert max(sizes) <= 4096 and sum(sizes) == sum(leaf.nbytes for leaf in jax.tree.leaves(read))
     assert [leaf.sharding for leaf in jax.tree.leaves(read)] == jax.tree.leaves(shardings(a, role))
@@ -363,7 +364,7 @@ def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
 
 def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
     """Makes the model in a folder the one that a name of MaxText's stands for."""
-    monkeypatch.setattr(names, "MODELS", {**MODELS, name: NamedModel("org/model", hf.architecture_of(folder))})
+    monkeypatch.setattr(names, "MODELS", {**MODELS, name: NamedModel("org/model", architecture_of(folder))})
 
 
 def test_names_decide_the_order_of_rotary_dimensions(tmp_path, monkeypatch):
@@ -438,7 +439,7 @@ def test_a_run_gets_a_config_of_its_own(tmp_path):
     assert (tmp_path / "same" / "config.json").read_text() == (folder / "config.json").read_text()
     opened = open_model(ModelSection(path=str(folder), tokenizer=str(other)), Console())
     copy_model_files(opened, tmp_path / "kept")
-    assert hf.architecture_of(tmp_path / "kept") == hf.architecture_of(folder)
+    assert architecture_of(tmp_path / "kept") == architecture_of(folder)
     assert (tmp_path / "kept" / "tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
     assert opened.tokenizer.eos_ids == open_model(ModelSection(path=str(other)), Console()).tokenizer.eos_ids
 
@@ -570,7 +571,7 @@ def test_targets_are_in_the_users_home(place, tmp_path, monkeypatch):
     run_convert(source="~/items", base_output_directory="~/out", run_name="hf", format="huggingface",
                 tokenizer=place / "hf")
     assert export(ExportConfig(source="~/back", to="~/exported")) == {"to": str(home / "exported")}
-    a = hf.architecture_of(place / "hf")
+    a = architecture_of(place / "hf")
     hf.save("~/saved", hf.load(place / "hf", a, ROLE), a)
     (home / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     assert cli.main(["generate", f"model={place / 'hf'}", "prompts=~/prompts.jsonl", "output=~/said.jsonl",
@@ -590,7 +591,7 @@ def test_nothing_is_left_of_a_conversion_that_failed(place, tmp_path, monkeypatc
     def fails(*_: Any, **__: Any) -> np.ndarray:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf.StoredTensors, "read", fails)
+    monkeypatch.setattr(hf.StoredParameter, "read", fails)
     with pytest.raises(ShoalError, match="No space left on device"):
         run_convert(source=place / "hf", base_output_directory=tmp_path / "deep" / "er", run_name="r")
     assert list(tmp_path.iterdir()) == []
@@ -601,7 +602,7 @@ def test_a_checkpoint_of_a_run_is_converted(place, tmp_path):
 
     from shoal.trainer.checkpoint import Checkpoints
 
-    a, folder = hf.architecture_of(place / "hf"), place / "hf"
+    a, folder = architecture_of(place / "hf"), place / "hf"
     roles = make_roles(MeshSection(), jax.devices()[:1])
     run = tmp_path / "run"
     copy_model_files(open_model(ModelSection(path=str(folder)), Console()), run / "model")

@@ -22,6 +22,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, hub
 from shoal.model.architecture import Architecture, RopeScaling
+from shoal.model.hf_config import architecture_of
 from shoal.model.parameters import initialise, param_specs
 from shoal.types import ShoalError
 
@@ -29,7 +30,7 @@ ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
 
 
 def load(folder: Path, dtype=np.float32):
-    return hf.load(folder, hf.architecture_of(folder), ROLE, dtype)
+    return hf.load(folder, architecture_of(folder), ROLE, dtype)
 
 
 def same(a, b) -> bool:
@@ -56,7 +57,7 @@ def config_folder(folder: Path, family: str = "qwen3", drop: tuple[str, ...] = (
 
 def test_architecture_of_each_family(tmp_path):
     def read(family: str, **changes) -> Architecture:
-        return hf.architecture_of(config_folder(tmp_path, family, **changes))
+        return architecture_of(config_folder(tmp_path, family, **changes))
 
     llama = read("llama2")
     assert (llama.vocab_size, llama.hidden_size, llama.intermediate_size, llama.num_layers) == (64, 32, 48, 2)
@@ -85,13 +86,13 @@ def test_architecture_of_each_family(tmp_path):
     ],
 )
 def test_every_form_of_rope(tmp_path, rope):
-    a = hf.architecture_of(config_folder(tmp_path, "llama2", **rope))
+    a = architecture_of(config_folder(tmp_path, "llama2", **rope))
     assert (a.rope_theta, a.rope_scaling) == (5e5, RopeScaling("linear", 2.0))
 
 
 def test_rope_of_type_default_scales_nothing(tmp_path):
     folder = config_folder(tmp_path, "llama2", rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
-    assert hf.architecture_of(folder) == replace(hf.architecture_of(folder), rope_theta=7.0, rope_scaling=None)
+    assert architecture_of(folder) == replace(architecture_of(folder), rope_theta=7.0, rope_scaling=None)
 
 
 LAYERS = ["full_attention", "sliding_attention"]
@@ -118,29 +119,29 @@ LAYERS = ["full_attention", "sliding_attention"]
 )
 def test_what_shoal_does_not_compute_is_refused(tmp_path, changes, said):
     with pytest.raises(ShoalError) as error:
-        hf.architecture_of(config_folder(tmp_path, **changes))
+        architecture_of(config_folder(tmp_path, **changes))
     assert said in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path):
-    hf.architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=False))
-    hf.architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=2))
-    hf.architecture_of(config_folder(tmp_path, layer_types=["full_attention"] * 2))
+    architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=False))
+    architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=2))
+    architecture_of(config_folder(tmp_path, layer_types=["full_attention"] * 2))
 
 
 def test_config_missing_or_broken(tmp_path):
     with pytest.raises(ShoalError, match=r"no config\.json"):
-        hf.architecture_of(tmp_path)
+        architecture_of(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ShoalError, match="as JSON"):
-        hf.architecture_of(tmp_path)
+        architecture_of(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_made_config_describes_the_same_architecture(tmp_path, family):
-    a = hf.architecture_of(config_folder(tmp_path, family))
+    a = architecture_of(config_folder(tmp_path, family))
     (tmp_path / "config.json").write_text(json.dumps(hf_config.config_of(a)))
-    assert hf.architecture_of(tmp_path) == a
+    assert architecture_of(tmp_path) == a
 
 
 def test_no_config_for_a_mixture_that_no_family_has():
@@ -351,7 +352,7 @@ def test_harmless_leftovers(tmp_path):
 
 def test_eight_devices_hold_the_same_parameters(tmp_path):
     folder = write_model(tmp_path / "source", "qwen2")
-    a, one = hf.architecture_of(folder), load(folder)
+    a, one = architecture_of(folder), load(folder)
     for section in (MeshSection(fsdp=4, tensor=2), MeshSection(data=2, fsdp=2, tensor=2)):
         roles = make_roles(section)
         assert all(same(hf.load(folder, a, role), one) for role in (roles.trainer, roles.sampler))
@@ -372,9 +373,9 @@ def status(key):
     return int(line.split()[1]) * 1024
 
 role = make_roles(MeshSection()).trainer
-hf.load(sys.argv[1], hf.architecture_of(sys.argv[1]), role)
+hf.load(sys.argv[1], hf_config.architecture_of(sys.argv[1]), role)
 before = status("VmRSS")
-a = hf.architecture_of(sys.argv[2])
+a = hf_config.architecture_of(sys.argv[2])
 parameters = jax.block_until_ready(hf.load(sys.argv[2], a, role))
 peak = status("VmHWM")
 hf.save(sys.argv[3], parameters, a)
@@ -403,10 +404,10 @@ def test_no_second_copy_of_the_model_in_memory(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_load_after_save_is_bitwise_the_same(tmp_path, family):
-    a = hf.architecture_of(write_model(tmp_path / "source", family))
+    a = architecture_of(write_model(tmp_path / "source", family))
     parameters = load(tmp_path / "source")
     hf.save(tmp_path / "saved", parameters, a)
-    assert hf.architecture_of(tmp_path / "saved") == a
+    assert architecture_of(tmp_path / "saved") == a
     assert same(load(tmp_path / "saved"), parameters)
     theirs = load_file(tmp_path / "saved" / "model.safetensors")  # the library's own reader
     assert theirs["model.layers.1.mlp.gate_proj.weight"].shape == (48, 32)
@@ -422,7 +423,7 @@ def test_fresh_parameters_come_back(tmp_path):
 
 def test_shards_have_an_index_and_keep_to_their_size(tmp_path):
     folder = write_model(tmp_path / "source")
-    a = hf.architecture_of(folder)
+    a = architecture_of(folder)
     hf.save(tmp_path / "saved", load(folder), a, folder, shard_bytes=20_000)
     files = sorted((tmp_path / "saved").glob("*.safetensors"))
     index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
@@ -438,7 +439,7 @@ def test_shards_have_an_index_and_keep_to_their_size(tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_save_in_half_precision(tmp_path, dtype):
     folder = write_model(tmp_path / "source")
-    hf.save(tmp_path / "saved", load(folder), hf.architecture_of(folder), folder, dtype)
+    hf.save(tmp_path / "saved", load(folder), architecture_of(folder), folder, dtype)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["torch_dtype"] == dtype
     kept = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float32), load(folder))
     assert same(load(tmp_path / "saved"), kept)
@@ -448,7 +449,7 @@ def test_the_sources_config_and_tokenizer_go_along(tmp_path):
     folder = write_model(tmp_path / "source", rope_theta=123.0, note="kept", torch_dtype="bfloat16")
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("x")
-    a = hf.architecture_of(folder)
+    a = architecture_of(folder)
     hf.save(tmp_path / "saved", load(folder), a, folder)
     source, saved = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "saved"))
     assert saved == {**source, "torch_dtype": "float32"}
@@ -456,24 +457,24 @@ def test_the_sources_config_and_tokenizer_go_along(tmp_path):
         assert (tmp_path / "saved" / name).read_bytes() == (folder / name).read_bytes()
     newer = write_model(tmp_path / "newer")
     config_folder(newer, dtype="bfloat16")
-    hf.save(tmp_path / "again", load(newer), hf.architecture_of(newer), newer, "float16")
+    hf.save(tmp_path / "again", load(newer), architecture_of(newer), newer, "float16")
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["dtype"] == "float16" and "torch_dtype" not in config
 
 
 def test_a_source_of_tokenizer_files_only(tmp_path):
     write_tokenizer(tmp_path / "tokens")
-    a = hf.architecture_of(write_model(tmp_path / "model", vocab_size=300))
+    a = architecture_of(write_model(tmp_path / "model", vocab_size=300))
     hf.save(tmp_path / "saved", load(tmp_path / "model"), a, tmp_path / "tokens")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     generation = json.loads((tmp_path / "tokens" / "generation_config.json").read_text())
     assert config["eos_token_id"] == generation["eos_token_id"]
-    assert hf.architecture_of(tmp_path / "saved") == a and (tmp_path / "saved" / "tokenizer.json").is_file()
+    assert architecture_of(tmp_path / "saved") == a and (tmp_path / "saved" / "tokenizer.json").is_file()
 
 
 def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
     folder = write_model(tmp_path / "source")
-    a, parameters = hf.architecture_of(folder), load(folder)
+    a, parameters = architecture_of(folder), load(folder)
     with pytest.raises(ShoalError, match="not empty"):
         hf.save(folder, parameters, a)
     with pytest.raises(ShoalError, match="expected float32, bfloat16 or float16"):
@@ -490,7 +491,7 @@ def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
 
 def test_every_parameter_has_a_name_of_its_own(tmp_path):
     for family in FAMILIES:
-        a = hf.architecture_of(config_folder(tmp_path, family))
+        a = architecture_of(config_folder(tmp_path, family))
         leaves = jax.tree_util.tree_leaves_with_path(param_specs(a))
         paths = [hf.dotted(path) for path, _ in leaves]
         assert len(set(paths)) == len(paths) and set(paths) <= set(hf.NAMES)

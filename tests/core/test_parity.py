@@ -19,6 +19,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf
 from shoal.model.architecture import Architecture
+from shoal.model.hf_config import architecture_of
 from shoal.model.parameters import Parameters
 
 pytestmark = pytest.mark.compile_quickly
@@ -36,7 +37,7 @@ def highest_precision():
 
 
 def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    a = hf.architecture_of(folder)
+    a = architecture_of(folder)
     return shoal_logits(a, hf.load(folder, a, ROLE), tokens)
 
 
@@ -96,7 +97,7 @@ def test_golden_logits(golden, family):
 @pytest.mark.parametrize(("family", "part"), PARTS)
 def test_leaving_a_part_out_is_seen(golden, family, part):
     folder, expected = golden(family)
-    a = hf.architecture_of(folder)
+    a = architecture_of(folder)
     a, parameters = without(part, a, hf.load(folder, a, ROLE))
     ours = shoal_logits(a, parameters, expected["tokens"])[expected["positions"]]
     assert distance(ours, expected["logits"]) > FAR
@@ -104,7 +105,7 @@ def test_leaving_a_part_out_is_seen(golden, family, part):
 
 def test_query_and_key_norms_themselves_matter(golden):
     folder, expected = golden("qwen3")
-    a = hf.architecture_of(folder)
+    a = architecture_of(folder)
     p = hf.load(folder, a, ROLE)
     p = replace(p, blocks=replace(p.blocks, q_norm=None, k_norm=None))
     ours = shoal_logits(replace(a, qk_norm=False), p, expected["tokens"])[expected["positions"]]
@@ -171,14 +172,14 @@ def test_models_that_transformers_saved(transformers, tmp_path, family):
     assert distance(logits_of(tmp_path / "saved", tokens), expected) < TOLERANCE
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert "rope_parameters" in saved or "rope_scaling" in saved or "rope_theta" in saved
-    assert hf.architecture_of(tmp_path / "saved") == hf.architecture_of(tmp_path)  # both forms read alike
+    assert architecture_of(tmp_path / "saved") == architecture_of(tmp_path)  # both forms read alike
 
 
 @pytest.mark.parametrize("own_config", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_saved_loads_in_transformers_with_the_same_logits(transformers, tmp_path, family, own_config):
     source = write_model(tmp_path / "source", family, seed=7)
-    a = hf.architecture_of(source)
+    a = architecture_of(source)
     hf.save(tmp_path / "saved", hf.load(source, a, ROLE), a, source if own_config else None, shard_bytes=30_000)
     assert (tmp_path / "saved" / "model.safetensors.index.json").is_file()
     tokens = random_tokens(8)

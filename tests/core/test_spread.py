@@ -17,6 +17,7 @@ from tiny_models import write_model
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf, param_layout, spread
+from shoal.model.hf_config import architecture_of
 from shoal.model.param_layout import ParamLayout
 from shoal.model.parameters import ParamSpec
 from shoal.types import ShoalError
@@ -49,7 +50,7 @@ def check(name: str, mesh: MeshSection, source: Any, target: Any) -> np.ndarray:
     """Spreads a parameter and returns how often each of its rows was read; compares this process's shards."""
     declared, transposed = PARAMETERS[name]
     layout = ParamLayout.of(declared, make_roles(mesh).trainer, transposed)
-    stored = Stored(layout.stored_shape, source)
+    stored: Any = Stored(layout.stored_shape, source)
     array = spread.spread(stored, layout, target)
     wanted = layout.to_parameter(stored.values).astype(target)
     assert array.shape == declared.shape and array.dtype == target and array.sharding == layout.sharding
@@ -127,7 +128,7 @@ def test_two_processes_read_each_row_once_between_them():
 
 def test_a_file_cut_short_while_it_is_read_is_named_with_the_byte(tmp_path):
     folder = write_model(tmp_path)
-    tensors = hf.open_tensors(folder, hf.architecture_of(folder))
+    tensors = hf.open_tensors(folder, architecture_of(folder))
     file, last = folder / "model.safetensors", tensors["blocks.down"].tensors[1]
     os.truncate(file, last.offset + 100)
     with pytest.raises(ShoalError) as error:

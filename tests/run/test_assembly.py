@@ -26,6 +26,7 @@ import shoal
 from shoal import cli
 from shoal.config.loading import compose
 from shoal.model import hf
+from shoal.model.hf_config import architecture_of
 from shoal.report.metrics import METRICS, metric
 
 pytestmark = pytest.mark.compile_quickly
@@ -280,7 +281,7 @@ def without_clocks(rows: list[dict]) -> list[dict]:
 
 def test_learning_rate_0_changes_nothing(workshop):
     run = workshop.train("still", "optimizer.lr=0")
-    initial = by_path(hf.load(workshop.model, hf.architecture_of(workshop.model), trainer()))
+    initial = by_path(hf.load(workshop.model, architecture_of(workshop.model), trainer()))
     assert same_bits(parameters_of(run, 2), initial)
     summary = json.loads((run / "summary.json").read_text())
     greedy = [{name: value for name, value in summary[side]["held_out"].items() if not name.startswith("sampled_")}
@@ -294,7 +295,7 @@ def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_p
     saved = base / "checkpoints"
     for source, target in ((base, "whole"), (saved / "3", "single"), (saved / "1", "old")):
         assert cli.main(["export", f"from={source}", f"to={tmp_path / target}"]) == 0
-        written = by_path(hf.load(tmp_path / target, hf.architecture_of(workshop.model), trainer()))
+        written = by_path(hf.load(tmp_path / target, architecture_of(workshop.model), trainer()))
         assert same_bits(written, parameters_of(base, 1 if target == "old" else 3))
     answers = [greedy(model, tmp_path, ["10 + 10", "x"]) for model in (tmp_path / "whole", base)]
     assert answers[0] == answers[1]
@@ -322,7 +323,7 @@ def test_a_seed_repeats_the_run_bit_for_bit(workshop, base):
 
 
 def test_training_moves_every_parameter(workshop, base):
-    initial = by_path(hf.load(workshop.model, hf.architecture_of(workshop.model), trainer()))
+    initial = by_path(hf.load(workshop.model, architecture_of(workshop.model), trainer()))
     final = parameters_of(base, 3)
     assert all(not np.array_equal(initial[name], final[name]) for name in initial)
     assert all(np.isfinite(value).all() for value in final.values())
@@ -429,7 +430,7 @@ def test_a_reward_that_never_judges_teaches_nothing_and_says_so(workshop, capsys
     assert "groups/unscorable" in capsys.readouterr().out
     for row in metrics(run):
         assert row["groups/unscorable"] == 2 and row["groups/nonzero_std"] == 0 and row["grad_norm"] == 0
-    initial = by_path(hf.load(workshop.model, hf.architecture_of(workshop.model), trainer()))
+    initial = by_path(hf.load(workshop.model, architecture_of(workshop.model), trainer()))
     assert same_bits(parameters_of(run, 2), initial)
     assert read_lines(run / "evaluations.jsonl")[0]["mean_reward"] is None
 

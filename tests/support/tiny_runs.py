@@ -16,7 +16,7 @@ from tiny_models import write_model_with_tokenizer
 from shoal import cli
 from shoal.config.schema import MeshSection
 from shoal.mesh import Role, make_roles
-from shoal.model import hf
+from shoal.model.hf_config import architecture_of
 from shoal.report.groups import StoredGroup, group_record, read_file, write_file
 from shoal.sampler.programs import make_programs
 from shoal.trainer import step
@@ -176,7 +176,7 @@ def trainer(mesh: Sequence[int] = (1, 1, 1)) -> Role:
 
 def parameters_of(run: Path, version: int, mesh: Sequence[int] = (1, 1, 1)) -> dict[str, np.ndarray]:
     """A checkpoint's parameters on the host, by path."""
-    architecture = hf.architecture_of(run / MODEL_FOLDER)
+    architecture = architecture_of(run / MODEL_FOLDER)
     return by_path(load_parameters(run, version, architecture, trainer(mesh)))
 
 

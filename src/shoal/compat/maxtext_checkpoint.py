@@ -36,11 +36,11 @@ from shoal.config.schema import ModelSection
 from shoal.mesh import Role
 from shoal.model import hf, hf_config, hub
 from shoal.model.architecture import Architecture
-from shoal.model.assemble import Part, assemble
 from shoal.model.hf import NAMES, dotted
 from shoal.model.names import model_named
 from shoal.model.param_layout import WINDOW_BYTES
 from shoal.model.parameters import ParamSpec, param_specs
+from shoal.model.spread import Part, assemble
 from shoal.run.checkpoint_formats import ForeignArrays, ReadRows
 from shoal.run.loading import ModelSpec
 from shoal.trainer.array_tree import LazyArray, StoredArray, find_tree, grid, inspect_tree

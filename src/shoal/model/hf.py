@@ -25,12 +25,11 @@ import numpy as np
 from shoal.files import read_json
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
-from shoal.model.hf_config import architecture_of as architecture_of  # callers read and load through this module
 from shoal.model.hf_config import config_to_save
 from shoal.model.param_layout import ParamLayout
 from shoal.model.parameters import Parameters, ParamSpec, param_specs
 from shoal.model.spread import collect, spread
-from shoal.model.tensor_file import DTYPES, StoredTensor, read_header, write_file
+from shoal.model.tensor_file import DTYPES, OutputTensor, StoredParameter, StoredTensor, read_header, write_file
 from shoal.types import ShoalError
 
 
@@ -96,41 +95,14 @@ def layout_of(path: str, declared: ParamSpec, role: Role) -> ParamLayout:
     return ParamLayout.of(declared, role, NAMES[path].transposed)
 
 
-@dataclass(frozen=True)
-class StoredTensors:
-    """A parameter in the files: one tensor, or one a layer."""
-
-    tensors: Sequence[StoredTensor]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        rows, columns = (*self.tensors[0].shape, 1)[:2]
-        return len(self.tensors), rows, columns
-
-    @property
-    def dtype(self) -> np.dtype:
-        types = {DTYPES[tensor.dtype] for tensor in self.tensors}
-        return types.pop() if len(types) == 1 else np.dtype(np.float32)  # it holds the values of all of them
-
-    def read(self, layers: slice, rows: slice) -> np.ndarray:
-        """Some rows of some layers, [layers, rows, columns]."""
-        chosen, (_, _, columns) = self.tensors[layers], self.shape
-        values = np.empty((len(chosen), rows.stop - rows.start, columns), self.dtype)
-        for tensor, part in zip(chosen, values, strict=True):
-            stored = part if DTYPES[tensor.dtype] == part.dtype else np.empty(part.shape, DTYPES[tensor.dtype])
-            tensor.read(rows.start, stored)
-            part[...] = stored
-        return values
-
-
-def open_tensors(folder: str | Path, architecture: Architecture) -> dict[str, StoredTensors]:
+def open_tensors(folder: str | Path, architecture: Architecture) -> dict[str, StoredParameter]:
     """The parameters in a folder's safetensors, by dotted path; ShoalError unless they are exactly those of the
     architecture."""
     folder = Path(folder)
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored.update(read_header(file))
-    return {path: StoredTensors(found) for path, found in _match(stored, architecture, folder).items()}
+    return {path: StoredParameter(tensors) for path, tensors in _match(stored, architecture, folder).items()}
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -214,15 +186,6 @@ class LazyParameter:
 
     shape: tuple[int, ...]
     read: Callable[[int | None], Iterator[tuple[int, np.ndarray]]]
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor to be written, a parameter or one layer of a stacked one: its rows in runs, in a type."""
-
-    name: str
-    shape: tuple[int, ...]
-    runs: Callable[[np.dtype], Iterator[tuple[int, np.ndarray]]]
 
 
 def save(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,51 @@ from shoal.files import read_json
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.types import ShoalError
 
-FAMILIES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` of config.json implies beside the entries of the file.
+
+    Entries that its class in transformers does not read are ignored here too; `config_of` writes those that it reads.
+    """
+
+    transformers_class: str
+    biases: tuple[str, ...] = ()  # entries for biases that it reads, of attention_bias and mlp_bias
+    qkv_bias: bool = False  # always, whatever attention_bias says
+    qk_norm: bool = False
+    head_dim: int = 0  # without the entry; 0: hidden_size / heads
+    windows: bool = True  # it reads use_sliding_window
+
+    def has(self, a: Architecture) -> bool:
+        """True if a model of the family may have these switches."""
+        biases = [(self.qkv_bias, False)] + [(True, True)] * ("attention_bias" in self.biases)
+        return ((a.qkv_bias, a.output_bias) in biases and a.qk_norm == self.qk_norm
+                and (not a.mlp_bias or "mlp_bias" in self.biases))
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias"), windows=False),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias",), qk_norm=True, head_dim=128),
 }
-"""`model_type` of config.json -> its class in transformers."""
+"""`model_type` of config.json -> the family."""
 
 
 def architecture_of(folder: str | Path) -> Architecture:
     """Reads config.json, as transformers 4 or 5 writes it. ShoalError for a model that is not supported."""
     folder = Path(folder)
     config = read_config(folder)
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ShoalError(f"{folder}: model_type is {family!r}; supported are {', '.join(FAMILIES)}.")
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise ShoalError(f"{folder}: model_type is {config.get('model_type')!r}; supported are {', '.join(FAMILIES)}.")
     _refuse_unsupported(config, folder)
     hidden_size, heads = _size(config, "hidden_size", folder), _size(config, "num_attention_heads", folder)
     key_heads = config.get("num_key_value_heads") or heads
     if heads % key_heads:
         raise ShoalError(f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}.")
     theta, scaling = _rope(config, folder)
-    bias = bool(config.get("attention_bias", False))
+    attention_bias, mlp_bias = (entry in family.biases and bool(config.get(entry, False))
+                                for entry in ("attention_bias", "mlp_bias"))
     return Architecture(
         vocab_size=_size(config, "vocab_size", folder),
         hidden_size=hidden_size,
@@ -41,17 +65,15 @@ def architecture_of(folder: str | Path) -> Architecture:
         num_layers=_size(config, "num_hidden_layers", folder),
         num_heads=heads,
         num_kv_heads=key_heads,
-        # Qwen3's class has head_dim=128 by default, whatever hidden_size and heads are.
-        head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden_size // heads),
+        head_dim=config.get("head_dim") or family.head_dim or hidden_size // heads,
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        # Qwen2's biases are in its code, not in its config.json; Llama's attention_bias adds one to `o` too.
-        qkv_bias=family == "qwen2" or bias,
-        output_bias=family != "qwen2" and bias,
-        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=family.qk_norm,
     )
 
 
@@ -121,12 +143,12 @@ def _rope(config: Mapping[str, Any], folder: Path) -> tuple[float, RopeScaling |
 
 def config_of(a: Architecture) -> dict[str, Any]:
     """A config.json for an architecture; ShoalError if no family of transformers has it."""
-    family = "qwen3" if a.qk_norm else "qwen2" if a.qkv_bias and not a.output_bias else "llama"
-    if (family != "llama" and a.mlp_bias) or (family != "qwen2" and a.qkv_bias != a.output_bias):
-        raise ShoalError(f"No model of transformers has this mixture of biases and norms ({family}): {a}.")
+    name, family = next(((name, family) for name, family in FAMILIES.items() if family.has(a)), ("", None))
+    if family is None:
+        raise ShoalError(f"No model of transformers has this mixture of biases and norms: {a}.")
     config: dict[str, Any] = {
-        "architectures": [FAMILIES[family]],
-        "model_type": family,
+        "architectures": [family.transformers_class],
+        "model_type": name,
         "vocab_size": a.vocab_size,
         "hidden_size": a.hidden_size,
         "intermediate_size": a.intermediate_size,
@@ -144,11 +166,9 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if family != "qwen2":
-        config["attention_bias"] = a.qkv_bias
-    if family == "llama":
-        config["mlp_bias"] = a.mlp_bias
-    else:
+    config |= {entry: value for entry, value in (("attention_bias", a.qkv_bias), ("mlp_bias", a.mlp_bias))
+               if entry in family.biases}
+    if family.windows:
         config["use_sliding_window"] = False
     if a.rope_scaling is not None:
         s = a.rope_scaling

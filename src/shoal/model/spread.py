@@ -1,7 +1,8 @@
 """Parameters between files and a role's devices, a window at a time.
 
     spread     rows of a stored parameter -> the devices -> transposed, cast and written into its array
-    collect    the same way back
+    assemble   parts that are laid out as the array is, as in MaxText's checkpoints -> the devices
+    collect    devices -> rows of the file's form
 
 Each device is given an equal run of a window's rows: every byte is read once, by one process, and reaches
 the devices that hold it through the devices; no host holds more than some windows (decision 0015).
@@ -10,37 +11,22 @@ the devices that hold it through the devices; no host holds more than some windo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shoal.model.param_layout import ParamLayout
+from shoal.model.tensor_file import StoredParameter
 
 SMALL_BYTES = 32 << 20
 """Largest parameter that one process lays out on the host: no program is compiled for norms and tiny models."""
-
-
-class StoredParameter(Protocol):
-    """A parameter where it is stored."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Layers (1 if it has none), rows, columns (1 for a vector)."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    def read(self, layers: slice, rows: slice) -> np.ndarray:
-        """Some rows of some layers, [layers, rows, columns]."""
-        ...
 
 
 def carrier(dtype: Any, mesh: Any) -> np.dtype:
@@ -141,6 +127,50 @@ def _write(array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: Par
     everywhere = PartitionSpec()
     return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, layout.spec, everywhere, everywhere),
                          out_specs=layout.spec, check_vma=False)(array, moved, layer, row)
+
+
+# Files in parts of another form to devices
+
+
+Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
+"""The index of a part in an array, and a function that reads it."""
+
+
+def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The array of parts that are laid out as it is. A process reads those that its devices hold, each once."""
+    dtype = np.dtype(dtype)
+    if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
+        whole = np.empty(shape, dtype)
+        for index, read in parts:
+            whole[index] = read()
+        return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
+    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
+    held = {device: [slice(*cut.indices(size)) for cut, size in zip(cuts, shape, strict=True)]
+            for device, cuts in indices.items()}
+    moved = carrier(dtype, sharding.mesh)
+    arrays = {device: zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device)) for device in held}
+    for index, read in parts:
+        common = {device: [_overlap(*both) for both in zip(own, index, strict=True)] for device, own in held.items()}
+        shared = {device: cuts for device, cuts in common.items() if all(cut.start < cut.stop for cut in cuts)}
+        values = read() if shared else np.empty(0)
+        for device, cuts in shared.items():
+            within = tuple(slice(cut.start - whole.start, cut.stop - whole.start)
+                           for cut, whole in zip(cuts, index, strict=True))
+            starts = [cut.start - own.start for cut, own in zip(cuts, held[device], strict=True)]
+            part = np.ascontiguousarray(values[within], dtype).view(moved)
+            arrays[device] = _paste(arrays[device], jax.device_put(part, device), starts)
+        jax.block_until_ready([arrays[device] for device in shared])
+    whole = jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=moved)
+    return finished(whole, sharding, dtype)
+
+
+def _overlap(one: slice, other: slice) -> slice:
+    return slice(max(one.start, other.start), min(one.stop, other.stop))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
+    return lax.dynamic_update_slice(array, part, starts)
 
 
 # Devices to files

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +63,34 @@ class StoredTensor:
                              f"({error.strerror}): check the disk, then repeat the command.") from error
 
 
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter in the files: one tensor, or one a layer."""
+
+    tensors: Sequence[StoredTensor]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers (1 if it has none), rows, columns (1 for a vector)."""
+        rows, columns = (*self.tensors[0].shape, 1)[:2]
+        return len(self.tensors), rows, columns
+
+    @property
+    def dtype(self) -> np.dtype:
+        types = {DTYPES[tensor.dtype] for tensor in self.tensors}
+        return types.pop() if len(types) == 1 else np.dtype(np.float32)  # it holds the values of all of them
+
+    def read(self, layers: slice, rows: slice) -> np.ndarray:
+        """Some rows of some layers, [layers, rows, columns]."""
+        chosen, (_, _, columns) = self.tensors[layers], self.shape
+        values = np.empty((len(chosen), rows.stop - rows.start, columns), self.dtype)
+        for tensor, part in zip(chosen, values, strict=True):
+            stored = part if DTYPES[tensor.dtype] == part.dtype else np.empty(part.shape, DTYPES[tensor.dtype])
+            tensor.read(rows.start, stored)
+            part[...] = stored
+        return values
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name. ShoalError if the file is truncated or is something else."""
     try:
@@ -79,23 +107,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
-    return {name: StoredTensor(file, name, one["dtype"], tuple(one["shape"]), 8 + size + one["data_offsets"][0])
-            for name, one in header.items() if name != "__metadata__"}
+    return {name: StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+            for name, entry in header.items() if name != "__metadata__"}
 
 
-class Writable(Protocol):
-    """A tensor to be written."""
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to be written: `runs` gives its rows in a type, in runs, each with the number of its first row."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    def runs(self, dtype: np.dtype, /) -> Iterator[tuple[int, np.ndarray]]:
-        """All its rows in runs, each with the number of its first row."""
-        ...
+    name: str
+    shape: tuple[int, ...]
+    runs: Callable[[np.dtype], Iterator[tuple[int, np.ndarray]]]
 
 
-def write_file(file: Path, tensors: Sequence[Writable], dtype: np.dtype) -> None:
+def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
     """Writes a file; each run of rows is fetched when it is written, its parts by several threads."""
     kind = next(kind for kind, value in DTYPES.items() if value == dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

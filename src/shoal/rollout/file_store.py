@@ -13,13 +13,14 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.files import appearing, writing
-from shoal.model.tensor_file import StoredTensor, read_header, write_file
+from shoal.model.tensor_file import OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model
 from shoal.rollout.publication import from_host, tensor_names, to_host
 from shoal.types import Params, ShoalError
@@ -65,13 +66,13 @@ class FileStore:
     def _write(self, place: Path, version: int, model: Model, params: Params) -> None:
         names, checksums, values = tensor_names(model), {}, to_host(model, params)
 
-        def runs(name: str) -> Iterator[tuple[int, np.ndarray]]:
+        def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
             written, array, sum = next(values)
             assert written == name
             yield 0, array
             checksums[name] = int(sum)
 
-        write_file(place / WEIGHTS, [_Tensor(name, shape, runs) for name, shape in names.items()],
+        write_file(place / WEIGHTS, [OutputTensor(name, shape, partial(runs, name)) for name, shape in names.items()],
                    np.dtype(model.dtype))
         manifest = {"version": version, "base": None, "dtype": np.dtype(model.dtype).name, "place": WEIGHTS,
                     "tensors": {name: {"shape": shape, "checksum": checksums[name]} for name, shape in names.items()}}
@@ -86,16 +87,6 @@ class FileStore:
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    name: str
-    shape: tuple[int, ...]
-    read: Callable[[str], Iterator[tuple[int, np.ndarray]]]
-
-    def runs(self, dtype: np.dtype, /) -> Iterator[tuple[int, np.ndarray]]:
-        return self.read(self.name)
 
 
 @dataclass(frozen=True)

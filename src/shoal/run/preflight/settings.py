@@ -118,7 +118,7 @@ def check_model(section: ModelSection, exists: bool = False, key: str = "model.p
 
         model_named(section.name)
     if (local / "config.json").is_file():
-        from shoal.model.hf import architecture_of
+        from shoal.model.hf_config import architecture_of
 
         architecture_of(local)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
 
-from shoal.config.schema import OptimizerSection
+from shoal.config.schema import Config, ModelSection, OptimizerSection
 from shoal.mesh import Role
 from shoal.model import pallas_attention, segment_attention
 from shoal.model.attention import largest_block
@@ -21,7 +22,9 @@ from shoal.model.parameters import shardings
 from shoal.model.segment_attention import attend_at_once, attention_kind
 from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.model.transformer import Model
+from shoal.run.loading import ModelSpec, make_model
 from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
+from shoal.run.preflight.head import attention_text
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner
 from shoal.types import ShoalError
@@ -188,13 +191,47 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
 
     assert kinds(4, 128) == ["reference"] * 3 and kinds(1, 256) == ["blocked"] * 3
     monkeypatch.setattr(Role, "platform", "gpu")
-    assert kinds(1, 1024) == ["reference"] * 3 and kinds(1, 16384) == ["blocked"] * 3
-    monkeypatch.setattr(Role, "device_kind", "NVIDIA H200")
-    assert kinds(1, 1024) == ["reference"] * 3 and kinds(1, 16384) == ["pallas"] * 3
-    assert kinds(1, 4096) == ["pallas", "reference", "pallas"] and kinds(2, 1500) == ["reference"] * 2 + ["pallas"]
+    assert kinds(1, 511) == ["reference"] * 3 and kinds(1, 512) == kinds(1, 16384) == ["pallas"] * 3
+    one, eight, kept = (replace(model, architecture=replace(wide, head_dim=320)) for model in (one, eight, kept))
+    assert kinds(1, 4096) == ["blocked", "reference", "blocked"] and kinds(2, 1500) == ["reference"] * 2 + ["blocked"]
+    one, eight, kept = (replace(model, architecture=wide) for model in (one, eight, kept))
     monkeypatch.setattr(Role, "platform", "tpu")
     assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["splash"] * 3
     assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_that_work_have_no_fault(dtype):
+    assert pallas_attention.fault_on(jax.devices()[0], 3, 24, dtype, interpret=True) == ""
+
+
+def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeypatch):
+    """A CPU compiles none; a wrong sum or gradient is found by its size."""
+    device, right = jax.devices()[0], pallas_attention.attend_rows
+    assert "interpret mode" in pallas_attention.fault_on(device, 2, 16, "float32")
+    faults = {"values": lambda q, k, v, *rest: 1.01 * right(q, k, v, *rest),
+              "dv": lambda q, k, v, *rest: right(q, k, jax.lax.stop_gradient(v), *rest),
+              "values differ by nan": lambda q, k, v, *rest: right(q, k, v * jnp.nan, *rest)}
+    for number, (text, wrong) in enumerate(faults.items(), 1):
+        monkeypatch.setattr(pallas_attention, "attend_rows", wrong)
+        assert f"their {text}" in pallas_attention.fault_on(device, number, 8, "float32", interpret=True)
+
+
+def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypatch):
+    """Tried only on a device that is here, and not where attention was chosen."""
+    spec, role = ModelSpec(Path(), QWEN3, lambda *_: None), roles(1, 1, 1).trainer
+    assert make_model(ModelSection(), spec, role).attention == "auto"  # a CPU has none
+    monkeypatch.setattr(Role, "platform", "gpu")
+    tried = []
+    monkeypatch.setattr(pallas_attention, "fault_on", lambda *asked: tried.append(asked) or "too old")
+    monkeypatch.setattr(jax, "local_devices", list)
+    assert make_model(ModelSection(), spec, role).attention == "auto" and not tried
+    monkeypatch.setattr(jax, "local_devices", lambda: list(role.mesh.devices.flat))
+    made = make_model(ModelSection(), spec, role)
+    assert made.attention == "blocked" and tried == [(role.mesh.devices.flat[0], 2, QWEN3.head_dim, "bfloat16")]
+    assert make_model(ModelSection(attention="pallas"), spec, role).attention == "pallas" and len(tried) == 1
+    assert attention_text(Config(), made) == \
+        "blocked (the kernels for GPUs are not used, as they do not work on this one: too old)"
 
 
 def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):

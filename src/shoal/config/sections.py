@@ -63,8 +63,8 @@ class ModelSection:
     attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
     them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU
-    (splash), our own on an NVIDIA GPU (pallas). auto is splash on TPUs, blocked on a CPU; on a GPU reference, and where
-    a layer's scores would exceed 2 GiB pallas. No GPU has timed pallas yet: compare it with blocked."""
+    (splash), our own on an NVIDIA GPU (pallas). auto is blocked on a CPU; for rows from 512 tokens on splash on TPUs,
+    and pallas on a GPU on which a run's start has found its results right, else blocked."""
 
 
 @dataclass(frozen=True)

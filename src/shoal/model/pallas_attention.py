@@ -8,17 +8,20 @@ Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Gradients of keys and values ar
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from shoal.model.attention import LOWEST, reads
 from shoal.model.blocked_attention import Blocks, blocks_of
+from shoal.model.segment_attention import attend_at_once
 
 LOG2E = math.log2(math.e)
 """GPUs compute powers of two: scores in exponents, and their log-sum-exp, are in base 2."""
@@ -57,6 +60,44 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, in
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     out: Any = _attend(interpret, by_block(q), by_block(k), by_block(v), readings)
     return out.reshape(rows, -1, *out.shape[2:])[:, :size, :, :head_dim]
+
+
+MOST_DIFFERENCE = {"bfloat16": 2e-2, "float32": 1e-3}
+"""Between the kernels and the reference in `fault_on`, as a share of the values' norm."""
+
+
+@lru_cache
+def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
+    """What is wrong with the kernels on a device, in a second: values and gradients of a packed row of three blocks,
+    with `share` query heads to a key head, against the reference's; empty if nothing is."""
+    block = block_size(head_dim, jnp.dtype(dtype))
+    sizes = block // 2 + 3, block, block // 2, block // 4, block // 2  # a prompt, two completions, a prompt, padding
+    segment, prompt = (np.repeat(np.array([numbers], np.int32), sizes, axis=1)
+                       for numbers in ((1, 2, 3, 4, 0), (1, 1, 1, 4, 0)))
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (rng.standard_normal((1, sum(sizes), heads, head_dim)) for heads in (share, 1, 1, share))
+
+    def results(attention: Callable[..., jax.Array]) -> list[np.ndarray]:
+        def value(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = attention(*arrays).astype(jnp.float32)
+            return (out * weight).sum(), out
+
+        arrays = (jax.device_put(jnp.asarray(x, dtype), device) for x in (q, k, v))
+        (_, out), gradient = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(*arrays)
+        return [np.asarray(x, np.float64) for x in (out, *gradient)]
+
+    try:
+        # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
+        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+            ours = results(lambda *x: attend_rows(*x, readings_of(segment, prompt, block), interpret))
+            exact = results(partial(attend_at_once, segment=segment, prompt=prompt))
+    except Exception as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
+        return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
+    for name, one, other in zip(("values", "dq", "dk", "dv"), ours, exact, strict=True):
+        difference = float(np.linalg.norm(one - other) / np.linalg.norm(other))
+        if not difference <= MOST_DIFFERENCE[dtype]:  # also where it is no number
+            return f"their {name} differ by {difference:.2g} of their norm from the reference"
+    return ""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,21 +14,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
-from shoal.mesh.accelerators import accelerator_of
 from shoal.model.attention import attend, reads
 from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
 from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
 
 SCORE_BYTES = 2**31
-"""Scores on a GPU or TPU above which `model.attention=auto` computes them by blocks: of a layer, since the backward
-pass computes them again, or of all where `model.remat=none` keeps them."""
+"""Scores on a GPU or TPU above which `model.attention=auto` computes them by blocks, where it takes no kernel: of a
+layer, since the backward pass computes them again, or of all where `model.remat=none` keeps them."""
 
 SHORT = 128
 """Tokens of a row up to which all its scores are computed at once on CPU: blocks would leave out next to nothing."""
 
-SPLASH_TOKENS = 512
-"""Tokens of a row from which `auto` takes splash on TPU: below, a row is one or two of its blocks."""
+KERNEL_TOKENS = 512
+"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two of splash's blocks. By the
+compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with all scores at once and
+76 with the kernels."""
 
 MOST_SPLASH_TOKENS = 2**16
 """In splash, the places of a query and of its segment's first token share 32 bits."""
@@ -47,14 +48,30 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
         return kind
     if platform == "cpu":
         return "reference" if size <= SHORT else "blocked"
-    if size >= SPLASH_TOKENS and not _splash_refusal(model, size):
-        return "splash"
+    if size >= KERNEL_TOKENS:
+        for kernel, refusal in _REFUSALS.items():
+            if not refusal(model, size):
+                return kernel
     layers = model.architecture.num_layers if model.remat == "none" else 1
     scores = rows * size**2 * model.architecture.num_heads * layers // (model.role.row_shards * model.role.tensor)
-    if 4 * scores <= SCORE_BYTES:
-        return "reference"
-    # Only where it is known to compile: of other GPUs, some have too little shared memory, or are too old for Triton.
-    return "pallas" if accelerator_of(model.role.device_kind) and not _pallas_refusal(model, size) else "blocked"
+    return "reference" if 4 * scores <= SCORE_BYTES else "blocked"
+
+
+def kernel_fault(model: Model) -> str:
+    """Why the kernels that `model.attention=auto` takes on GPUs do not work on this one, found by trying them once a
+    process; empty if they work, or are not taken. Some GPUs have too little shared memory, or are too old for Triton.
+
+    Never inside of a compiled function: a model is made with `blocked` where there is a fault."""
+    if model.attention != "auto" or _pallas_refusal(model, KERNEL_TOKENS):
+        return ""
+    own = set(model.role.mesh.devices.flat) & set(jax.local_devices())
+    if not own:  # the devices of a plan are not here
+        return ""
+    from shoal.model.pallas_attention import fault_on  # Pallas takes a second to import
+
+    a = model.architecture
+    return fault_on(min(own, key=lambda device: device.id), a.num_heads // a.num_kv_heads, a.head_dim,
+                    model.dtype.name)
 
 
 def _splash_refusal(model: Model, size: int) -> str:

@@ -20,6 +20,7 @@ from shoal.mesh import Role
 from shoal.model import hf, hf_config, hub
 from shoal.model.architecture import Architecture
 from shoal.model.names import MODELS, model_named
+from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -159,7 +160,8 @@ def make_model(section: ModelSection, spec: ModelSpec, role: Role) -> Model:
     if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default
         jax.config.update("jax_default_matmul_precision", "highest")
     remat = "dots" if section.remat == "auto" else section.remat
-    return Model(spec.architecture, role, dtype, remat, section.attention)
+    model = Model(spec.architecture, role, dtype, remat, section.attention)
+    return replace(model, attention="blocked") if kernel_fault(model) else model
 
 
 def copy_model_files(model: ModelSpec, target: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Roles
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import read_config
-from shoal.model.segment_attention import attention_kind
+from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import Findings, seconds_text
@@ -109,7 +110,9 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
 def attention_text(config: Config, model: Model) -> str:
     """`blocked`, as the update computes it."""
     shape = micro_batch_shapes(config, model.role.row_shards)[0]
-    return attention_kind(model, shape.rows, shape.length)
+    fault = kernel_fault(replace(model, attention=config.model.attention))
+    reason = f" (the kernels for GPUs are not used, as they do not work on this one: {fault})" if fault else ""
+    return attention_kind(model, shape.rows, shape.length) + reason
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -72,7 +72,7 @@ def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool
     with `share` query heads to a key head, against the reference's; empty if nothing is."""
     block = block_size(head_dim, jnp.dtype(dtype))
     sizes = block // 2 + 3, block, block // 2, block // 4, block // 2  # a prompt, two completions, a prompt, padding
-    segment, prompt = (np.repeat(np.array([numbers], np.int32), sizes, axis=1)
+    segment, prompt = (jnp.asarray(np.repeat([numbers], sizes, axis=1), jnp.int32)
                        for numbers in ((1, 2, 3, 4, 0), (1, 1, 1, 4, 0)))
     rng = np.random.default_rng(0)
     q, k, v, weight = (rng.standard_normal((1, sum(sizes), heads, head_dim)) for heads in (share, 1, 1, share))
@@ -89,7 +89,7 @@ def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool
     try:
         # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            ours = results(lambda *x: attend_rows(*x, readings_of(segment, prompt, block), interpret))
+            ours = results(lambda q, k, v: attend_rows(q, k, v, readings_of(segment, prompt, block), interpret))
             exact = results(partial(attend_at_once, segment=segment, prompt=prompt))
     except Exception as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
         return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"

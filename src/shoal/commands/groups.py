@@ -35,29 +35,27 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
-    """The rows of the page's Groups view, of all files that can be read; what is passed over is said."""
-    from shoal.commands.view.viewer import Viewer
+    """The rows of the page's Groups view, of all files that can be read, with a warning for each that cannot."""
+    from shoal.runs.database import Database
+    from shoal.runs.group_table import GroupTable
 
     run.require_groups()
+    lenient = StoredRun(run.path, lenient=True)
     try:
-        viewer = Viewer([one := StoredRun(run.path, "run", lenient=True)])
+        table = GroupTable(lenient, Database([lenient]))
     except ShoalError as error:
         raise ShoalError(f"{error}; step=1 prints the groups of a step without it") from error
-    try:
-        viewer.read_all()
-        asked = {"run": "run", "sort": config.sort, "desc": "1", "filter": config.filter, "limit": str(config.limit)}
-        found = viewer.answer("groups", asked)
-    finally:
-        viewer.close()
-    for text in one.problems.values():
+    while table.refresh():
+        pass
+    rows, total = table.rows(config.filter, config.sort, descending=True, limit=config.limit)
+    for text in lenient.problems.values():
         console.warning(text)
-    rows = found["rows"]
     if not config.json and rows:
         console.table(TABLE, [tuple(shorten(one_line(row[name]), 60) if name == "prompt" else figure(row[name])
                                     for name in TABLE) for row in rows])
     if not config.json:
-        console.note(f"{count(len(rows), 'group')} of {found['total']:,}; step=1 group=0 prints one in full")
-    return {"run": str(run.path), "total": found["total"], "groups": rows}
+        console.note(f"{count(len(rows), 'group')} of {total:,}; step=1 group=0 prints one in full")
+    return {"run": str(run.path), "total": total, "groups": rows}
 
 
 def _show(place: str, stored: StoredGroup, console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -93,3 +94,8 @@ def reason(error: BaseException) -> str:
     """What an error says, in one short line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return one_line(text)[:160]
+
+
+def rounded(value: float) -> float | None:
+    """Six digits, which is more than a screen shows; None for NaN."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shoal.report.sink import evaluation_scalars
+from shoal.runs.bounded import rounded
 
 MAX_ROWS = 5000
 
@@ -49,7 +50,7 @@ class Evaluations:
                 if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
                     curve = found.setdefault(name, {"x": [], "y": []})
                     curve["x"].append(row["step"])
-                    curve["y"].append(float(f"{value:.6g}"))
+                    curve["y"].append(rounded(value))
         return found
 
 

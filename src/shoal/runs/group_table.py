@@ -16,22 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from shoal.runs.bounded import rounded
 from shoal.runs.database import Database, name, quoted, reason
+from shoal.runs.filters import COLUMNS, column_of, condition
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
 FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
 _FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
-
-COLUMNS = {
-    "step": "INTEGER", "group": "INTEGER", "set": "VARCHAR", "row": "BIGINT", "version": "BIGINT", "size": "INTEGER",
-    "unscored": "INTEGER", "reward": "FLOAT", "spread": "FLOAT", "lowest": "FLOAT", "highest": "FLOAT", "pass": "FLOAT",
-    "length": "FLOAT", "longest": "INTEGER", "truncated": "FLOAT", "staleness": "INTEGER", "prompt_tokens": "INTEGER",
-    "advantage": "FLOAT", "length_effect": "FLOAT",
-}
-"""Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
-reward and length within the group."""
 
 NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
 NEEDED = {
@@ -57,7 +51,7 @@ class GroupFile:
 class GroupTable:
     """The groups of one run. `refresh` takes up new files; it is called by one thread, queries by any."""
 
-    def __init__(self, run: StoredRun, database: Database, number: int) -> None:
+    def __init__(self, run: StoredRun, database: Database, number: int = 0) -> None:
         self.run, self.database = run, database
         self.table, self.prompts, self.sums = (f"{kind}_{number}" for kind in ("groups", "prompts", "sums"))
         columns = ", ".join(f"{name(column)} {kind}" for column, kind in COLUMNS.items())
@@ -207,6 +201,36 @@ class GroupTable:
 
     def find(self, stem: str) -> GroupFile | None:
         return self.files.get(stem)
+
+    @property
+    def columns(self) -> str:
+        """All columns of the table as SQL."""
+        return ", ".join(map(name, [*COLUMNS, *(f"mean/{function}" for function in self.functions)]))
+
+    def rows(self, filter: str = "", sort: str = "step", descending: bool = False, offset: int = 0, limit: int = 100,
+             hits: str = "") -> tuple[list[dict[str, Any]], int]:
+        """Some rows of the table, and how many the filter leaves. `hits`: a table with the (file, group) to choose
+        from; ShoalError for a filter or a column that is none."""
+        where, values = condition(filter, self.functions)
+        if hits:
+            where += f' AND (file, "group") IN (SELECT (file, "group") FROM {hits})'
+        order = f"{column_of(sort, self.functions)} {'DESC' if descending else 'ASC'} NULLS LAST"
+        with self.database.asked(), self.lock:
+            rows = self.database.rows(f"SELECT file, {self.columns} FROM {self.table} WHERE {where} ORDER BY {order}, "
+                                      'file, "group" LIMIT ? OFFSET ?', *values, limit, offset)
+            total = self.database.rows(f"SELECT count(*) AS n FROM {self.table} WHERE {where}", *values)[0]["n"]
+            files = {number: file.stem for number, file in self.by_number.items()}
+        prompts = self._prompts({row["row"] for row in rows if row["row"] is not None})
+        for row in rows:
+            row |= {"prompt": prompts.get((row["set"], row["row"]), ""), "file": files.get(row["file"], "")}
+            row |= {column: rounded(value) for column, value in row.items() if isinstance(value, float)}
+        return rows, total
+
+    def _prompts(self, wanted: set[int]) -> dict[tuple[str, int], str]:
+        """(set, row of the data) -> the beginning of its prompt."""
+        found = self.database.rows(f'SELECT "set", "row", prompt FROM {self.prompts} WHERE "row" IN '
+                                   f"({', '.join(map(str, sorted(wanted)))})") if wanted else []
+        return {(row["set"], row["row"]): row["prompt"] for row in found}
 
 
 _SOURCE = """

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.report.metrics import metric
+from shoal.runs.bounded import rounded
 from shoal.runs.growing_lines import GrowingLines
 from shoal.runs.stored_run import StoredRun
 
@@ -101,11 +102,6 @@ def _extremes(column: Sequence[float], places: Sequence[int]) -> tuple[float, fl
         return math.nan, math.nan
     low, high = min(known), max(known)
     return (low[0], high[0]) if low[1] <= high[1] else (high[0], low[0])
-
-
-def rounded(value: float) -> float | None:
-    """Six digits, which is more than a screen shows; None for NaN."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:

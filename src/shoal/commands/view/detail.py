@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.runs.bounded import bounded_json
 from shoal.runs.database import name, reason
-from shoal.runs.group_table import COLUMNS, GroupFile, GroupTable
+from shoal.runs.group_table import GroupFile, GroupTable
 from shoal.types import ShoalError
 
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 6
@@ -171,10 +171,9 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 def prompt_history(index: GroupTable, name_of_set: str, row: int) -> dict[str, Any]:
     """Each time that a prompt was answered, in the order of steps; of up to MAX_TEXTS of them, spread evenly, the first
     completion's text."""
-    means = "".join(f", {name(f'mean/{function}')}" for function in index.functions)
     with index.lock:
         times = index.database.rows(
-            f'SELECT file, {", ".join(map(name, COLUMNS))}{means} FROM {index.table} WHERE "set" = ? AND "row" = ? '
+            f'SELECT file, {index.columns} FROM {index.table} WHERE "set" = ? AND "row" = ? '
             f"ORDER BY step LIMIT {MAX_ANSWERS}", name_of_set, row)
         files = {one["file"]: index.by_number[one["file"]] for one in times}
     if not times:

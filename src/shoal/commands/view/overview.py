@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from shoal.commands.view.curves import NEEDS_SAME_TASK, Curves, about, by_topic, rounded
+from shoal.commands.view.curves import NEEDS_SAME_TASK, Curves, about, by_topic
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.report.figures import summary_rows
 from shoal.report.lines import json_ready
-from shoal.runs.bounded import one_line
+from shoal.runs.bounded import one_line, rounded
 from shoal.runs.evaluations import Evaluations
 from shoal.runs.stored_run import MAX_LOG_BYTES, StoredRun
 

@@ -1,78 +1,19 @@
-"""Rows of the Groups view: filtered by any column, by text of prompt or completion, sorted by any column."""
+"""Rows of the Groups view: those of the table in which a text occurs, in the prompt or a completion."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.commands.view.curves import rounded
-from shoal.runs.database import Database, name, reason
-from shoal.runs.group_table import COLUMNS, GroupFile, GroupTable
-from shoal.text import did_you_mean
+from shoal.runs.database import name, reason
+from shoal.runs.group_table import GroupFile, GroupTable
 from shoal.types import ShoalError
 
-MAX_LIMIT, MAX_TERMS, MAX_TEXT, MAX_HITS = 500, 20, 500, 200_000
+MAX_LIMIT, MAX_TEXT, MAX_HITS = 500, 500, 200_000
 FORGOTTEN_SECONDS = 3.0
-OPERATORS = ("<=", ">=", "!=", "=", "<", ">")
-_TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
-
-
-def condition(index: GroupTable, text: str) -> tuple[str, list[Any]]:
-    """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError where it is none.
-
-    `column=low..high` is a range; `none` stands for a missing value."""
-    parts, values, rest = [], [], text[:2000]
-    for place, term in enumerate(_TERM.finditer(text[:2000])):
-        if place >= MAX_TERMS:
-            raise ShoalError(f"filter: at most {MAX_TERMS} conditions")
-        rest = rest.replace(term[0], "", 1)
-        sql, own = _condition(index, term[1], term[2].replace("==", "="), term[3].strip('"'))
-        parts.append(sql)
-        values += own
-    if rest := " ".join(word for word in rest.replace(",", " ").split() if word.lower() != "and"):
-        raise ShoalError(f"filter: {rest[:60]!r} is no condition; write column, operator and value: reward>0.5")
-    return " AND ".join(parts) or "true", values
-
-
-def _condition(index: GroupTable, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
-    sql = column_of(index, column)
-    if value == "none" and operator in ("=", "!="):
-        return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
-    if COLUMNS.get(column) == "VARCHAR":
-        if operator not in ("=", "!="):
-            raise ShoalError(f"filter: {column} is a name; compare it with = or !=")
-        return f"{sql} {operator} ?", [value]
-    low, dots, high = value.partition("..")
-    if dots and operator == "=":
-        return f"{sql} BETWEEN ? AND ?", [_number(column, low), _number(column, high)]
-    # The table's numbers have 32 bits: 0.1 is compared as they hold it.
-    return f"{sql} {operator} CAST(? AS {COLUMNS.get(column, 'FLOAT')})", [_number(column, value)]
-
-
-def _number(column: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not abs(value) < 2**31:
-        raise ShoalError(f"filter: {column} is a number, {text[:40]!r} is none")
-    return value
-
-
-def column_of(index: GroupTable, column: str) -> str:
-    """A column as SQL: of the table, or a reward function's mean by the function's name."""
-    if column in COLUMNS:
-        return name(column)
-    function = column.removeprefix("mean/")
-    if function in index.functions:
-        return name(f"mean/{function}")
-    known = [*COLUMNS, *index.functions]
-    raise ShoalError(f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} "
-                     f"Columns: {', '.join(known)}")
 
 
 class Search:
@@ -187,39 +128,12 @@ def group_rows(index: GroupTable, searches: Searches, *, sort: str = "step", des
                filter: str = "", text: str = "", is_regex: bool = False, within: str = "any", offset: int = 0,
                limit: int = 100) -> dict[str, Any]:
     """A page of rows, how many there are in all, and how far a search has come."""
-    where, values = condition(index, filter)
-    state = None
-    search = searches.get(index, text[:MAX_TEXT], is_regex, within) if text else None
-    if search:
+    state, hits = None, ""
+    if text:
+        search = searches.get(index, text[:MAX_TEXT], is_regex, within)
         search.wait(0.04)
-        state = search.state()  # before the rows are counted: what is found meanwhile is asked for again
+        state, hits = search.state(), search.table  # the state first: what is found meanwhile is asked for again
         if search.error:
             raise ShoalError(search.error)
-        where += f' AND (file, "group") IN (SELECT (file, "group") FROM {search.table})'
-    order = f"{column_of(index, sort)} {'DESC' if descending else 'ASC'} NULLS LAST"
-    means = "".join(f", {name(f'mean/{function}')}" for function in index.functions)
-    columns = ", ".join(map(name, COLUMNS))
-    with index.database.asked(), index.lock:
-        rows = index.database.rows(
-            f'SELECT file, {columns}{means} FROM {index.table} WHERE {where} ORDER BY {order}, file, "group" '
-            "LIMIT ? OFFSET ?", *values, min(limit, MAX_LIMIT), offset)
-        total = index.database.rows(f"SELECT count(*) AS n FROM {index.table} WHERE {where}", *values)[0]["n"]
-        files = {number: file.stem for number, file in index.by_number.items()}
-    prompts = _prompts(index.database, index, rows)
-    for row in rows:
-        row["prompt"] = prompts.get((row["set"], row["row"]), "")
-        row["file"] = files.get(row["file"], "")
-        for column, value in row.items():
-            if isinstance(value, float):
-                row[column] = rounded(value)
-    return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting,
-            "search": state}
-
-
-def _prompts(database: Database, index: GroupTable, rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], str]:
-    wanted = sorted({int(row["row"]) for row in rows if row["row"] is not None})
-    if not wanted:
-        return {}
-    found = database.rows(f'SELECT "set", "row", prompt FROM {index.prompts} WHERE "row" IN '
-                          f"({', '.join(map(str, wanted))})")
-    return {(row["set"], row["row"]): row["prompt"] for row in found}
+    rows, total = index.rows(filter, sort, descending, offset, min(limit, MAX_LIMIT), hits)
+    return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting, "search": state}

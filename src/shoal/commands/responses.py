@@ -1,46 +1,30 @@
-"""`shoal eval responses=FILE`: answers made elsewhere, scored by a task without a model or a device.
-
-    rows of FILE -> the example that each answers (its own columns, else the task's data) -> verdicts -> figures
-"""
+"""`shoal eval responses=FILE`: answers made elsewhere, scored by a task without a model or a device."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.commands.answers import Question, find_examples, given_names, report_evaluation, write_answers
-from shoal.config.schema import EvalConfig, RewardSection, TaskSection
+from shoal.commands.answers import given_names, report_evaluation, write_answers
+from shoal.config.schema import EvalConfig, RewardSection
 from shoal.files import check_input, check_local, check_new_file
 from shoal.report.console import Console
-from shoal.report.metrics import known_mean, wilson_interval
-from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Scores, failed_figures
-from shoal.run.task import load_task, with_rewards
-from shoal.tasks.data import evaluating
-from shoal.tasks.generated import MadeRows
+from shoal.rewards.scores import failed_figures
+from shoal.run.task import with_rewards
+from shoal.runs.responses import (
+    Response,
+    add_rewards,
+    give_verdicts,
+    load_with_data,
+    match_examples,
+    read_responses,
+    report_unscored,
+    response_figures,
+)
 from shoal.tasks.task import TASKS, Task
-from shoal.types import GOLD_COLUMNS, Example, Failure, ShoalError
-
-NOT_FOUND = "its question is not in the task's data"
-TEXT = "response"
-"""The column of an answer's text."""
-QUESTIONS = ("question", "prompt", "problem")
-"""Columns that may hold the question, where a row lacks the task's own; the first present counts."""
-
-
-@dataclass(frozen=True)
-class Response:
-    """A row of the file; `place` is `FILE, line N`."""
-
-    place: str
-    row: Mapping[str, Any]
-    question: Question
-    text: str
+from shoal.types import ShoalError
 
 
 def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
@@ -65,9 +49,9 @@ def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
             task, with_data, rewarded = _load_scoring_task(config, module, functions, console)
         responses = read_responses(file, task.question, console)
         examples = match_examples(responses, task, with_data, module, config.task, console)
-        num_unscored = _report_unscored(responses, examples, task, console)
+        num_unscored = report_unscored(responses, examples, task, console)
         verdicts = give_verdicts(responses, examples, task, rewarded, console)
-        failures = _add_rewards(responses, examples, verdicts, task, config.reward, console) if rewarded else []
+        failures = add_rewards(responses, examples, verdicts, task, config.reward, console) if rewarded else []
         protocol = f"answers of {config.responses}" + (
             f", {num_unscored} of {len(responses)} not judged" if num_unscored else "")
         figures = response_figures(responses, verdicts, task) | failed_figures(failures) | {"protocol": protocol}
@@ -92,7 +76,7 @@ def _report_unused_keys(config: EvalConfig, console: Console) -> None:
 def _load_scoring_task(config: EvalConfig, module: Any, functions: Sequence[Callable],
                        console: Console) -> tuple[Task, Task | None, bool]:
     """The task, itself again if its data had to be read for it, and whether rewards are asked for."""
-    with_data = None if hasattr(module, "blank") else _load_with_data(config.task, console)
+    with_data = None if hasattr(module, "blank") else load_with_data(config.task, console)
     has_preset = config.reward.preset != RewardSection.preset
     takes_preset = with_data is None and "reward" in inspect.signature(module.blank).parameters
     if has_preset and (functions or config.reward.functions or not takes_preset):
@@ -101,202 +85,6 @@ def _load_scoring_task(config: EvalConfig, module: Any, functions: Sequence[Call
     task = with_data or (module.blank(config.task, config.reward) if takes_preset else module.blank(config.task))
     rewarded = bool(functions or config.reward.functions or config.reward.weights or has_preset)
     return with_rewards(task, config.task, config.reward, functions) if rewarded else task, with_data, rewarded
-
-
-def _load_with_data(section: TaskSection, console: Console) -> Task:
-    """The task with all its questions."""
-    with evaluating():
-        task = load_task(replace(section, num_eval_questions=0))
-    for note in task.notes:
-        console.note(note)
-    return task
-
-
-# ---- the file
-
-
-def read_responses(path: Path, question: str, console: Console) -> list[Response]:
-    """The rows of a jsonl file; ShoalError naming the first line without a question or a response."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ShoalError(f"responses={path} is not UTF-8 text ({error.reason} at byte {error.start}): convert "
-                         "it") from error
-    except OSError as error:
-        raise ShoalError(f"responses={path} cannot be read: {error.strerror or error}") from error
-    found = [_response(line, f"{path}, line {number}", question) for number, line in enumerate(lines, 1)
-             if line.strip()]
-    if not found:
-        raise ShoalError(f"responses={path} holds no row: expected a JSON object on each line, with `{question}` and "
-                         f"`{TEXT}`")
-    kinds = [response.row[TEXT] for response in found if not isinstance(response.row[TEXT], str)]
-    if nulls := kinds.count(None):
-        console.warning(f"{nulls} of {len(found)} responses are null and are scored as empty")
-    if numbers := len(kinds) - nulls:
-        console.warning(f"{numbers} of {len(found)} responses are numbers and are scored as text")
-    return found
-
-
-def _response(line: str, place: str, question: str) -> Response:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ShoalError(f"{place} is no JSON object ({error}): expected one on each line") from error
-    if not isinstance(row, dict):
-        raise ShoalError(f"{place} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`")
-    row = _encodable(row) if "\\u" in line else row
-    column = next((name for name in (question, *QUESTIONS) if row.get(name) is not None), question)
-    try:
-        asked = Question.of(row.get(column))
-    except TypeError:
-        given = f"is {json.dumps(row[column]):.60}" if column in row else "is missing"
-        raise ShoalError(f"{place}: `{column}` {given}; expected text") from None
-    text = row.get(TEXT, ...)
-    if text is ... or isinstance(text, bool | list | dict):
-        given = "is missing" if text is ... else f"is {json.dumps(text):.60}"
-        raise ShoalError(f"{place}: `{TEXT}` {given}; expected text")
-    return Response(place, row, asked, "" if text is None else str(text))
-
-
-def _encodable(value: Any) -> Any:
-    """The value with each unpaired surrogate written as its escape, `\\ud83d`: UTF-8 files cannot hold one."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if isinstance(value, list):
-        return [_encodable(one) for one in value]
-    if isinstance(value, dict):
-        return {_encodable(name): _encodable(one) for name, one in value.items()}
-    return value
-
-
-# ---- the example that each response answers
-
-
-def match_examples(responses: Sequence[Response], task: Task, with_data: Task | None, module: Any,
-                   section: TaskSection, console: Console) -> list[Example | str]:
-    """The example of each response: from its own columns, else from the task's data; a reason where there is none."""
-    published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
-    examples = [_own_example(number, response, task, published) for number, response in enumerate(responses)]
-    lost = [number for number, example in enumerate(examples) if isinstance(example, str)]
-    if lost:
-        try:
-            with_data = with_data or _load_with_data(section, console)
-        except ShoalError as error:  # the rows with their own answers need no data
-            if NOT_FOUND in examples and len(lost) == len(examples):
-                raise
-            console.warning(f"the other questions cannot be looked up: {error}")
-        else:
-            splits = dict(with_data.evaluations)
-            if not isinstance(with_data.train, MadeRows):  # generated rows have no end
-                splits["training"] = with_data.train
-            questions = {number: (responses[number].place, responses[number].question) for number in lost}
-            for number, example in find_examples(questions, splits, task.question, console).items():
-                examples[number] = example
-    if len(lost) < len(responses):
-        console.note(f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground truth in "
-                     "their own rows")
-    return examples
-
-
-def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
-    """The example in a row's own columns: the published ones, or for a task without these any of GOLD_COLUMNS."""
-    given = {column for column, value in response.row.items() if value is not None and value != ""}
-    if task.of_row is None or not (published <= given if published else given.intersection(GOLD_COLUMNS)):
-        return NOT_FOUND
-    try:
-        return task.of_row(number, {**response.row, task.question: response.question.text})
-    except ShoalError as error:
-        return str(error)
-
-
-def _report_unscored(responses: Sequence[Response], examples: Sequence[Example | str], task: Task,
-                     console: Console) -> int:
-    """The number of responses without an example, with a warning; ShoalError if all are."""
-    lost = [(response.place, reason) for response, reason in zip(responses, examples, strict=True)
-            if isinstance(reason, str)]
-    if not lost:
-        return 0
-    first = "{}: {}".format(*lost[0])
-    if len(lost) == len(responses):
-        raise ShoalError(f"none of the {len(lost)} responses can be scored by task {task.name}; the first, {first}. "
-                         f"Its data must contain each `{task.question}` literally")
-    console.warning(f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the first, "
-                    f"{first}")
-    return len(lost)
-
-
-# ---- verdicts and rewards
-
-
-def give_verdicts(responses: Sequence[Response], examples: Sequence[Example | str], task: Task, rewarded: bool,
-                  console: Console) -> list[dict[str, Any] | None]:
-    """The task's verdict on each response; None where there is no example."""
-    verdict, correct = task.verdict, task.correct
-    if verdict is None and correct is None and not rewarded:
-        raise ShoalError(f"task {task.name} does not define what is correct, so answers made elsewhere cannot be "
-                         "scored: give a function that scores them, reward=file.py:function")
-    verdicts: list[dict[str, Any] | None] = []
-    for response, example in zip(responses, examples, strict=True):
-        if isinstance(example, str):
-            verdicts.append(None)
-        elif verdict is not None:
-            verdicts.append(dict(verdict(response.text, example)))
-        else:
-            verdicts.append({"correct": bool(correct(response.text, example))} if correct is not None else {})
-        console.answered("responses", len(verdicts), len(responses))
-    return verdicts
-
-
-def _add_rewards(responses: Sequence[Response], examples: Sequence[Example | str],
-                 verdicts: Sequence[dict[str, Any] | None], task: Task, section: RewardSection,
-                 console: Console) -> list[Failure]:
-    """Adds each response's rewards to its verdict, every response a group of one; returns the failures."""
-    scorable = [(response.text, example, verdict)
-                for response, example, verdict in zip(responses, examples, verdicts, strict=True)
-                if isinstance(example, Example) and verdict is not None]
-    scores: dict[Any, Scores] = {}
-
-    def take(done: Sequence[tuple[Any, Scores]]) -> None:
-        for ticket, found in done:
-            scores[ticket] = found
-            console.answered("rewards", len(scores), len(batches))
-
-    with RewardPool(task.rewards, section) as pool:
-        batches = [scorable] if pool.by_step else [[one] for one in scorable]
-        for ticket, batch in enumerate(batches):  # all before the first wait: remote rewards get many at once
-            pool.submit(ticket, [example for _, example, _ in batch], [[text] for text, _, _ in batch],
-                        [[[]] for _ in batch], 0)
-            take(pool.collect())
-        while len(scores) < len(batches):
-            take(pool.collect(wait=True))
-    for ticket, batch in enumerate(batches):
-        for number, (_, _, verdict) in enumerate(batch):
-            verdict["reward"] = float(scores[ticket].rewards[number][0])
-            verdict["rewards"] = {name: float(values[number][0])
-                                  for name, values in scores[ticket].components.items()}
-    return [failure for ticket in range(len(batches)) for failure in scores[ticket].failures]
-
-
-def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None],
-                     task: Task) -> dict[str, Any]:
-    """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and their numbers."""
-    scored = [verdict for verdict in verdicts if verdict is not None]
-    figures: dict[str, Any] = {
-        "num_responses": len(scored),
-        "num_questions": len({response.question.messages or response.question.text
-                              for response, verdict in zip(responses, verdicts, strict=True) if verdict is not None}),
-        "num_unjudged": len(responses) - len(scored),
-    }
-    if "correct" in scored[0]:
-        right = sum(bool(verdict["correct"]) for verdict in scored)
-        figures |= {"accuracy": right / len(scored), "accuracy_interval": list(wilson_interval(right, len(scored)))}
-    if task.figures is not None:
-        figures |= task.figures(scored)
-    if "reward" in scored[0]:
-        figures["mean_reward"] = known_mean([verdict["reward"] for verdict in scored])
-        for name in scored[0]["rewards"]:
-            figures[f"rewards/{name}"] = known_mean([verdict["rewards"][name] for verdict in scored])
-    return figures
 
 
 def output_rows(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

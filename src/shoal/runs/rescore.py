@@ -19,9 +19,9 @@ from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Scores
 from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.runs.reward_comparison import Rescored, RewardComparison, rank_correlation
+from shoal.runs.scoring import score_texts
 from shoal.runs.stored_run import StoredRun
 from shoal.tasks.task import Task
 from shoal.text import count
@@ -73,21 +73,14 @@ def rescore_step(stored: Sequence[StoredGroup], step: int, pool: RewardPool, alg
                  comparison: RewardComparison) -> list[Rescored]:
     """A step's groups in order; functions are called a group or a step at a time, as in a run."""
     groups = [entry.group for entry in stored]
-    batches = [groups] if pool.by_step else [[group] for group in groups]
     started = time.perf_counter()
-    for ticket, batch in enumerate(batches):
-        pool.submit(ticket, [group.example for group in batch], [group.texts for group in batch],
-                    [[c.token_ids.tolist() for c in group.completions] for group in batch], batch[0].step)
-    scores: dict[Any, Scores] = {}
-    while len(scores) < len(batches):
-        scores |= pool.collect(wait=True)
+    scored, failures = score_texts(pool, [group.example for group in groups], [group.texts for group in groups],
+                                   [[c.token_ids.tolist() for c in group.completions] for group in groups],
+                                   groups[0].step)
     comparison.seconds += time.perf_counter() - started
-    for ticket in range(len(batches)):
-        comparison.add_failures(scores[ticket].failures)
-    places = [(scores[0], n) if pool.by_step else (scores[n], 0) for n in range(len(stored))]
-    rewards = np.stack([found.rewards[place] for found, place in places])
-    valid = np.stack([found.valid[place] for found, place in places])
-    components = [{name: values[place] for name, values in found.components.items()} for found, place in places]
+    comparison.add_failures(failures)
+    rewards, valid = np.stack([one.rewards for one in scored]), np.stack([one.valid for one in scored])
+    components = [one.components for one in scored]
     weights = {one.name: one.weight for one in pool.functions}
     lengths = np.array([[int(c.loss_mask.sum()) for c in group.completions] for group in groups])
     new = step_advantages(algorithm, rewards, valid, lengths, components, weights)

@@ -18,7 +18,6 @@ from shoal.report.console import prompt_text
 from shoal.report.figures import duration, figure_text, is_shown_figure, number_text, summary_rows, text_table
 from shoal.report.folder import find_run, read_config
 from shoal.report.groups import StoredGroup
-from shoal.report.notebook import html_table
 from shoal.runs.evaluations import Evaluations
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count, nearest, shorten
@@ -76,15 +75,12 @@ class Table:
         return pandas.DataFrame(self.columns)
 
     def __repr__(self) -> str:
-        return f"Table of {len(self)} rows: {', '.join(self.columns) or 'no columns'}"
-
-    def _repr_html_(self) -> str:
         names = [name for name in _SHOWN if name in self.columns] or list(self.columns)[:8]
         rows = [["" if row.get(name) is None else figure_text(name, row[name]) for name in names] for row in self.rows]
         if len(rows) > 2 * _SHOWN_ROWS:
             rows[_SHOWN_ROWS:-_SHOWN_ROWS] = [["..."] * len(names)]
-        more = f"<p>{len(self)} rows, {len(self.columns)} columns: {html.escape(', '.join(self.columns))}</p>"
-        return html_table(names, rows) + more
+        return "\n".join([*(text_table(names, rows) if rows else []),
+                          f"Table of {len(self)} rows: {', '.join(self.columns) or 'no columns'}"])
 
 
 _SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "completions/length_mean",
@@ -93,14 +89,14 @@ _SHOWN_ROWS = 10  # at either end
 
 
 class Shown(list[T], Generic[T]):
-    """A list that a notebook shows as a table: `row` gives an item's cells under `head`."""
+    """A list that is shown as a table: `row` gives an item's cells under `head`."""
 
     def __init__(self, items: Iterable[T], head: Sequence[str], row: Callable[[T], Sequence[str]]) -> None:
         super().__init__(items)
         self._head, self._row = head, row
 
-    def _repr_html_(self) -> str:
-        return html_table(self._head, [self._row(item) for item in self])
+    def __repr__(self) -> str:
+        return "\n".join(text_table(self._head, [self._row(item) for item in self])) if self else "[]"
 
 
 def _group_row(stored: StoredGroup) -> list[str]:
@@ -189,11 +185,6 @@ class Result(Mapping[str, Any]):
     def __repr__(self) -> str:
         rows = summary_rows(self.before, self.after)
         return "\n".join([self._headline(), *(text_table(("", "before", "after", "change"), rows) if rows else [])])
-
-    def _repr_html_(self) -> str:
-        rows = summary_rows(self.before, self.after)
-        table = html_table(("", "before", "after", "change"), rows) if rows else ""
-        return f"<div><p>{html.escape(self._headline())}</p>{table}</div>"
 
     def _headline(self) -> str:
         steps = count(len(self.metrics), "step")

@@ -1,0 +1,223 @@
+"""Answers made elsewhere: read from a file, matched to a task's examples, judged and rewarded without a model.
+
+    rows of a file -> the example that each answers (its own columns, else the task's data) -> verdicts -> figures
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.config.schema import RewardSection, TaskSection
+from shoal.report.console import Console
+from shoal.report.metrics import known_mean, wilson_interval
+from shoal.rewards.pool import RewardPool
+from shoal.run.task import load_task
+from shoal.runs.questions import Question, find_examples
+from shoal.runs.scoring import score_texts
+from shoal.tasks.data import evaluating
+from shoal.tasks.generated import MadeRows
+from shoal.tasks.task import Task
+from shoal.types import GOLD_COLUMNS, Example, Failure, ShoalError
+
+NOT_FOUND = "its question is not in the task's data"
+TEXT = "response"
+"""The column of an answer's text."""
+QUESTIONS = ("question", "prompt", "problem")
+"""Columns that may hold the question, where a row lacks the task's own; the first present counts."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A row of the file; `place` is `FILE, line N`."""
+
+    place: str
+    row: Mapping[str, Any]
+    question: Question
+    text: str
+
+
+def load_with_data(section: TaskSection, console: Console) -> Task:
+    """The task with all its questions."""
+    with evaluating():
+        task = load_task(replace(section, num_eval_questions=0))
+    for note in task.notes:
+        console.note(note)
+    return task
+
+
+# ---- the file
+
+
+def read_responses(path: Path, question: str, console: Console) -> list[Response]:
+    """The rows of a jsonl file; ShoalError naming the first line without a question or a response."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ShoalError(f"responses={path} is not UTF-8 text ({error.reason} at byte {error.start}): convert "
+                         "it") from error
+    except OSError as error:
+        raise ShoalError(f"responses={path} cannot be read: {error.strerror or error}") from error
+    found = [_response(line, f"{path}, line {number}", question) for number, line in enumerate(lines, 1)
+             if line.strip()]
+    if not found:
+        raise ShoalError(f"responses={path} holds no row: expected a JSON object on each line, with `{question}` and "
+                         f"`{TEXT}`")
+    kinds = [response.row[TEXT] for response in found if not isinstance(response.row[TEXT], str)]
+    if nulls := kinds.count(None):
+        console.warning(f"{nulls} of {len(found)} responses are null and are scored as empty")
+    if numbers := len(kinds) - nulls:
+        console.warning(f"{numbers} of {len(found)} responses are numbers and are scored as text")
+    return found
+
+
+def _response(line: str, place: str, question: str) -> Response:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ShoalError(f"{place} is no JSON object ({error}): expected one on each line") from error
+    if not isinstance(row, dict):
+        raise ShoalError(f"{place} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`")
+    row = _encodable(row) if "\\u" in line else row
+    column = next((name for name in (question, *QUESTIONS) if row.get(name) is not None), question)
+    try:
+        asked = Question.of(row.get(column))
+    except TypeError:
+        given = f"is {json.dumps(row[column]):.60}" if column in row else "is missing"
+        raise ShoalError(f"{place}: `{column}` {given}; expected text") from None
+    text = row.get(TEXT, ...)
+    if text is ... or isinstance(text, bool | list | dict):
+        given = "is missing" if text is ... else f"is {json.dumps(text):.60}"
+        raise ShoalError(f"{place}: `{TEXT}` {given}; expected text")
+    return Response(place, row, asked, "" if text is None else str(text))
+
+
+def _encodable(value: Any) -> Any:
+    """The value with each unpaired surrogate written as its escape, `\\ud83d`: UTF-8 files cannot hold one."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, list):
+        return [_encodable(one) for one in value]
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(one) for name, one in value.items()}
+    return value
+
+
+# ---- the example that each response answers
+
+
+def match_examples(responses: Sequence[Response], task: Task, with_data: Task | None, module: Any,
+                   section: TaskSection, console: Console) -> list[Example | str]:
+    """The example of each response: from its own columns, else from the task's data; a reason where there is none."""
+    published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
+    examples = [_own_example(number, response, task, published) for number, response in enumerate(responses)]
+    lost = [number for number, example in enumerate(examples) if isinstance(example, str)]
+    if lost:
+        try:
+            with_data = with_data or load_with_data(section, console)
+        except ShoalError as error:  # the rows with their own answers need no data
+            if NOT_FOUND in examples and len(lost) == len(examples):
+                raise
+            console.warning(f"the other questions cannot be looked up: {error}")
+        else:
+            splits = dict(with_data.evaluations)
+            if not isinstance(with_data.train, MadeRows):  # generated rows have no end
+                splits["training"] = with_data.train
+            questions = {number: (responses[number].place, responses[number].question) for number in lost}
+            for number, example in find_examples(questions, splits, task.question, console).items():
+                examples[number] = example
+    if len(lost) < len(responses):
+        console.note(f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground truth in "
+                     "their own rows")
+    return examples
+
+
+def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
+    """The example in a row's own columns: the published ones, or for a task without these any of GOLD_COLUMNS."""
+    given = {column for column, value in response.row.items() if value is not None and value != ""}
+    if task.of_row is None or not (published <= given if published else given.intersection(GOLD_COLUMNS)):
+        return NOT_FOUND
+    try:
+        return task.of_row(number, {**response.row, task.question: response.question.text})
+    except ShoalError as error:
+        return str(error)
+
+
+def report_unscored(responses: Sequence[Response], examples: Sequence[Example | str], task: Task,
+                     console: Console) -> int:
+    """The number of responses without an example, with a warning; ShoalError if all are."""
+    lost = [(response.place, reason) for response, reason in zip(responses, examples, strict=True)
+            if isinstance(reason, str)]
+    if not lost:
+        return 0
+    first = "{}: {}".format(*lost[0])
+    if len(lost) == len(responses):
+        raise ShoalError(f"none of the {len(lost)} responses can be scored by task {task.name}; the first, {first}. "
+                         f"Its data must contain each `{task.question}` literally")
+    console.warning(f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the first, "
+                    f"{first}")
+    return len(lost)
+
+
+# ---- verdicts and rewards
+
+
+def give_verdicts(responses: Sequence[Response], examples: Sequence[Example | str], task: Task, rewarded: bool,
+                  console: Console) -> list[dict[str, Any] | None]:
+    """The task's verdict on each response; None where there is no example."""
+    verdict, correct = task.verdict, task.correct
+    if verdict is None and correct is None and not rewarded:
+        raise ShoalError(f"task {task.name} does not define what is correct, so answers made elsewhere cannot be "
+                         "scored: give a function that scores them, reward=file.py:function")
+    verdicts: list[dict[str, Any] | None] = []
+    for response, example in zip(responses, examples, strict=True):
+        if isinstance(example, str):
+            verdicts.append(None)
+        elif verdict is not None:
+            verdicts.append(dict(verdict(response.text, example)))
+        else:
+            verdicts.append({"correct": bool(correct(response.text, example))} if correct is not None else {})
+        console.answered("responses", len(verdicts), len(responses))
+    return verdicts
+
+
+def add_rewards(responses: Sequence[Response], examples: Sequence[Example | str],
+                 verdicts: Sequence[dict[str, Any] | None], task: Task, section: RewardSection,
+                 console: Console) -> list[Failure]:
+    """Adds each response's rewards to its verdict, every response a group of one; returns the failures."""
+    scorable = [(response.text, example, verdict)
+                for response, example, verdict in zip(responses, examples, verdicts, strict=True)
+                if isinstance(example, Example) and verdict is not None]
+    texts, asked, scored = zip(*scorable, strict=True)
+    with RewardPool(task.rewards, section) as pool:
+        found, failures = score_texts(pool, asked, [[text] for text in texts], [[[]] for _ in texts],
+                                      progress=lambda done, total: console.answered("rewards", done, total))
+    for verdict, one in zip(scored, found, strict=True):
+        verdict["reward"] = float(one.rewards[0])
+        verdict["rewards"] = {name: float(values[0]) for name, values in one.components.items()}
+    return failures
+
+
+def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None],
+                     task: Task) -> dict[str, Any]:
+    """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and their numbers."""
+    scored = [verdict for verdict in verdicts if verdict is not None]
+    figures: dict[str, Any] = {
+        "num_responses": len(scored),
+        "num_questions": len({response.question.messages or response.question.text
+                              for response, verdict in zip(responses, verdicts, strict=True) if verdict is not None}),
+        "num_unjudged": len(responses) - len(scored),
+    }
+    if "correct" in scored[0]:
+        right = sum(bool(verdict["correct"]) for verdict in scored)
+        figures |= {"accuracy": right / len(scored), "accuracy_interval": list(wilson_interval(right, len(scored)))}
+    if task.figures is not None:
+        figures |= task.figures(scored)
+    if "reward" in scored[0]:
+        figures["mean_reward"] = known_mean([verdict["reward"] for verdict in scored])
+        for name in scored[0]["rewards"]:
+            figures[f"rewards/{name}"] = known_mean([verdict["rewards"][name] for verdict in scored])
+    return figures

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -55,32 +56,33 @@ def weights(version: int) -> dict[str, np.ndarray]:
 @dataclass(frozen=True)
 class FakeManifest:
     version: int
-    channel: FakeChannel
+    publisher: FakePublisher
 
     @property
     def exists(self) -> bool:
-        return self.version in self.channel.versions
+        return self.version in self.publisher.versions
 
-    def fetch(self, wait: bool = True) -> dict[str, np.ndarray]:
-        return self.channel.versions[self.version]
+    def read(self, model: Any) -> Future[Callable[[], dict[str, np.ndarray]]]:
+        done: Future[Callable[[], dict[str, np.ndarray]]] = Future()
+        done.set_result(lambda: self.publisher.versions[self.version])
+        return done
 
 
 @dataclass
-class FakeChannel:
-    """A channel whose weights are numbers."""
+class FakePublisher:
+    """A publisher whose weights are numbers."""
 
-    names: Sequence[str]
     seconds: float = 0.0  # of a publication
     model: Any = field(default_factory=lambda: VOCABULARY)
     versions: dict[int, Any] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def publish(self, version: int, params: Any) -> dict[str, FakeManifest]:
+    def publish(self, version: int, params: Any) -> FakeManifest:
         time.sleep(self.seconds)
-        self.versions[version] = params
-        return {name: self.manifest(version, name) for name in self.names}
+        self.versions = {**self.versions, version: params}
+        return self.manifest(version)
 
-    def manifest(self, version: int, host: str) -> FakeManifest:
+    def manifest(self, version: int) -> FakeManifest:
         return FakeManifest(version, self)
 
     def release(self, needed: Callable[[int], bool]) -> None:
@@ -90,7 +92,7 @@ class FakeChannel:
         return weights(0)
 
     def close(self) -> None:
-        self.versions.clear()
+        self.versions = {}
 
 
 # ---- a sampler that sleeps
@@ -120,6 +122,7 @@ class SleepingEngine:
     places: int
     length_of: Callable[[SampleRequest, int], int]
     token_seconds: float
+    model: Any = None
     version: int = -1
     parameters: Any = None
     tokens: int = 0  # sampled so far
@@ -251,8 +254,7 @@ def make_fleet(hosts: Mapping[str, Host], woken: threading.Event, publish_second
                **settings: Any) -> Fleet:
     pool = RewardPool((REWARD,), RewardSection(workers=0))
     rewards = GroupRewards(TASK, pool, lambda ids: "x" * (sum(ids) % 7))
-    channel = FakeChannel(list(hosts), publish_seconds)
-    return Fleet(channel, hosts, rewards, seed=0, by_itself=True, woken=woken, **settings)  # type: ignore[arg-type]
+    return Fleet(FakePublisher(publish_seconds), hosts, rewards, seed=0, by_itself=True, woken=woken, **settings)  # type: ignore[arg-type]
 
 
 def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int, schedule: Schedule,

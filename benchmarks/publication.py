@@ -94,14 +94,12 @@ class Reader:
         self.model, self.held = Model(architecture(layers), make_roles(MeshSection(data=1)).sampler), None
         self.before = held_bytes()
 
-    def fetch(self, stored: Any) -> tuple[float, int]:
+    def fetch(self, manifest: Any) -> tuple[float, int]:
         """Seconds, and bytes held with the version before."""
         import jax
 
-        from shoal.rollout.publish import StoredManifest
-
         started = time.perf_counter()
-        params = jax.block_until_ready(StoredManifest(stored, self.model).fetch())
+        params = jax.block_until_ready(manifest.read(self.model).result()())
         seconds, before = time.perf_counter() - started, self.held
         self.held = params
         held = held_bytes() - self.before
@@ -115,7 +113,6 @@ class Reader:
         """Seconds: the median of a dispatch, and those around a load beyond what their dispatches usually take. The
         load itself also waits for the dispatches that are under way, in which the sampler does not stand still."""
         from shoal.rollout.host import EngineHost
-        from shoal.rollout.publish import StoredManifest
         from shoal.sampler.engine import Engine
         from shoal.sampler.programs import CHUNK
         from shoal.types import Address, SampleRequest, SamplingParams
@@ -124,13 +121,13 @@ class Reader:
         engine = Engine(self.model, slots=4, group_size=4, max_prompt_tokens=16, max_completion_tokens=1024,
                         eos_ids=())
         host = EngineHost(lambda purpose, size: engine, shares_memory=False)
-        host.load(0, StoredManifest(first, self.model))
+        host.load(first)
         host.submit([SampleRequest(0, np.arange(1, 9, dtype=np.int32), 4, Address(0, "train", 0, 0),
                                    SamplingParams(max_tokens=1024), version=0, exact=False)])
         for number in range(BEFORE + AFTER):
             if number == BEFORE:
                 tokens = engine.tokens
-                host.load(1, StoredManifest(second, self.model))
+                host.load(second)
             seconds.append(timed(host.poll))
         assert engine.version == 1, "the next version was not loaded"
         usual = statistics.median(seconds[2:BEFORE])
@@ -208,12 +205,12 @@ class Trainer:
         target = np.ones_like(source)
         self.copies.append(timed(lambda: np.copyto(target, source)))
 
-    def publish(self, channel: Any, version: int) -> tuple[float, int]:
+    def publish(self, publisher: Any, version: int) -> tuple[float, int]:
         """Seconds, and the peak in bytes."""
         self.update()
         with peak() as found:
-            seconds = timed(lambda: channel.publish(version, self.params))
-        channel.release(lambda one: one > version - KEEP)
+            seconds = timed(lambda: publisher.publish(version, self.params))
+        publisher.release(lambda one: one > version - KEEP)
         return seconds, found[0]
 
 
@@ -239,30 +236,29 @@ def measure_memory(args: argparse.Namespace) -> None:
     import jax
 
     from shoal.config.schema import MeshSection
-    from shoal.rollout.publish import MemoryChannel
+    from shoal.rollout.publish import MemoryPublisher
 
     trainer = Trainer(args.layers, MeshSection(trainer="1", sampler=str(args.workers)))
-    channel = MemoryChannel(trainer.model, {str(number): trainer.model.on(role)
-                                            for number, role in enumerate(trainer.roles.hosts)})
+    publisher, hosts = MemoryPublisher(trainer.model), [trainer.model.on(role) for role in trainer.roles.hosts]
     before = anonymous()
-    trainer.publish(channel, 0)
+    trainer.publish(publisher, 0)
     writes, fetches = [], []
     for version in range(1, args.repeat + 1):
         trainer.copy()
-        channel.release(lambda _: False)
-        seconds, found = trainer.publish(channel, version)
+        publisher.release(lambda _: False)
+        seconds, found = trainer.publish(publisher, version)
         writes.append((seconds, found - args.workers * trainer.bytes))  # what the samplers hold is theirs
-        fetches += [timed(lambda name=name, version=version: jax.block_until_ready(
-            channel.manifest(version, name).fetch())) for name in channel.parts]
-    trainer.publish(channel, args.repeat + 1)  # beside the last
+        manifest = publisher.manifest(version)
+        fetches += [timed(lambda model=model, manifest=manifest: jax.block_until_ready(
+            manifest.read(model).result()())) for model in hosts]
+    trainer.publish(publisher, args.repeat + 1)  # beside the last
     held = (anonymous() - before) / args.workers
     line("memory", trainer, writes, fetches, [max(fetches)], held / trainer.bytes, [])
 
 
 def measure_stored(args: argparse.Namespace) -> None:
     from shoal.config.schema import MeshSection
-    from shoal.rollout.file_store import FileStore, default_folder
-    from shoal.rollout.publish import StoredChannel
+    from shoal.rollout.file_publisher import FilePublisher, default_folder
 
     with ExitStack() as stack:
         if args.part == "ray":
@@ -273,21 +269,20 @@ def measure_stored(args: argparse.Namespace) -> None:
             stack.callback(ray.shutdown)
         trainer = Trainer(args.layers, MeshSection(data=1))
         if args.part == "ray":
-            from shoal.rollout.cluster import ObjectStore
+            from shoal.rollout.cluster import ObjectPublisher
 
-            store: Any = ObjectStore()
+            publisher: Any = ObjectPublisher(trainer.model)
         else:
-            store = FileStore(default_folder(trainer.bytes))
-        channel = StoredChannel(trainer.model, {}, store)
-        stack.callback(channel.close)
+            publisher = FilePublisher(default_folder(trainer.bytes), trainer.model)
+        stack.callback(publisher.close)
         readers: list[Any] = [(Actor if args.part == "ray" else Piped)(args.layers) for _ in range(args.workers)]
         for reader in readers:
             stack.callback(reader.close)
         pool = stack.enter_context(ThreadPoolExecutor(len(readers)))
         writes, alone, together, held = [], [], [], 0
         for version in range(args.repeat + 1):
-            write = trainer.publish(channel, version)
-            stored = channel.stored[version]
+            write = trainer.publish(publisher, version)
+            stored = publisher.stored[version]
             first = readers[0].ask("fetch", stored)
             trainer.copy()
             found = list(pool.map(lambda reader, stored=stored: reader.ask("fetch", stored), readers))
@@ -300,7 +295,7 @@ def measure_stored(args: argparse.Namespace) -> None:
         if not args.no_pause:
             for reader in readers[1:]:
                 reader.ask("drop")
-            pauses.append(readers[0].ask("pause", *(channel.stored[args.repeat - back] for back in (1, 0))))
+            pauses.append(readers[0].ask("pause", *(publisher.stored[args.repeat - back] for back in (1, 0))))
         line(args.part, trainer, writes, alone, together, held / trainer.bytes, pauses)
 
 

@@ -98,13 +98,17 @@ class TornManifest:
     host: UnrulyHost
 
     @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @property
     def exists(self) -> bool:
         return self.manifest.exists
 
-    def fetch(self, wait: bool = True) -> Any:
+    def read(self, model: Any) -> Any:
         if self.host.plan.interrupts(self.host.torn):
             self.host.dead = "killed while it read weights"
-        return self.manifest.fetch(wait)
+        return self.manifest.read(model)
 
 
 class UnrulyHost:
@@ -117,12 +121,12 @@ class UnrulyHost:
         self.stopped: HostProgress | None = None  # what it says of itself from then on
         self.late: list[tuple[float, int, list[Completion]]] = []
 
-    def load(self, version: int, manifest: Manifest) -> None:
+    def load(self, manifest: Manifest) -> None:
         self._check()
-        if version in self.plan.interrupted:
-            self.torn = version
+        if manifest.version in self.plan.interrupted:
+            self.torn = manifest.version
             manifest = TornManifest(manifest, self)
-        self.inner.load(version, manifest)
+        self.inner.load(manifest)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._check()

@@ -30,6 +30,7 @@ import inspect
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -331,14 +332,18 @@ class Manifest(Protocol):
     """Where a published version of the weights can be fetched from. It is light: it holds no weights."""
 
     @property
+    def version(self) -> int: ...
+
+    @property
     def exists(self) -> bool:
         """False once nobody may ask for this version any more."""
         ...
 
-    def fetch(self, wait: bool = True) -> Params | None:
-        """The weights, of the sampler's type and layout. LookupError unless it exists.
+    def read(self, model: Any) -> Future[Callable[[], Params]]:
+        """Begins to bring the weights to the devices of `model`, in its type and layout, while these may sample.
 
-        `wait=False`: None where they are not there yet; they are read in the background until a later call."""
+        What it ends with gives them, once, in the thread that dispatches to these devices. LookupError where the
+        version does not exist any more, ShoalError where the weights are not those that were published."""
         ...
 
 
@@ -355,7 +360,8 @@ class HostProgress:
     places: int = 0  # all, summed over the tokens of decoding
     pause_seconds: float = 0.0  # in which it loaded weights; those compiled steps that are under way are waited for
     busy_seconds: float = 0.0  # in which it had completions to sample
-    differs: bool = False  # it draws otherwise than the first host, and samples nevertheless
+    differs: bool = False  # its numbers differ from what they should be, and it samples nevertheless
+    reports: int = 0  # how often a process elsewhere was heard of: proof of life while it prepares
 
 
 class Host(Protocol):
@@ -368,8 +374,8 @@ class Host(Protocol):
     another machine".
     """
 
-    def load(self, version: int, manifest: Manifest) -> None:
-        """Tells where a version can be fetched; it is fetched when a request needs it, or, for those that may start on
+    def load(self, manifest: Manifest) -> None:
+        """Says where a version can be fetched; it is fetched when a request needs it, or, for those that may start on
         newer weights, between two compiled steps."""
         ...
 

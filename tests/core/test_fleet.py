@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tiny_runs import Workshop, checkpoints, metrics, read_lines
 from shoal import cli
 from shoal.commands.replay import replay
 from shoal.config.schema import ReplayConfig, RewardSection
+from shoal.mesh import Program, programs
 from shoal.model.transformer import Model
 from shoal.report.timeline import Timeline
 from shoal.rewards.pool import RewardPool
@@ -31,7 +33,7 @@ from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import Stage
 from shoal.rollout.member import Member, wrong_answer
-from shoal.rollout.publish import MemoryChannel
+from shoal.rollout.publish import MemoryPublisher
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.update import Updater
@@ -81,9 +83,9 @@ class FakeHost:
         self.tokens = 0
         self.differs = False
 
-    def load(self, version: int, manifest: Manifest) -> None:
+    def load(self, manifest: Manifest) -> None:
         assert manifest.exists
-        self.versions.append(version)
+        self.versions.append(manifest.version)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         assert all(one.version in self.versions for one in requests)
@@ -97,10 +99,10 @@ class FakeHost:
             return {}
         return self.answer_last()
 
-    def answer_last(self) -> dict[int, list[Completion]]:
+    def answer_last(self, position: int = -1) -> dict[int, list[Completion]]:
         self.answered += 1
         self.tokens += TOKENS
-        request = self.queued.pop()
+        request = self.queued.pop(position)
         return {request.id: answer(request)}
 
     def cancel(self, id: int) -> None:
@@ -119,8 +121,7 @@ class FakeHost:
 def fleet(hosts: dict[str, Any], in_thread: bool = True, **options: Any) -> Iterator[Fleet]:
     model = Model(PLAINEST, roles().sampler)
     rewards = GroupRewards(TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
-    channel = MemoryChannel(model, dict.fromkeys(hosts, model))
-    with closing(Fleet(channel, hosts, rewards, seed=0, by_itself=in_thread, **options)) as made:
+    with closing(Fleet(MemoryPublisher(model), hosts, rewards, seed=0, by_itself=in_thread, **options)) as made:
         made.by_itself = True  # hosts are polled whenever groups are taken, and all is counted
         made.publish(0, random_parameters(PLAINEST))
         yield made
@@ -379,10 +380,10 @@ def test_an_answer_from_newest_weights_may_come_while_the_next_are_published(mon
     go = threading.Event()
     host = FakeHost(lambda host: None if go.is_set() else {})
     with fleet({"a": host}) as source:
-        publish = source.channel.publish
+        publish = source.publisher.publish
 
         def slow(version: int, params: Any) -> Any:
-            assert not source.channel.versions  # released, as both may not fit
+            assert not source.publisher.versions  # released, as both may not fit
             go.set()
             groups_come(source)
             return publish(version, params)
@@ -390,7 +391,7 @@ def test_an_answer_from_newest_weights_may_come_while_the_next_are_published(mon
         source.request(requests(range(2), exact=False))
         while len(host.queued) < 2:
             time.sleep(0.01)
-        monkeypatch.setattr(source.channel, "publish", slow)
+        monkeypatch.setattr(source.publisher, "publish", slow)
         source.publish(1, random_parameters(PLAINEST))
         assert rows_of(source) == [0, 1] and source.members["a"].host is host
 
@@ -404,7 +405,7 @@ def groups_come(source: Fleet) -> None:
 
 def test_health_is_progress_and_not_life():
     host = FakeHost()
-    one = Member("a", host, restarts=1, given={1: 4})  # type: ignore[arg-type]
+    one = Member("a", host, restarts=1, given={1: requests([0])[0]})  # type: ignore[arg-type]
     start = time.monotonic()
     assert not one.stalled_seconds(start + 500) and one.stalled_seconds(start + 700)  # the first step compiles
     for number in range(5):
@@ -414,7 +415,7 @@ def test_health_is_progress_and_not_life():
     one.given.clear()
     assert not one.stalled_seconds(start + 1e6)
     one.look(start + 1e6)
-    one.given[2] = 4
+    one.given[2] = requests([0])[0]
     assert not one.stalled_seconds(start + 1e6 + 59)  # counted from when it had work again
     host.preparing = True  # a program of other shapes, or weights of a network
     one.look(start + 1e6 + 59)
@@ -426,6 +427,21 @@ def test_health_is_progress_and_not_life():
     assert one.stalled_seconds(start + 1e6 + 559)
 
 
+@pytest.mark.parametrize("stall_seconds", [0, 5])
+def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard_of(stall_seconds):
+    """Also before it is ready, when it has no groups yet; one that is stopped meanwhile is heard of no more."""
+    tells = HostProgress(preparing=True)
+    host: Any = SimpleNamespace(progress=lambda: replace(tells))
+    for groups in ({}, {1: requests([0])[0]}):
+        one, now = Member("a", host, restarts=1, stall_seconds=stall_seconds, given=groups), time.monotonic()
+        for _ in range(1000):
+            now, tells.reports = now + 3.0, tells.reports + 1
+            one.look(now)
+            assert not one.stalled_seconds(now)
+        one.look(now + 601)
+        assert one.stalled_seconds(now + 601)
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition() and time.monotonic() < deadline:
@@ -433,20 +449,64 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
+def test_no_group_starts_on_a_version_before_its_host_was_given_it():
+    """A version is published, and its manifest has not reached the hosts."""
+    host = FakeHost()
+    with fleet({"a": host}) as source:
+        publish, waiting = source.publisher.publish, []
+
+        def slow(version: int, params: Any) -> Any:
+            manifest = publish(version, params)
+            for _ in range(5):
+                source.woken.set()
+                time.sleep(0.02)
+            waiting.append(source.ledger.count(Stage.WAITING))
+            return manifest
+
+        source.publisher.publish = slow
+        source.request(requests([0, 1], version=1))
+        source.publish(1, random_parameters(PLAINEST))
+        assert waiting == [2] and rows_of(source) == [0, 1]
+
+
+def test_training_goes_before_an_evaluation_which_has_a_share_of_each_host():
+    """An evaluation of 40 questions at one version; then the groups of a step at the next."""
+    host = FakeHost(lambda host: {}, capacity=32)
+    questions = [replace(one, purpose=Purpose.EVALUATE) for one in requests(range(40))]
+    with fleet({"a": host}) as source:
+        def queued() -> list[Purpose]:
+            return [one.purpose for one in host.queued]
+
+        source.request(requests(range(3), version=0))
+        source.request(questions)
+        wait_for(lambda: len(host.queued) == 5)
+        assert queued() == [Purpose.TRAIN] * 3 + [Purpose.EVALUATE] * 2  # 8 of 32 completions
+        source.publish(1, random_parameters(PLAINEST))
+        source.request(requests(range(9), step=1, version=1))
+        wait_for(lambda: len(host.queued) == 8)
+        assert queued()[5:] == [Purpose.TRAIN] * 3
+        host.fault = lambda host: None if Purpose.TRAIN in queued() else {}
+        host.answer_last = lambda: FakeHost.answer_last(host, 0)  # type: ignore[method-assign]
+        assert rows_of(source) == [0, 1, 2] and rows_of(source, 1) == list(range(9))
+        assert 4 <= 40 - source.ledger.count(Stage.WAITING, Stage.RUNNING) < 20
+        host.fault = lambda host: None
+        assert len(source.take(Purpose.EVALUATE, 0)) == 40
+
+
 def test_with_newest_weights_hosts_go_on_while_others_are_copied():
     """The old version is released before the new one is there; groups end in between."""
     copying: list[int] = []
     host = FakeHost(lambda host: None if copying else {})
     with fleet({"a": host}) as source:
-        publish = source.channel.publish
+        publish = source.publisher.publish
 
         def slowly(version: int, params: Any) -> Any:
-            assert not source.channel.versions
+            assert not source.publisher.versions
             copying.append(version)
             wait_for(lambda: not source.ledger.count(Stage.RUNNING) or source._failure is not None)
             return publish(version, params)
 
-        source.channel.publish = slowly
+        source.publisher.publish = slowly
         source.request(requests([0, 1], exact=False))
         wait_for(lambda: len(host.queued) == 2)
         source.publish(1, random_parameters(PLAINEST), keep_from=1)
@@ -507,11 +567,16 @@ def engine_host(**options: Any) -> EngineHost:
 class Weights:
     """A manifest of given weights."""
 
-    def __init__(self, params: Any) -> None:
-        self.params, self.exists, self.fetched = params, True, 0
+    def __init__(self, version: int, params: Any) -> None:
+        self.version, self.params, self.exists, self.reads = version, params, True, 0
 
-    def fetch(self, wait: bool = True) -> Any:
-        self.fetched += 1
+    def read(self, model: Any) -> Future[Callable[[], Any]]:
+        self.reads += 1
+        done: Future[Callable[[], Any]] = Future()
+        done.set_result(self.give)
+        return done
+
+    def give(self) -> Any:
         return self.params
 
 
@@ -531,18 +596,18 @@ def run(host: EngineHost, before_poll: Callable[[int], None] = lambda number: No
 
 
 def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
-    host, weights, seen = engine_host(), Weights(random_parameters(PLAINEST)), []
+    host, weights, seen = engine_host(), Weights(0, random_parameters(PLAINEST)), []
     engine = host.make_engine(Purpose.TRAIN, 4)
 
     def noting(name: str, call: Callable) -> Callable:
         return lambda *args, **keys: (seen.append((name, host.progress().preparing)), call(*args, **keys))[1]
 
-    for owner, name in ((weights, "fetch"), (engine, "_start"), (engine, "_drain_one")):
+    for owner, name in ((weights, "give"), (engine, "_start"), (engine, "_drain_one")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
-    host.load(0, weights)
+    host.load(weights)
     host.submit([sample(0, 0, exact=True, max_tokens=3)])
     run(host)
-    assert set(seen) == {("fetch", True), ("_start", True), ("_drain_one", False)} and not host.progress().preparing
+    assert set(seen) == {("give", True), ("_start", True), ("_drain_one", False)} and not host.progress().preparing
 
 
 def versions(completions: list[Completion]) -> set[int]:
@@ -550,19 +615,19 @@ def versions(completions: list[Completion]) -> set[int]:
 
 
 def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_taken_on_the_way():
-    host, weights = engine_host(), [Weights(random_parameters(PLAINEST, seed=seed)) for seed in range(3)]
-    host.load(0, weights[0])
+    host, weights = engine_host(), [Weights(seed, random_parameters(PLAINEST, seed=seed)) for seed in range(3)]
+    host.load(weights[0])
     host.submit([sample(0, 0, exact=False), sample(1, 0, exact=True), sample(2, 0, exact=False), sample(3, 1, True)])
     with pytest.raises(RuntimeError, match=r"version 1 is requested, but only \[0\] are published"):
         run(host)
-    host.load(1, weights[1])
+    host.load(weights[1])
     found = run(host)
     assert versions(found.get(3, [])) == {1}
 
     host = engine_host()
-    host.load(0, weights[0])
+    host.load(weights[0])
     host.submit([sample(0, 0, exact=False), sample(1, 0, exact=True, max_tokens=5), sample(2, 0, exact=False)])
-    found = run(host, lambda number: host.load(1, weights[1]) if number == 1 else None)
+    found = run(host, lambda number: host.load(weights[1]) if number == 1 else None)
     assert versions(found[0]) == {0, 1}  # long completions lived through the swap
     assert all((np.diff(one.versions) >= 0).all() for one in found[0])
     assert versions(found[1]) == {0} and versions(found[2]) == {1}
@@ -573,20 +638,19 @@ def test_newest_weights_that_were_released_are_passed_over():
     than it may."""
 
     class Released(Weights):
-        def fetch(self, wait: bool = True) -> Any:
-            self.fetched += 1
+        def give(self) -> Any:
             self.exists = False
             raise LookupError("released")
 
-    host, gone = engine_host(), Released(None)
-    host.load(0, Weights(random_parameters(PLAINEST)))
+    host, gone = engine_host(), Released(1, None)
+    host.load(Weights(0, random_parameters(PLAINEST)))
     host.submit([sample(0, 0, exact=False)])
-    found = run(host, lambda number: host.load(1, gone) if number == 1 else None)
-    assert versions(found[0]) == {0} and gone.fetched == 1
-    host.load(2, Released(None))
+    found = run(host, lambda number: host.load(gone) if number == 1 else None)
+    assert versions(found[0]) == {0} and gone.reads == 1
+    host.load(Released(2, None))
     host.submit([sample(1, 1, exact=False)])
     assert host.poll() == {} and not host.idle and host.stuck
-    host.load(3, Weights(random_parameters(PLAINEST, seed=1)))
+    host.load(Weights(3, random_parameters(PLAINEST, seed=1)))
     assert versions(run(host)[1]) == {3}
     host.submit([sample(2, 4, exact=False)])
     with pytest.raises(RuntimeError, match=r"version 4 is requested, but only \[0, 3\] are published"):
@@ -597,19 +661,23 @@ def test_newest_weights_are_read_while_completions_go_on():
     """Also where newer ones are published before they are there."""
 
     class Slow(Weights):
-        def fetch(self, wait: bool = True) -> Any:
-            self.fetched += 1
-            return self.params if wait or self.fetched > 1 else None
+        def read(self, model: Any) -> Future[Callable[[], Any]]:
+            self.reads += 1
+            self.reading: Future[Callable[[], Any]] = Future()
+            return self.reading
 
     def before_poll(number: int) -> None:
         if number in (1, 2):
-            host.load(number, slow[number - 1])
+            host.load(slow[number - 1])
+        for one in slow:
+            if number > one.version + 1 and one.reads and not one.reading.done():
+                one.reading.set_result(one.give)
 
-    host, slow = engine_host(), [Slow(random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)]
-    host.load(0, Weights(random_parameters(PLAINEST)))
+    host, slow = engine_host(), [Slow(seed, random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)]
+    host.load(Weights(0, random_parameters(PLAINEST)))
     host.submit([sample(number, 0, exact=False) for number in range(6)])
     found = run(host, before_poll)
-    assert set.union(*map(versions, found.values())) == {0, 1, 2} and [one.fetched for one in slow] == [2, 2]
+    assert set.union(*map(versions, found.values())) == {0, 1, 2} and [one.reads for one in slow] == [1, 1]
     assert 0 < host.progress().pause_seconds < host.progress().busy_seconds
 
 
@@ -627,7 +695,7 @@ def test_a_thread_that_cannot_sample_waits():
     with closing(ThreadHost(host, lambda: None, "t")) as thread:
         for number in range(3):
             polled.clear()
-            thread.load(number, Weights(None))
+            thread.load(Weights(number, None))
             assert polled.wait(60)
         time.sleep(0.02)
         assert len(polls) == 3
@@ -635,12 +703,12 @@ def test_a_thread_that_cannot_sample_waits():
 
 def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
     wanted = [sample(number, 0, exact=True) for number in range(6)]
-    here, params = engine_host(), Weights(random_parameters(PLAINEST))
-    here.load(0, params)
+    here, params = engine_host(), Weights(0, random_parameters(PLAINEST))
+    here.load(params)
     here.submit(wanted)
     expected, found, woken = run(here), {}, []
     with closing(ThreadHost(engine_host(capacity=16, shares_memory=False), lambda: woken.append(1), "t")) as host:
-        host.load(0, params)
+        host.load(params)
         host.submit(wanted[:3])
         host.submit(wanted[3:])
         deadline = time.monotonic() + 60
@@ -705,6 +773,33 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     assert {row["publish/bytes"] for row in metrics(together)} == {0}  # the trainer's arrays themselves
     assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)
     assert_equal(apart, together)
+
+
+def test_programs_of_devices_that_meet_are_dispatched_one_at_a_time(workshop, monkeypatch):
+    """Two hosts of two devices decode in threads, while the trainer's thread compares what it publishes and scores with
+    the reference on all four: in different orders on two devices, programs with collectives wait for each other."""
+    dispatch, spans = Program._known_options, []
+
+    def slow(self: Program, call: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        time.sleep(0.02)
+        result = dispatch(self, call)
+        spans.append((started, time.monotonic(), self._in_flight, threading.current_thread().name))
+        return result
+
+    monkeypatch.setattr(Program, "_known_options", slow)
+    workshop.train("meeting", "steps=3", "train.pass_k=0", "train.max_staleness=1", "train.evaluate_every=-1",
+                   "mesh.trainer=4", "mesh.sampler=4", "mesh.sampler_tensor=2", "algorithm.kl_coef=0.05")
+    devices = {id(queue): held for held, queue in programs._in_flight.items()}
+    spans = sorted(((start, end, devices[id(queue)], thread) for start, end, queue, thread in spans),
+                   key=lambda span: span[:2])
+    assert {"sampler 0", "sampler 1"} <= {thread for *_, held, thread in spans if len(held) == 2}
+    assert "MainThread" in {thread for *_, held, thread in spans if len(held) == 4}
+    for number, (_, end, held, thread) in enumerate(spans):
+        for start, _, others, other in spans[number + 1:]:
+            if start >= end:
+                break
+            assert thread == other or held.isdisjoint(others), (thread, other)
 
 
 def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, together, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 from small import FULLEST, QWEN3, random_parameters, roles
 
+from shoal.mesh.layout import as_mesh
 from shoal.model import tensor_file
 from shoal.model.transformer import Model
-from shoal.rollout import file_store
-from shoal.rollout.file_store import FileStore, StoredFiles, in_memory
-from shoal.rollout.publish import StoredChannel, StoredManifest
+from shoal.rollout import file_publisher
+from shoal.rollout.file_publisher import OWNER, FileManifest, FilePublisher, file_system, remove_abandoned
+from shoal.rollout.publish import MemoryPublisher
 from shoal.types import ShoalError
 
 
@@ -26,14 +28,14 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def channel(folder: Path, model: Model, trainer: Model | None = None) -> StoredChannel:
-    return StoredChannel(trainer or model, {"far": model}, FileStore(folder))
+def fetch(manifest: Any, model: Model) -> Any:
+    return manifest.read(model).result()()
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """A folder whose files are mapped, as in memory."""
-    monkeypatch.setattr(file_store, "in_memory", lambda folder: True)
+    monkeypatch.setattr(file_publisher, "file_system", lambda folder, *_: "tmpfs")
     return tmp_path
 
 
@@ -45,9 +47,9 @@ def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(folder, monk
     params = random_parameters(FULLEST)
     trainer = jax.device_put(params, jax.tree.map(
         lambda _: jax.sharding.NamedSharding(roles(2).trainer.mesh, jax.sharding.PartitionSpec()), params))
-    made = channel(folder, model)
-    manifest = made.publish(3, trainer)["far"]
-    fetched = manifest.fetch()
+    made = FilePublisher(folder, model)
+    manifest = made.publish(3, trainer)
+    fetched = fetch(manifest, model)
     assert bits(fetched) == bits(jax.tree.map(lambda leaf: leaf.astype(dtype), params))
     wanted = made.published_shapes()
     assert jax.tree.map(lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, fetched, wanted)
@@ -68,23 +70,23 @@ def test_weights_that_are_sampled_from_stay_though_newer_ones_are_published(fold
     assert np.asarray(trapped)[0] == 1.0, "JAX copies mapped memory now"
 
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = channel(folder, model)
-    first = made.publish(0, params)["far"]
-    held, before = first.fetch(), bits(params)
+    made = FilePublisher(folder, model)
+    first = made.publish(0, params)
+    held, before = fetch(first, model), bits(params)
     for version in (0, 1, 2):  # the first once more
         made.publish(version, jax.tree.map(lambda leaf, by=version: leaf + by + 1, params))
     made.release(lambda version: version == 2)
     assert bits(held) == before
     assert not first.exists
     with pytest.raises(LookupError, match="version 0 is not in"):
-        first.fetch()
-    assert [path.name[:6] for path in made.store.folder.iterdir() if path.is_dir()] == ["000002"]
+        fetch(first, model)
+    assert [path.name[:6] for path in made.folder.iterdir() if path.is_dir()] == ["000002"]
     made.close()
 
 
 def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = channel(folder, model)
+    made = FilePublisher(folder, model)
 
     def full(*args):
         (folder / "part").touch()
@@ -92,59 +94,48 @@ def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(ShoalError, match=(
             f"publish.folder={folder} cannot be written: No space left on device; choose another place")):
-        patch.setattr(file_store, "write_file", full)
+        patch.setattr(file_publisher, "write_file", full)
         made.publish(1, params)
-    assert not made.versions and [path.name for path in made.store.folder.iterdir()] == [".lock"]
-    manifest = made.publish(1, params)["far"]
-    assert manifest.exists and bits(manifest.fetch()) == bits(params)
+    assert not made.versions and [path.name for path in made.folder.iterdir()] == [OWNER]
+    manifest = made.publish(1, params)
+    assert manifest.exists and bits(fetch(manifest, model)) == bits(params)
     made.close()
 
 
-def test_a_version_is_read_in_the_background(folder):
-    model, params, gate = Model(QWEN3, roles().sampler), random_parameters(QWEN3), threading.Event()
-    made = channel(folder, model)
-    manifest = made.publish(1, params)["far"]
-
-    class Slow:
-        exists, version = True, 1
-
-        def read(self, model: Model) -> Any:
-            assert gate.wait(60)
-            return manifest.stored.read(model)
-
-    slow = StoredManifest(Slow(), model)  # type: ignore[arg-type]
-    assert slow.fetch(wait=False) is None and slow.fetch(wait=False) is None
-    gate.set()
-    assert bits(slow.fetch()) == bits(params) == bits(manifest.fetch())
+def test_a_version_that_was_released_is_not_read(folder):
+    model = Model(QWEN3, roles().sampler)
+    made = FilePublisher(folder, model)
+    manifest = made.publish(1, random_parameters(QWEN3))
     made.release(lambda _: False)
+    assert not manifest.exists and not list(made.versions)
     with pytest.raises(LookupError, match="version 1 is not in"):
-        slow.fetch()
+        fetch(manifest, model)
     made.close()
 
 
 def test_weights_that_were_changed_are_not_sampled_from(folder):
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = channel(folder, model)
-    manifest = made.publish(1, params)["far"]
-    file = manifest.stored.place / file_store.WEIGHTS
+    made = FilePublisher(folder, model)
+    manifest = made.publish(1, params)
+    file = manifest.place / file_publisher.WEIGHTS
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(ShoalError, match=r"are not those that were published \(checksum of final_norm"):
-        manifest.fetch()
+        fetch(manifest, model)
     other = replace(QWEN3, hidden_size=64)
     with pytest.raises(ShoalError, match="are of another model than this sampler's"):
-        StoredFiles(1, manifest.stored.place).read(Model(other, roles().sampler))
+        FileManifest(1, manifest.place).read_now(Model(other, roles().sampler))
     made.close()
 
 
 def test_checksums_differ_where_weights_do(folder):
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = channel(folder, model)
+    made = FilePublisher(folder, model)
     sums = []
     for version, by in ((0, 0.0), (1, 0.0), (2, 1e-3)):
-        place = made.publish(version, jax.tree.map(lambda leaf, by=by: leaf + by, params))["far"].stored.place
-        manifest = json.loads((place / file_store.MANIFEST).read_text())
+        place = made.publish(version, jax.tree.map(lambda leaf, by=by: leaf + by, params)).place
+        manifest = json.loads((place / file_publisher.MANIFEST).read_text())
         sums.append([one["checksum"] for one in manifest["tensors"].values()])
     assert sums[0] == sums[1] and all(a != b for a, b in zip(sums[1], sums[2], strict=True))
     assert manifest["version"] == 2 and manifest["dtype"] == "float32" and manifest["base"] is None
@@ -154,26 +145,97 @@ def test_checksums_differ_where_weights_do(folder):
 def test_a_folder_that_is_not_shared_or_takes_nothing_is_one_error(tmp_path):
     with pytest.raises(ShoalError, match=r"publish.folder=/no/where: the weights of version 7 were published there, "
                                          r"but \S+ finds no such folder: give one that trainer and samplers share"):
-        StoredFiles(7, Path("/no/where/shoal-1/000007-1")).read(Model(QWEN3, roles().sampler))
+        FileManifest(7, Path("/no/where/shoal-1/000007-1")).read_now(Model(QWEN3, roles().sampler))
     (tmp_path / "file").touch()
     with pytest.raises(ShoalError, match=f"publish.folder={tmp_path}/file/below cannot be written: Not a directory"):
-        FileStore(tmp_path / "file" / "below")
+        FilePublisher(tmp_path / "file" / "below", Model(QWEN3, roles().sampler))
+
+
+def abandoned(parent: Path, name: str = "shoal-left", **changes: str) -> Path:
+    """A folder as a publisher has it whose process was killed: marked, and locked by nobody."""
+    made = FilePublisher(parent, Model(QWEN3, roles().sampler))
+    left = parent / name
+    left.mkdir()
+    (left / "000001-1").mkdir()
+    owner = json.loads((made.folder / OWNER).read_text())
+    (left / OWNER).write_text(json.dumps({**owner, "folder": str(left), **changes}))
+    made.close()
+    return left
 
 
 def test_what_a_killed_trainer_left_is_removed(tmp_path):
-    store, left = FileStore(tmp_path), tmp_path / "shoal-left"
-    (left / "000001-1").mkdir(parents=True)
-    (left / file_store.LOCK).touch()  # which nobody holds
-    other = FileStore(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([store.folder, other.folder])
-    store.close()
+    model = Model(QWEN3, roles().sampler)
+    one, left = FilePublisher(tmp_path, model), abandoned(tmp_path)
+    other = FilePublisher(tmp_path, model)
+    assert sorted(tmp_path.iterdir()) == sorted([one.folder, other.folder]) and not left.exists()
+    one.close()
     other.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_which_folders_are_in_memory(tmp_path):
+def test_folders_that_a_publisher_did_not_mark_stay(tmp_path):
+    """A run folder, with a lock file that nobody holds; folders of other hosts; one that was copied, marker and all;
+    markers that hold anything; and all of them where other hosts may write."""
+    run = tmp_path / "shoal-runs" / "checkpoints"
+    run.mkdir(parents=True)
+    (tmp_path / "shoal-locked").mkdir()
+    (tmp_path / "shoal-locked" / ".lock").touch()
+    abandoned(tmp_path, "shoal-elsewhere", host="elsewhere")
+    abandoned(tmp_path, "shoal-copy", folder=str(tmp_path / "shoal-other"))
+    for number, text in enumerate(("", "[1]", "{", '{"program": "mine"}')):
+        folder = tmp_path / f"shoal-{number}"
+        folder.mkdir()
+        (folder / OWNER).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    FilePublisher(tmp_path, Model(QWEN3, roles().sampler)).close()
+    assert sorted(tmp_path.rglob("*")) == before
+
+    mounts = tmp_path / "mounts"
+    left = abandoned(tmp_path)
+    for kind in ("nfs4", "lustre", "fuse.sshfs", "9p"):
+        mounts.write_text(f"ext4 / ext4 rw 0 0\nserver {tmp_path} {kind} rw 0 0\n")
+        remove_abandoned(tmp_path, mounts)
+    remove_abandoned(tmp_path, tmp_path / "none")
+    assert left.exists()
+    mounts.write_text(f"server / nfs rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n")
+    remove_abandoned(tmp_path, mounts)
+    assert not left.exists() and run.exists()
+
+
+def test_parts_are_made_once_by_the_thread_that_publishes():
+    """Hosts in threads read a version at once, which has new arrays: JAX fills an array's list of shards at the first
+    look, without a lock."""
+    model, interval = Model(QWEN3, roles(data=4).sampler), sys.getswitchinterval()
+    hosts = [model.on(replace(model.role, mesh=as_mesh(replica[None], model.role.mesh.axis_names)))
+             for replica in model.role.mesh.devices]
+    made, wrong = MemoryPublisher(model), []
+    params = random_parameters(QWEN3)
+
+    def read(manifest: Any, host: Model, start: threading.Barrier) -> None:
+        try:
+            start.wait()
+            fetch(manifest, host)
+        except Exception as error:  # of a thread: shown by the test
+            wrong.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        for version in range(60):
+            manifest, start = made.publish(version, jax.tree.map(lambda leaf: leaf + 1, params)), threading.Barrier(4)
+            threads = [threading.Thread(target=read, args=(manifest, host, start)) for host in hosts]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            made.release(lambda _: False)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
+def test_which_file_system_a_folder_lies_in(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\nx {tmp_path}/nfs nfs rw 0 0\n")
-    assert in_memory(tmp_path / "some" / "folder", mounts)
-    assert not in_memory(tmp_path / "nfs" / "one", mounts) and not in_memory(Path("/usr"), mounts)
-    assert not in_memory(tmp_path, tmp_path / "none")
+    assert file_system(tmp_path / "some" / "folder", mounts) == "tmpfs"
+    assert file_system(tmp_path / "nfs" / "one", mounts) == "nfs" and file_system(Path("/usr"), mounts) == "ext4"
+    assert file_system(tmp_path, tmp_path / "none") == ""

@@ -25,7 +25,7 @@ class SamplerSection:
     """How often each worker that was lost is started anew, with growing pauses."""
     stall_seconds: float = 0.0
     """How long a worker that has work may make no progress before it is killed; 0 for 20 times the median of its
-    compiled steps, at least 30, and 600 while it reads weights or compiles."""
+    compiled steps, at least 30. Reading weights and compiling may take any time, as long as its process answers."""
 
     def __post_init__(self) -> None:
         at_least(self, "sampler.", 1, "workers", "devices_per_worker")

@@ -5,10 +5,12 @@ What the door makes is what `shoal plan` lowers for devices that are not here, s
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -68,6 +70,22 @@ _in_flight: dict[frozenset[Any], deque[Any]] = {}
 """Devices -> outputs of their unfinished programs, oldest first: one queue, whichever roles and meshes they serve."""
 
 
+_order: dict[Any, threading.RLock] = {}
+"""Device -> held by the thread that dispatches a program to it."""
+
+
+@contextlib.contextmanager
+def dispatching(devices: Iterable[Any]) -> Iterator[None]:
+    """Around the dispatch of a program that did not come from the door: one thread at a time for devices that meet.
+
+    Two programs with collectives that reach two devices in different orders wait for each other for ever: samplers
+    decode in threads of their own, while the trainer's thread compares and scores on the same devices."""
+    with contextlib.ExitStack() as stack:
+        for device in sorted(devices, key=lambda device: device.id):
+            stack.enter_context(_order.setdefault(device, threading.RLock()))
+        yield
+
+
 def device_options(device: Any) -> Mapping[str, Any]:
     return {**COMPILER_OPTIONS.get(device.platform, {}), **COMPILER_OPTIONS.get(device.device_kind, {})}
 
@@ -75,7 +93,8 @@ def device_options(device: Any) -> Mapping[str, Any]:
 class Program:
     """A function compiled once a shape, as `jax.jit` does it.
 
-    A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished. What it waits for is the last
+    A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished, and while another thread
+    dispatches to one of them. What it waits for is the last
     output (of a tuple) or the only one, which must not be donated to a later program unless that is of these devices
     too. Compiler options that the installed compiler does not know are dropped with a warning.
     """
@@ -83,12 +102,19 @@ class Program:
     def __init__(self, function: Callable, compiler_options: Mapping[str, Any], devices: Iterable[Any],
                  options: Mapping[str, Any]) -> None:
         self.function, self.compiler_options, self.options = function, dict(compiler_options), dict(options)
-        self._in_flight = _in_flight.setdefault(frozenset(devices), deque())
+        self._devices = frozenset(devices)
+        self._in_flight = _in_flight.setdefault(self._devices, deque())
         self._jitted = self._jit()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            _wait(self._in_flight.popleft())
+        while True:
+            with dispatching(self._devices):
+                if len(self._in_flight) < MAX_IN_FLIGHT:
+                    return self._dispatch(args, kwargs)
+                oldest = self._in_flight.popleft()
+            _wait(oldest)  # without the order: others may dispatch meanwhile
+
+    def _dispatch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         result = self._known_options(lambda: self._jitted(*args, **kwargs))
         last = result[-1] if isinstance(result, tuple) else result
         # The smallest array stands for all: a program's outputs are ready at once, and a queue must hold no memory.

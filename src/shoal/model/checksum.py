@@ -8,15 +8,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shoal.mesh import dispatching
+
 POSITIONS = 2**32
 """Elements of an array whose positions differ in 32 bits."""
 FOLD = 8
 """Neighbours that a CPU adds first."""
 
 
-@jax.jit
 def checksum(parameters: Any) -> jax.Array:
     """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices."""
+    arrays = (leaf for leaf in jax.tree.leaves(parameters) if isinstance(leaf, jax.Array))
+    with dispatching({device for leaf in arrays for device in leaf.sharding.device_set}):
+        return _checksum(parameters)
+
+
+@jax.jit
+def _checksum(parameters: Any) -> jax.Array:
     return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(jax.tree.leaves(parameters))),
                jnp.uint32(0))
 

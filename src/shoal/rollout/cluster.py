@@ -30,10 +30,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.member import FIRST_SECONDS
 from shoal.rollout.proof import Proof
 from shoal.rollout.publication import from_host, tensor_names, to_host
-from shoal.rollout.publish import Stored, StoredManifest
+from shoal.rollout.publish import StoredManifest, StoredPublisher
 from shoal.types import Completion, HostLost, HostProgress, HostRefused, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.watcher import Watcher
 
@@ -63,14 +62,14 @@ class Joined(NamedTuple):
 
 
 class Worker:
-    """The actor: an `EngineHost` in a thread of its own. `make` gives the host, the model on the worker's devices, and
-    the host's proof."""
+    """The actor: an `EngineHost` in a thread of its own. `make` gives the host and its proof."""
 
-    def __init__(self, name: str, make: Callable[[], tuple[EngineHost, Model, Proof]]) -> None:
+    def __init__(self, name: str, make: Callable[[], tuple[EngineHost, Proof]]) -> None:
         self._name, self._make = name, make
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
-        self._stored: dict[int, Stored] = {}
+        self._manifests: dict[int, StoredManifest] = {}
+        self._host: ThreadHost | None = None
 
     def _wake(self) -> None:
         if self._loop is not None:
@@ -84,25 +83,28 @@ class Worker:
 
     async def join(self) -> Joined:
         _ray_worker.blocking_get_inside_async_warned = True  # untrue of other threads, and it would be the last line
-        host, self._model, proof = await asyncio.to_thread(self._make)  # compiles for minutes, where a model is large
+        host, proof = await asyncio.to_thread(self._make)  # compiles for minutes, where a model is large
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
-    async def load(self, stored: Stored, versions: Sequence[int]) -> None:
-        for version in self._stored.keys() - versions:  # that the trainer has released
-            self._stored.pop(version).forget()
-        self._stored[stored.version] = stored
-        self._host.load(stored.version, StoredManifest(stored, self._model))
+    async def load(self, manifest: StoredManifest, versions: Sequence[int]) -> None:
+        for version in self._manifests.keys() - versions:  # that the trainer has released
+            self._manifests.pop(version).forget()
+        self._manifests[manifest.version] = manifest
+        self._joined.load(manifest)
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._host.submit(requests)
+        self._joined.submit(requests)
 
     async def cancel(self, id: int) -> None:
-        self._host.cancel(id)
+        self._joined.cancel(id)
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
         """Answers as soon as there are some, else none after so many seconds; and what the host has done."""
         self._loop = asyncio.get_running_loop()
+        if self._host is None:
+            await asyncio.sleep(seconds)
+            return {}, HostProgress(preparing=True)
         answers = self._host.poll()
         if not answers:
             with contextlib.suppress(TimeoutError):
@@ -110,6 +112,11 @@ class Worker:
             self._news.clear()
             answers = self._host.poll()
         return answers, self._host.progress()
+
+    @property
+    def _joined(self) -> ThreadHost:
+        assert self._host is not None
+        return self._host
 
 
 class RayHost:
@@ -127,14 +134,15 @@ class RayHost:
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._manifests: dict[int, StoredManifest] = {}
-        self._progress, self._differs = HostProgress(capacity=-1), False  # no room for requests
+        self._progress, self._capacity, self._differs = HostProgress(), -1, False  # no room for requests
 
-    def load(self, version: int, manifest: Manifest) -> None:
+    def load(self, manifest: Manifest) -> None:
         assert isinstance(manifest, StoredManifest)
-        self._manifests = {number: one for number, one in self._manifests.items() if one.exists} | {version: manifest}
+        self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
+        self._manifests[manifest.version] = manifest
         # Calls that wait for a worker which the cluster has no room for would keep every version that they name.
         if self._is_ready:
-            self._sent.append(self._call(self._worker.load, manifest.stored, list(self._manifests)))
+            self._sent.append(self._call(self._worker.load, manifest, list(self._manifests)))
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._sent.append(self._call(self._worker.submit, list(requests)))
@@ -143,14 +151,18 @@ class RayHost:
         self._sent.append(self._call(self._worker.cancel, id))
 
     def poll(self) -> dict[int, list[Completion]]:
-        if not self._is_ready and not self._join():
+        if self._place is None and not self._has_place():
             return {}
+        if not self._is_ready and self._joining.done():
+            self._join()
         for one in [one for one in self._sent if one.done()]:
             self._result(one)
             self._sent.remove(one)
         answers = {}
         if self._news is not None and self._news.done():
+            reports = self._progress.reports
             answers, self._progress = self._result(self._news)
+            self._progress.reports = reports + 1
             self._news = None
         if self._news is None:
             self._news = self._call(self._worker.news, NEWS_SECONDS)
@@ -158,30 +170,28 @@ class RayHost:
         return answers
 
     def progress(self) -> HostProgress:
-        return replace(self._progress, differs=self._differs)
+        return replace(self._progress, capacity=self._capacity, differs=self._differs)
 
-    def _join(self) -> bool:
-        """Takes up that the worker has a place, and that it is ready; whether it is."""
-        if self._place is None:
-            if not self._placing.done():
-                self._cluster.check_late(self)
-                return False
-            self._place, self.started = self._result(self._placing), time.monotonic()
-            self._cluster.alive.add(self.name)
-        if not self._joining.done():
-            if (seconds := time.monotonic() - self.started) > FIRST_SECONDS:
-                raise HostLost(f"it was not ready to sample {seconds:.0f} s after its process had started")
+    def _has_place(self) -> bool:
+        """True once the cluster has given the worker a place, where its process then compiles."""
+        if not self._placing.done():
+            self._cluster.check_late(self)
             return False
+        self._place, self._progress.preparing = self._result(self._placing), True
+        self._cluster.alive.add(self.name)
+        return True
+
+    def _join(self) -> None:
+        """Takes the worker in once it is ready to sample."""
         try:
             joined = self._result(self._joining)
         except (HostLost, ShoalError) as error:
             raise HostLost(f"it could not start: {error}") from error
         self._differs = self._cluster.join(self.name, joined.proof)
-        self._progress.capacity, self._is_ready = joined.capacity, True
-        for version, manifest in self._manifests.items():
+        self._capacity, self._is_ready = joined.capacity, True
+        for manifest in self._manifests.values():
             if manifest.exists:
-                self.load(version, manifest)
-        return True
+                self._sent.append(self._call(self._worker.load, manifest, list(self._manifests)))
 
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
@@ -234,7 +244,7 @@ class Cluster:
     facts: Mapping[str, str]  # of the trainer, those that a worker must share
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
-    make: Callable[[], tuple[EngineHost, Model, Proof]] | None = None  # what a worker is made by
+    make: Callable[[], tuple[EngineHost, Proof]] | None = None  # what a worker is made by
     alive: set[str] = field(default_factory=set)  # hosts that have a process
     different: set[str] = field(default_factory=set)  # hosts that draw otherwise
     _first: tuple[str, Proof] | None = None
@@ -407,29 +417,26 @@ def _resources_text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
 
 
-class ObjectStore:
+class ObjectPublisher(StoredPublisher):
     """Versions as Ray's objects, which nodes fetch from each other."""
 
-    def write(self, version: int, model: Model, params: Params) -> StoredObjects:
+    def write(self, version: int, params: Params) -> StoredManifest:
         refs, checksums = {}, {}
         try:
-            for name, values, sum in to_host(model, params):
+            for name, values, sum in to_host(self.model, params):
                 refs[name] = ray.put(values.reshape(-1).view(np.uint8))
                 checksums[name] = int(sum)
         except ObjectStoreFullError as error:
             raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
                              "larger one (--object-store-memory), or set publish.channel=files") from error
-        return StoredObjects(version, refs, checksums)
+        return ObjectManifest(version, refs, checksums)
 
-    def remove(self, stored: StoredObjects) -> None:
-        stored.forget()
-
-    def close(self) -> None:
-        pass
+    def remove(self, manifest: StoredManifest) -> None:
+        manifest.forget()
 
 
 @dataclass(frozen=True)
-class StoredObjects:
+class ObjectManifest(StoredManifest):
     """A version in Ray's object store, which keeps an object as long as any process refers to it."""
 
     version: int
@@ -443,7 +450,7 @@ class StoredObjects:
     def forget(self) -> None:
         self.refs.clear()
 
-    def read(self, model: Model) -> Callable[[], Params]:
+    def read_now(self, model: Model) -> Callable[[], Params]:
         if not self.refs:
             raise LookupError(f"version {self.version} is not in Ray's object store any more")
         shapes, refs = tensor_names(model), dict(self.refs)

@@ -23,7 +23,7 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.ledger import Entry, Ledger, Stage, whereabouts
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
-from shoal.rollout.publish import Channel
+from shoal.rollout.publish import Publisher
 from shoal.text import count
 from shoal.types import (
     Completion,
@@ -33,6 +33,7 @@ from shoal.types import (
     HostLost,
     HostProgress,
     HostRefused,
+    Manifest,
     Params,
     Purpose,
     RolloutStats,
@@ -64,7 +65,7 @@ class Fleet:
     `poll` in the caller's thread.
     """
 
-    channel: Channel
+    publisher: Publisher
     hosts: Mapping[str, Host]
     rewards: GroupRewards
     seed: int
@@ -119,7 +120,7 @@ class Fleet:
             self.keep_from = version if keep_from is None else keep_from
             self._release()  # before the new version: on a device that is nearly full both may not fit
         started = time.perf_counter()
-        manifests = self.channel.publish(version, params)  # without the lock: hosts go on meanwhile
+        manifest = self.publisher.publish(version, params)  # without the lock: hosts go on meanwhile
         seconds = time.perf_counter() - started
         given = min(jax.tree.leaves(params), key=lambda leaf: leaf.nbytes)
         with self._changed:
@@ -128,9 +129,9 @@ class Fleet:
             stats = self._stats[Purpose.TRAIN]
             stats.unchanged += last is not None and last[0] != version and last[1] is given
             stats.publish["seconds"] += seconds
-            stats.publish["bytes"] += self.channel.num_bytes
-            for name, manifest in manifests.items():
-                self._ask(self.members[name], lambda host, one=manifest: host.load(version, one))
+            stats.publish["bytes"] += self.publisher.num_bytes
+            for member in self.members.values():
+                self._give_version(member, manifest)
         self.woken.set()
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
@@ -141,7 +142,7 @@ class Fleet:
                 raise ValueError(f"{purpose} at step {step} has requested no groups")
             if missing := [one.request.version for one in wanted if not self._is_published(one.request)]:
                 # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
-                raise RuntimeError(f"version {missing[0]} is requested, but only {sorted(self.channel.versions)} are "
+                raise RuntimeError(f"version {missing[0]} is requested, but only {sorted(self.publisher.versions)} are "
                                    "published")
             self._taking = purpose, step
             try:
@@ -159,7 +160,7 @@ class Fleet:
             return groups
 
     def published_shapes(self) -> Params:
-        return self.channel.published_shapes()
+        return self.publisher.published_shapes()
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         with self._changed:
@@ -198,7 +199,7 @@ class Fleet:
 
     def published(self) -> Mapping[int, Params]:
         with self._changed:
-            return self.channel.versions
+            return self.publisher.versions
 
     def close(self) -> None:
         self._closed = True
@@ -209,7 +210,7 @@ class Fleet:
             if member.host is not None:
                 with contextlib.suppress(HostLost):
                     member.host.close()
-        self.channel.close()
+        self.publisher.close()
         self.rewards.pool.close()
 
     # -- waiting
@@ -288,11 +289,11 @@ class Fleet:
         member.given.pop(id, None)
         if (entry := self.ledger.entries.get(id)) is not None:
             # While a version is copied, the one that hosts sample from may be released already.
-            newest = max([self._last[0] if self._last else -1, *self.channel.versions])
+            newest = max([self._last[0] if self._last else -1, *self.publisher.versions])
             request = sample_request(entry.request, id, self.seed)
             # This process's own engine is right about the rest; weights that are not finite are the trainer's to see.
             reason = wrong_versions(request, completions, newest) if member.restarts is None else \
-                wrong_answer(request, completions, self.channel.model.architecture.vocab_size, newest)
+                wrong_answer(request, completions, self.publisher.model.architecture.vocab_size, newest)
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return []
@@ -303,27 +304,32 @@ class Fleet:
         return self.rewards.ready(entry, self.ledger)
 
     def _assign(self) -> None:
-        """Gives what waits to hosts with room, the oldest first, each to the one that should end it first."""
+        """Gives what waits to hosts with room, each to the one that should end it first: training's groups, the oldest
+        first, then an evaluation's, which have a share of their own."""
         batches: dict[str, list[Entry]] = {}
-        room = {name: member.room() for name, member in self.members.items()}
-        given = {name: sum(member.given.values()) for name, member in self.members.items()}
+        waiting = [one for one in self.ledger.waiting() if self._may_start(one)]
+        purposes = {one.request.purpose is Purpose.TRAIN for one in self.ledger.entries.values()
+                    if one.stage in (Stage.WAITING, Stage.RUNNING)}
         seconds = {name: member.step_seconds() for name, member in self.members.items()}
         fastest = min((one for one in seconds.values() if one), default=1.0)
-        for entry in self.ledger.waiting():
-            if not self._may_start(entry):
-                continue
-            size = entry.request.num_completions
-            # By room alone one host of four that is ten times slower made every step 4 to 6 times as long.
-            name = min((name for name in room if room[name] > 0), default="",
-                       key=lambda name: (given[name] + size) * (seconds[name] or fastest))
-            if not name:
-                break
-            self.ledger.start(entry, name)
-            member = self.members[name]
-            member.given[entry.id] = size
-            given[name] += size
-            room[name] -= size if member.progress.capacity else 0
-            batches.setdefault(name, []).append(entry)
+        for is_training in (True, False) if waiting else ():
+            room = {name: member.room(is_training, len(purposes) > 1) for name, member in self.members.items()}
+            given = {name: member.completions(*Purpose) for name, member in self.members.items()}
+            for entry in waiting:
+                request, size = entry.request, entry.request.num_completions
+                if (request.purpose is Purpose.TRAIN) != is_training:
+                    continue
+                # By room alone one host of four that is ten times slower made every step 4 to 6 times as long.
+                name = min((name for name in room if room[name] > 0 and self.members[name].may_start(request)),
+                           default="", key=lambda name: (given[name] + size) * (seconds[name] or fastest))
+                if not name:
+                    break
+                self.ledger.start(entry, name)
+                member = self.members[name]
+                member.given[entry.id] = request
+                given[name] += size
+                room[name] -= size if member.progress.capacity else 0
+                batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
             requests = [sample_request(one.request, one.id, self.seed) for one in entries]
             self._ask(self.members[name], lambda host, requests=requests: host.submit(requests))
@@ -343,9 +349,13 @@ class Fleet:
             except (HostLost, ShoalError) as error:
                 self._lose(member, error)
                 return
-            for version in sorted(self.channel.versions):
-                manifest = self.channel.manifest(version, member.name)
-                self._ask(member, lambda host, version=version, one=manifest: host.load(version, one))
+            for version in sorted(self.publisher.versions):
+                self._give_version(member, self.publisher.manifest(version))
+
+    def _give_version(self, member: Member, manifest: Manifest) -> None:
+        self._ask(member, lambda host: host.load(manifest))
+        if member.host is not None:
+            member.versions.add(manifest.version)
 
     def _ask(self, member: Member, call: Callable[[Host], Answer]) -> Answer | None:
         """What a host answers to a call; None where it is lost."""
@@ -377,12 +387,13 @@ class Fleet:
             raise ShoalError(f"no sampler host is left: {text}; see what ended them, then resume the run")
 
     def _may_start(self, entry: Entry) -> bool:
-        """Whether its version is published, and, in the caller's thread, its step is being taken."""
+        """True if a host has the weights, and, in the caller's thread, its step is being taken."""
         request = entry.request
-        return (self.by_itself or (request.purpose, request.step) == self._taking) and self._is_published(request)
+        return (self.by_itself or (request.purpose, request.step) == self._taking) and any(
+            member.may_start(request) for member in self.members.values())
 
     def _is_published(self, request: GroupRequest) -> bool:
-        versions = self.channel.versions
+        versions = self.publisher.versions
         return request.version in versions if request.exact else max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: Entry) -> None:
@@ -396,7 +407,9 @@ class Fleet:
     def _release(self) -> None:
         """Drops weights that no pending request names and no later one may name."""
         needed = {one.request.version for one in self.ledger.entries.values() if one.request.exact}
-        self.channel.release(lambda version: version in needed or version >= self.keep_from)
+        self.publisher.release(lambda version: version in needed or version >= self.keep_from)
+        for member in self.members.values():
+            member.versions &= set(self.publisher.versions)
 
 
 def _count(stats: RolloutStats, entries: Sequence[Entry]) -> None:

@@ -10,10 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from shoal.sampler.engine import Engine
-from shoal.types import Completion, HostProgress, Manifest, Purpose, SampleRequest
+from shoal.types import Completion, HostProgress, Manifest, Params, Purpose, SampleRequest
 
 
 @dataclass
@@ -33,16 +34,16 @@ class EngineHost:
     _running: set[int] = field(default_factory=set)  # ids in the engine
     _manifests: dict[int, Manifest] = field(default_factory=dict)
     _newest: int = -1  # of the versions that `load` has named
-    _reading: tuple[int, Manifest] | None = None  # the version that is read while others sample
+    _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = None  # the version that is being read
     stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
     _loading: bool = False
 
-    def load(self, version: int, manifest: Manifest) -> None:
+    def load(self, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
-        self._manifests[version] = manifest
-        self._newest = max(self._newest, version)
+        self._manifests[manifest.version] = manifest
+        self._newest = max(self._newest, manifest.version)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._queue.extend(requests)
@@ -120,36 +121,37 @@ class EngineHost:
         if not request.exact:
             return self._load_newest(engine) >= request.version
         if engine.parameters is None or engine.version != request.version:
-            self._load(engine, request.version, self._manifests[request.version])
+            self._load(engine, self._manifests[request.version])
         return True
 
     def _load_newest(self, engine: Engine) -> int:
         """Loads the newest version that can be fetched, if it is newer, or goes on reading it in the background; which
         one the engine then has, -1 for none."""
-        newest, manifest = max(self._manifests.items(), default=(-1, None))
-        if self._reading is not None and not engine.idle and self._reading[0] > engine.version:
-            newest, manifest = self._reading  # with newer ones always preferred a slow host would never end reading
-        if manifest is not None and (engine.parameters is None or engine.version < newest):
+        manifest = self._manifests[max(self._manifests)] if self._manifests else None
+        if self._reading is not None and not engine.idle and self._reading[0].version > engine.version:
+            manifest = self._reading[0]  # with newer ones always preferred a slow host would never end reading
+        if manifest is not None and (engine.parameters is None or engine.version < manifest.version):
             try:
-                self._reading = None if self._load(engine, newest, manifest) else (newest, manifest)
+                self._load(engine, manifest)
             except LookupError:
                 if manifest.exists:
                     raise
-                self._reading = None
-                self._manifests.pop(newest, None)  # the trainer releases a version before it copies the next
+                self._manifests.pop(manifest.version, None)  # the trainer releases a version before it copies the next
                 return self._load_newest(engine)
         return -1 if engine.parameters is None else engine.version
 
-    def _load(self, engine: Engine, version: int, manifest: Manifest) -> bool:
-        """Gives the engine a version's weights; False where it samples, and they are not there yet."""
+    def _load(self, engine: Engine, manifest: Manifest) -> None:
+        """Gives the engine a version's weights; later, where it samples and they are not read yet."""
         started, self._loading = time.perf_counter(), True
         try:
-            if (params := manifest.fetch(wait=engine.idle)) is not None:
-                engine.load(version, params)
+            if self._reading is None or self._reading[0] is not manifest:
+                self._reading = manifest, manifest.read(engine.model)
+            if engine.idle or self._reading[1].done():
+                (_, reading), self._reading = self._reading, None
+                engine.load(manifest.version, reading.result()())
         finally:
             self._loading = False
             self.state.pause_seconds += time.perf_counter() - started
-        return params is not None
 
 
 class ThreadHost:
@@ -166,8 +168,8 @@ class ThreadHost:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def load(self, version: int, manifest: Manifest) -> None:
-        self._call(lambda: self.host.load(version, manifest))
+    def load(self, manifest: Manifest) -> None:
+        self._call(lambda: self.host.load(manifest))
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._call(lambda: self.host.submit(requests))

@@ -11,10 +11,10 @@ from statistics import median
 import numpy as np
 
 from shoal.report.timeline import Timeline
-from shoal.types import Completion, Host, HostProgress, SampleRequest
+from shoal.types import Completion, GroupRequest, Host, HostProgress, Purpose, SampleRequest
 
 FIRST_SECONDS = 600.0
-"""How long a host may take to read weights or to compile; for its first compiled step it does both."""
+"""How long a host that reads weights or compiles may not be heard of, and how long its first compiled step may take."""
 LEAST_SECONDS = 30.0
 """How long a host may always go without progress."""
 MEDIANS = 20
@@ -22,6 +22,9 @@ MEDIANS = 20
 FEWEST_STEPS = 5
 """Compiled steps whose time says how fast a host is."""
 MOST_PAUSE_SECONDS = 60.0
+EVALUATION_SHARE = 0.25
+"""Of the completions that a host has, those of an evaluation while training waits for others: about as many as it
+samples at once, since it has four times as many."""
 ROUNDING = 1e-3
 """How far above 0 the log-prob of a certain token may be."""
 
@@ -35,7 +38,8 @@ class Member:
     host: Host | None  # None between a loss and the restart
     restarts: int | None = None
     stall_seconds: float = 0.0  # 0 for auto: MEDIANS, at least LEAST_SECONDS
-    given: dict[int, int] = field(default_factory=dict)  # id -> completions of the groups that it has
+    given: dict[int, GroupRequest] = field(default_factory=dict)  # id -> the groups that it has
+    versions: set[int] = field(default_factory=set)  # whose manifests it was given
     retry_at: float = 0.0
     progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
     answered: int = 0  # tokens of its answers
@@ -46,11 +50,27 @@ class Member:
     _moved_at: float = field(default_factory=time.monotonic)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
 
-    def room(self) -> int:
-        """Completions that it could take on."""
+    def may_start(self, request: GroupRequest) -> bool:
+        """True if it was given the weights that the request may start on."""
+        return request.version in self.versions if request.exact else \
+            max(self.versions, default=-1) >= request.version
+
+    def completions(self, *purposes: Purpose) -> int:
+        """Completions of some purposes that it has."""
+        return sum(one.num_completions for one in self.given.values() if one.purpose in purposes)
+
+    def room(self, is_training: bool, is_shared: bool) -> int:
+        """Completions of training, or of other purposes, that it could take on. Where both want it, training has all
+        but EVALUATION_SHARE of it."""
         if self.host is None:
             return 0
-        return self.progress.capacity - sum(self.given.values()) if self.progress.capacity else 1
+        if not (capacity := self.progress.capacity):
+            return 1
+        others = tuple(one for one in Purpose if one is not Purpose.TRAIN)
+        share = max(1, int(EVALUATION_SHARE * capacity))
+        most = capacity if not is_shared else capacity - share if is_training else share
+        return min(most - self.completions(*((Purpose.TRAIN,) if is_training else others)),
+                   capacity - self.completions(*Purpose))
 
     def step_seconds(self) -> float:
         """The time of a compiled step in the median; 0 where too few were seen."""
@@ -69,7 +89,8 @@ class Member:
             if before.dispatches:
                 self._seconds.append((now - self._moved_at) / steps)
             self._moved_at = now
-        elif not self.given or before.preparing != self.progress.preparing:
+        elif before.preparing != self.progress.preparing or (
+                self.progress.reports > before.reports if self.progress.preparing else not self.given):
             self._moved_at = now
 
     def answers(self, tokens: int) -> None:
@@ -79,8 +100,9 @@ class Member:
         self.progress.tokens, self.total.tokens = self.progress.tokens + untold, self.total.tokens + untold
 
     def stalled_seconds(self, now: float) -> float:
-        """How long the host has made no progress, where that is too long; else 0."""
-        if not self.given:
+        """How long the host has made no progress, where that is too long; else 0. While it compiles or reads weights,
+        which may take any time, progress is that it is heard of."""
+        if not self.given and not self.progress.preparing:
             return 0.0
         usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
         prepares = self.progress.preparing or not self.progress.dispatches
@@ -94,6 +116,7 @@ class Member:
         assert self.restarts is not None
         tokens = self.progress.tokens - self.answered
         self.host, self.given, self.progress, self.answered = None, {}, HostProgress(), 0
+        self.versions.clear()
         self.losses += 1
         self.restarts -= 1
         self.refused = refused

@@ -72,15 +72,21 @@ def _placed(model: Model, params: Params, is_apart: bool) -> Params:
     return jax.tree.unflatten(structure, published) if sums or is_apart else params
 
 
-def part_of(model: Model, params: Params) -> Params:
+def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
+    """What each device of this process holds of each parameter, for `part_of`."""
+    return [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(params)]
+
+
+def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
     """Published parameters as arrays of the devices of `model`, which hold whole replicas; nothing is copied."""
 
-    def part(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        held, place = {shard.device: shard.data for shard in leaf.addressable_shards}, wanted.sharding
+    def part(wanted: jax.ShapeDtypeStruct, held: Mapping[Any, jax.Array]) -> jax.Array:
+        place = wanted.sharding
         return jax.make_array_from_single_device_arrays(
-            leaf.shape, place, [held[device] for device in place.addressable_devices_indices_map(leaf.shape)])
+            wanted.shape, place, [held[device] for device in place.addressable_devices_indices_map(wanted.shape)])
 
-    return jax.tree.map(part, params, published_shapes(model))
+    shapes, structure = jax.tree.flatten(published_shapes(model))
+    return jax.tree.unflatten(structure, map(part, shapes, shards))
 
 
 def published_shapes(model: Model) -> Params:

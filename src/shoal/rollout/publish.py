@@ -1,7 +1,8 @@
 """Publication: versions of the weights, where hosts fetch them when they like.
 
-    MemoryChannel    arrays on the sampler's devices, which are this process's
-    StoredChannel    tensors outside of any device, for hosts in other processes: files, or Ray's objects
+    MemoryPublisher   arrays on the sampler's devices, which are this process's
+    FilePublisher     files, for hosts in other processes (file_publisher.py)
+    ObjectPublisher   Ray's objects, for hosts on other machines (cluster.py)
 
 A version appears whole or not at all, under a manifest; it is written once and goes when nobody may ask for it. The
 trainer never waits for a host, nor a host for the trainer.
@@ -9,6 +10,7 @@ trainer never waits for a host, nor a host for the trainer.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,115 +19,132 @@ from typing import Any, Protocol
 import jax
 
 from shoal.model.transformer import Model
-from shoal.rollout.publication import num_bytes, part_of, publish_to, published_shapes
+from shoal.rollout.publication import num_bytes, part_of, publish_to, published_shapes, shards_of
 from shoal.types import Manifest, Params
 
 
-class Channel(Protocol):
-    """How the trainer's weights reach hosts."""
+class Publisher(Protocol):
+    """How the trainer's weights reach hosts. `model` is the sampler's, on all of its devices in this process."""
 
     @property
     def model(self) -> Model: ...
     @property
-    def versions(self) -> Mapping[int, Params]: ...
+    def versions(self) -> Mapping[int, Params]:
+        """The versions that were published and not released."""
+        ...
+
     @property
     def num_bytes(self) -> int:
         """Bytes that the last publication copied or wrote."""
         ...
 
-    def manifest(self, version: int, host: str) -> Manifest: ...
-    def publish(self, version: int, params: Params) -> dict[str, Manifest]: ...
-    def release(self, needed: Callable[[int], bool]) -> None: ...
+    def publish(self, version: int, params: Params) -> Manifest: ...
+    def manifest(self, version: int) -> Manifest:
+        """Where hosts fetch a version that exists."""
+        ...
+
+    def release(self, needed: Callable[[int], bool]) -> None:
+        """Forgets the versions that are not needed; a host that samples from one keeps it."""
+        ...
+
     def published_shapes(self) -> Params: ...
     def close(self) -> None: ...
 
 
 @dataclass
-class MemoryChannel:
-    """Versions as arrays on the sampler's devices, which are this process's.
-
-    `model` is the sampler's, on all of its devices; `parts` the same on those of each host, which holds whole replicas.
-    """
+class MemoryPublisher:
+    """Versions as arrays on the sampler's devices. Weights are copied where the sampler has other devices, types or
+    layouts (compared by checksum)."""
 
     model: Model
-    parts: Mapping[str, Model]
-    versions: dict[int, Params] = field(default_factory=dict)
+    versions: Mapping[int, Params] = field(default_factory=dict)
     num_bytes: int = 0
+    _shards: Mapping[int, Any] = field(default_factory=dict)  # by version
 
-    def publish(self, version: int, params: Params) -> dict[str, Manifest]:
-        """Copies the weights where the sampler has other devices, types or layouts (compared by checksum); the manifest
-        of each host."""
-        published, given = publish_to(self.model, params), set(map(id, jax.tree.leaves(params)))
-        self.versions[version] = published
-        self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in given)
-        return {name: self.manifest(version, name) for name in self.parts}
+    def publish(self, version: int, params: Params) -> Manifest:
+        published, own = publish_to(self.model, params), set(map(id, jax.tree.leaves(params)))
+        self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own)
+        # By this thread: JAX fills an array's list of shards at the first look, and a host that looks meanwhile gets a
+        # part of it. And into new tables: hosts and the fleet's thread read these meanwhile.
+        self._shards = {**self._shards, version: shards_of(published)}
+        self.versions = {**self.versions, version: published}
+        return self.manifest(version)
 
-    def manifest(self, version: int, host: str) -> Manifest:
-        """Where a host fetches a version that exists."""
-        return MemoryManifest(version, self, self.parts[host])
+    def manifest(self, version: int) -> Manifest:
+        return MemoryManifest(version, self)
+
+    def part(self, version: int, model: Model) -> Params:
+        """The weights on the devices of a host, which hold whole replicas."""
+        if version not in self.versions:
+            raise LookupError(f"version {version} is not published any more")
+        return self.versions[version] if model.role == self.model.role else part_of(model, self._shards[version])
 
     def release(self, needed: Callable[[int], bool]) -> None:
-        """Forgets the versions that are not needed; a host that samples from one keeps it."""
         self.versions = {version: params for version, params in self.versions.items() if needed(version)}
+        self._shards = {version: self._shards[version] for version in self.versions}
 
     def published_shapes(self) -> Params:
         return published_shapes(self.model)
 
     def close(self) -> None:
-        self.versions.clear()
+        self.release(lambda version: False)
 
 
 @dataclass(frozen=True)
 class MemoryManifest:
-    """The arrays of one host among those of a `MemoryChannel`."""
+    """A version of a `MemoryPublisher`."""
 
     version: int
-    channel: MemoryChannel
-    model: Model
+    publisher: MemoryPublisher
 
     @property
     def exists(self) -> bool:
-        return self.version in self.channel.versions
+        return self.version in self.publisher.versions
 
-    def fetch(self, wait: bool = True) -> Params:
-        params = self.channel.versions[self.version]
-        return params if self.model == self.channel.model else part_of(self.model, params)
+    def read(self, model: Model) -> Future[Callable[[], Params]]:
+        done: Future[Callable[[], Params]] = Future()
+        done.set_result(lambda: self.publisher.part(self.version, model))
+        return done
 
 
-class Stored(Protocol):
-    """A version outside of any device. It holds no weights and can be sent to another process."""
+class StoredManifest(abc.ABC):
+    """A version outside of any device, verified when it is read; it can be sent to another process."""
+
+    version: int
 
     @property
-    def version(self) -> int: ...
-    @property
+    @abc.abstractmethod
     def exists(self) -> bool: ...
-    def read(self, model: Model) -> Callable[[], Params]:
-        """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once.
-        LookupError once the version is gone."""
-        ...
 
-    def forget(self) -> None:
+    @abc.abstractmethod
+    def read_now(self, model: Model) -> Callable[[], Params]:
+        """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once."""
+
+    def forget(self) -> None:  # noqa: B027 - a file needs nothing
         """Lets go of what this process refers to."""
-        ...
+
+    def read(self, model: Model) -> Future[Callable[[], Params]]:
+        # In the background nothing is computed: only the host's own thread dispatches programs to its devices.
+        pool = ThreadPoolExecutor(1, "weights")
+        reading = pool.submit(self.read_now, model)
+        pool.shutdown(wait=False)
+        return reading
 
 
-class Store(Protocol):
-    """Writes versions."""
-
-    def write(self, version: int, model: Model, params: Params) -> Stored: ...
-    def remove(self, stored: Any) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass
-class StoredChannel:
-    """Versions in a store. `model` is the sampler's, on devices of this process, where a checkpoint reads them;
-    `parts` that of each host here, and of one elsewhere anything: it has its own."""
+class StoredPublisher(abc.ABC):
+    """Versions outside of any device. `model` is the sampler's on devices of this process, to which a checkpoint reads
+    them; hosts elsewhere have their own."""
 
     model: Model
-    parts: Mapping[str, Model]
-    store: Store
-    stored: dict[int, Stored] = field(default_factory=dict)
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.stored = model, dict[int, StoredManifest]()
+
+    @abc.abstractmethod
+    def write(self, version: int, params: Params) -> StoredManifest: ...
+
+    @abc.abstractmethod
+    def remove(self, manifest: Any) -> None: ...
 
     @property
     def versions(self) -> Mapping[int, Params]:
@@ -135,37 +154,37 @@ class StoredChannel:
     def num_bytes(self) -> int:
         return num_bytes(self.model)
 
-    def publish(self, version: int, params: Params) -> dict[str, Manifest]:
-        before, self.stored = self.stored.get(version), self.stored | {version: self.store.write(version, self.model,
-                                                                                                 params)}
+    def publish(self, version: int, params: Params) -> Manifest:
+        before, written = self.stored.get(version), self.write(version, params)
+        self.stored = {**self.stored, version: written}
         if before is not None:
-            self.store.remove(before)
-        return {name: self.manifest(version, name) for name in self.parts}
+            self.remove(before)
+        return written
 
-    def manifest(self, version: int, host: str) -> Manifest:
-        return StoredManifest(self.stored[version], self.parts[host])
+    def manifest(self, version: int) -> Manifest:
+        return self.stored[version]
 
     def release(self, needed: Callable[[int], bool]) -> None:
-        for version in [version for version in self.stored if not needed(version)]:
-            self.store.remove(self.stored.pop(version))
+        before, self.stored = self.stored, {version: one for version, one in self.stored.items() if needed(version)}
+        for version in before.keys() - self.stored:
+            self.remove(before[version])
 
     def published_shapes(self) -> Params:
         return published_shapes(self.model)
 
     def close(self) -> None:
-        self.stored.clear()
-        self.store.close()
+        self.stored = {}
 
 
 @dataclass(frozen=True)
 class StoredVersions(Mapping[int, Params]):
-    """The versions of a `StoredChannel`, each read when it is asked for."""
+    """The versions of a `StoredPublisher`, each read when it is asked for."""
 
-    stored: Mapping[int, Stored]
+    stored: Mapping[int, StoredManifest]
     model: Model
 
     def __getitem__(self, version: int) -> Params:
-        return self.stored[version].read(self.model)()
+        return self.stored[version].read_now(self.model)()
 
     def __contains__(self, version: object) -> bool:
         return version in self.stored
@@ -175,28 +194,3 @@ class StoredVersions(Mapping[int, Params]):
 
     def __len__(self) -> int:
         return len(self.stored)
-
-
-@dataclass
-class StoredManifest:
-    """A stored version, and the devices that a host fetches it to."""
-
-    stored: Stored
-    model: Model
-    _reading: Future[Callable[[], Params]] | None = None
-
-    @property
-    def exists(self) -> bool:
-        return self.stored.exists
-
-    def fetch(self, wait: bool = True) -> Params | None:
-        # In the background nothing is computed: programs of two threads may reach several devices in different orders,
-        # and then wait for each other.
-        if self._reading is None:
-            pool = ThreadPoolExecutor(1, "weights")
-            self._reading = pool.submit(self.stored.read, self.model)
-            pool.shutdown(wait=False)
-        if not wait and not self._reading.done():
-            return None
-        reading, self._reading = self._reading, None
-        return reading.result()()

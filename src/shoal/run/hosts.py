@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,12 @@ from shoal.mesh import Roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.rollout.file_store import KEY, FileStore, default_folder
+from shoal.rollout.file_publisher import KEY, FilePublisher, default_folder
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publication import num_bytes
-from shoal.rollout.publish import Channel, MemoryChannel, Store, StoredChannel
+from shoal.rollout.publish import MemoryPublisher, Publisher
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
 from shoal.run.workers import ray_fleet
 from shoal.sampler.engine import Engine
@@ -36,9 +36,8 @@ def local_fleet(model: Model, make_engine: Callable[[Purpose, int], Engine], rew
                 on_progress: Callable[[str, int, int], None] | None = None, stop: StopSignal | None = None,
                 publish: PublishSection = IN_MEMORY) -> Fleet:
     """One host, in the caller's thread. `model` is the sampler's, on all of its devices."""
-    channel = make_channel(publish, model, {HERE: model.on(model.role.local)})
-    return Fleet(channel, {HERE: EngineHost(make_engine)}, rewards, seed, stop=stop or StopSignal(),
-                 on_progress=on_progress)
+    return Fleet(make_publisher(publish, model), {HERE: EngineHost(make_engine)}, rewards, seed,
+                 stop=stop or StopSignal(), on_progress=on_progress)
 
 
 def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
@@ -47,8 +46,8 @@ def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokeni
     devices of their own, one in a thread of its own for each replica."""
     own = model.on(roles.sampler)
     if cluster is not None:
-        return ray_fleet(config, own, tokenizer, rewards, stop, console.answered, cluster,
-                         lambda model: make_store(config.publish, model, cluster))
+        return ray_fleet(config, make_publisher(config.publish, own, cluster), tokenizer, rewards, stop,
+                         console.answered, cluster)
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
         return local_fleet(own, make, rewards, config.seed, console.answered, stop, config.publish)
@@ -56,28 +55,23 @@ def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokeni
     hosts = {f"sampler {number}": EngineHost(training_engine_maker(config, model, roles, tokenizer, host=number),
                                              capacity=QUEUED * slots, shares_memory=False)
              for number in range(len(roles.hosts))}
-    channel = make_channel(config.publish, own, {name: model.on(role)
-                                                 for name, role in zip(hosts, roles.hosts, strict=True)})
     threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
-    return Fleet(channel, threads, rewards, config.seed, by_itself=True, on_note=console.warning, stop=stop,
-                 on_progress=console.answered, woken=woken)
+    return Fleet(make_publisher(config.publish, own), threads, rewards, config.seed, by_itself=True,
+                 on_note=console.warning, stop=stop, on_progress=console.answered, woken=woken)
 
 
-def make_channel(section: PublishSection, model: Model, parts: Mapping[str, Model]) -> Channel:
-    """How hosts of this process get the weights."""
-    return StoredChannel(model, parts, make_store(section, model)) if section.channel == "files" else \
-        MemoryChannel(model, parts)
-
-
-def make_store(section: PublishSection, model: Model, cluster: Cluster | None = None) -> Store:
-    """Where versions are kept: files, or where a cluster may span machines that share no folder, Ray's objects."""
+def make_publisher(section: PublishSection, model: Model, cluster: Cluster | None = None) -> Publisher:
+    """How hosts get the weights: as arrays, in this process; else as files, or, where a cluster may span machines that
+    share no folder, as Ray's objects."""
     folder = check_local(section.folder, KEY)
+    if cluster is None and section.channel != "files":
+        return MemoryPublisher(model)
     if cluster is not None and section.channel != "files" and (
             section.channel == "ray" or (not section.folder and cluster.may_span_machines)):
-        from shoal.rollout.cluster import ObjectStore
+        from shoal.rollout.cluster import ObjectPublisher
 
-        return ObjectStore()
-    store = FileStore(folder if folder != Path() else default_folder(num_bytes(model)))
+        return ObjectPublisher(model)
+    publisher = FilePublisher(folder if folder != Path() else default_folder(num_bytes(model)), model)
     if cluster is not None and cluster.connection.watcher is not None:
-        cluster.connection.watcher.remove(store.folder)
-    return store
+        cluster.connection.watcher.remove(publisher.folder)
+    return publisher

@@ -14,13 +14,12 @@ from shoal.config.schema import Config, MeshSection
 from shoal.mesh import available_devices, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost
 from shoal.rollout.proof import Proof, prove
-from shoal.rollout.publish import Store, StoredChannel
+from shoal.rollout.publish import Publisher
 from shoal.run.cache import cache_by_configuration
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
 from shoal.run.fingerprint import machine
@@ -59,22 +58,22 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     return made
 
 
-def ray_fleet(config: Config, model: Model, tokenizer: Tokenizer, rewards: GroupRewards, stop: StopSignal,
-              on_progress: Callable[[str, int, int], None], cluster: Cluster, store: Callable[[Model], Store]) -> Fleet:
-    """Workers that join as the cluster has room for them. `model` is the trainer's."""
+def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, rewards: GroupRewards, stop: StopSignal,
+              on_progress: Callable[[str, int, int], None], cluster: Cluster) -> Fleet:
+    """Workers that join as the cluster has room for them."""
+    model = publisher.model
     woken, facts = threading.Event(), machine()
     cluster.facts = {name: facts[name] for name in SHARED_FACTS}
     cluster.wake = woken.set
     cluster.make = functools.partial(make_worker, config, model.architecture, model.dtype.name, tokenizer)
     hosts = {name: cluster.start(name) for name in (f"worker {number}" for number in range(config.sampler.workers))}
-    return Fleet(StoredChannel(model, dict.fromkeys(hosts, model), store(model)), hosts, rewards, config.seed,
-                 by_itself=True, restart=cluster.start, restarts=config.sampler.restarts,
-                 stall_seconds=config.sampler.stall_seconds, on_note=cluster.say, stop=stop, on_progress=on_progress,
-                 woken=woken)
+    return Fleet(publisher, hosts, rewards, config.seed, by_itself=True, restart=cluster.start,
+                 restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds, on_note=cluster.say,
+                 stop=stop, on_progress=on_progress, woken=woken)
 
 
 def make_worker(config: Config, architecture: Architecture, dtype: Any,
-                tokenizer: Tokenizer) -> tuple[EngineHost, Model, Proof]:
+                tokenizer: Tokenizer) -> tuple[EngineHost, Proof]:
     """What a worker samples with, in its own process, and its proof."""
     cache_by_configuration()
     count = config.sampler.devices_per_worker
@@ -87,7 +86,7 @@ def make_worker(config: Config, architecture: Architecture, dtype: Any,
     model = make_model(replace(config.model, dtype=dtype), ModelSpec(Path(), architecture, _no_weights), roles.sampler)
     make = training_engine_maker(config, model, roles, tokenizer)
     host = EngineHost(make, capacity=QUEUED * training_places(config, roles, architecture).slots, shares_memory=False)
-    return host, model, prove(make(Purpose.TRAIN, size), config.sampling.params, size, machine())
+    return host, prove(make(Purpose.TRAIN, size), config.sampling.params, size, machine())
 
 
 def _no_weights(role: Any, dtype: Any) -> Any:

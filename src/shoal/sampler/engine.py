@@ -118,9 +118,7 @@ class Engine:
 
     def step(self) -> dict[int, list[Completion]]:
         """Runs until the tokens of a compiled step have arrived; the requests that have finished, by id."""
-        self.starting = True
         self._start_all()
-        self.starting = False
         if not self.finished:
             if self.in_flight:
                 self._drain_one()
@@ -192,8 +190,10 @@ class Engine:
         return False
 
     def _start_all(self) -> None:
+        self.starting = True
         while self.dispatch_next():
             pass
+        self.starting = False
 
     def _may_decode(self) -> bool:
         """True unless a decode step is in flight that may make room for others, or may be the last."""

@@ -387,10 +387,9 @@ METRICS_OF_A_STEP = {
 }
 
 
-def plain(steps: int, seconds: float, every: int = 0) -> list[str]:
+def plain(steps: int, seconds: float) -> list[str]:
     stream, clock = io.StringIO(), Clock()
     with Console(stream, terminal=False, clock=clock) as console:
-        console.steps_a_line = every
         for step in range(1, steps + 1):
             clock.now += seconds
             console.step(step, steps, METRICS_OF_A_STEP)
@@ -405,14 +404,13 @@ def test_a_plain_line_says_what_matters():
     assert not any("loss" in line or "kl" in line for line in lines)
 
 
-def kept(steps: int, seconds: float, every: int = 0) -> list[int]:
-    return [int(line.split()[1].split("/")[0]) for line in plain(steps, seconds, every)]
+def kept(steps: int, seconds: float) -> list[int]:
+    return [int(line.split()[1].split("/")[0]) for line in plain(steps, seconds)]
 
 
 def test_about_forty_lines_stay_and_one_a_minute_at_least():
     assert kept(20, 0.01) == list(range(1, 21))
     assert kept(200, 0.5) == [1, 2, 3, *range(5, 201, 5)]
-    assert kept(80, 1, every=30) == [1, 2, 3, 30, 60, 80]
     assert kept(4000, 20)[:6] == [1, 2, 3, 6, 9, 12]  # 60 s at 20 s a step
     assert kept(0, 1) == []
 

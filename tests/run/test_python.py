@@ -26,10 +26,7 @@ import shoal
 from shoal import cli
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config, RewardSection, TaskSection
-from shoal.report import notebook
-from shoal.report.console import Console
 from shoal.report.metrics import is_clock
-from shoal.report.notebook import NotebookProgress, in_notebook
 from shoal.run.cache import cache_by_configuration
 from shoal.run.task import load_task, task_of_data
 from shoal.runs.result import Result, Table
@@ -496,57 +493,3 @@ def test_the_import_is_light_and_names_are_there():
             "try:\n    shoal.tarin\nexcept AttributeError as error:\n    assert 'tarin' in str(error)\n"
             "else:\n    raise AssertionError\n")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "src"})
-
-
-# ---- in a notebook
-
-
-class Shown:
-    """In place of IPython's display: what was shown first, and every update."""
-
-    def __init__(self) -> None:
-        self.bundles: list[dict[str, str]] = []
-
-    def __call__(self, data: dict[str, str], raw: bool, display_id: bool) -> Shown:
-        assert raw and display_id and not self.bundles
-        self.bundles.append(data)
-        return self
-
-    def update(self, data: dict[str, str], raw: bool) -> None:
-        assert raw and self.bundles
-        self.bundles.append(data)
-
-
-def test_progress_is_one_display_and_not_brought_up_to_date_too_often():
-    shown, now = Shown(), [0.0]
-    progress = NotebookProgress(lambda: now[0], shown)
-    for step in range(1, 101):
-        now[0] += 0.05
-        progress.update(step, 100, "0:01 elapsed", ["reward <b>1</b> & more"])
-    assert 10 <= len(shown.bundles) <= 30 and "value='100' max='100'" in shown.bundles[-1]["text/html"]
-    assert "&lt;b&gt;1&lt;/b&gt; &amp; more" in shown.bundles[-1]["text/html"]
-    assert shown.bundles[-1]["text/plain"] == "step 100/100  0:01 elapsed  reward <b>1</b> & more"
-    progress.update(50, 100, "0:02 elapsed", [])
-    progress.stop()
-    progress.stop()
-    assert shown.bundles[-1]["text/plain"] == "step 50/100  0:02 elapsed"  # what was held back is shown at the end
-
-
-def test_a_kernel_is_told_from_a_terminal(monkeypatch):
-    for shell, answer in ((None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=1), True)):
-        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
-        assert in_notebook() is answer
-    monkeypatch.delitem(sys.modules, "IPython")
-    assert in_notebook() is False
-
-
-def test_the_console_in_a_notebook(monkeypatch, capsys):
-    shown = Shown()
-    monkeypatch.setattr(notebook, "_ipython_display", lambda: shown)
-    with Console(notebook=True) as console:
-        console.heading("training, 3 steps")
-        console.warning("look")
-        for step in range(1, 4):
-            console.step(step, 3, {"reward/mean": step / 4})
-    assert capsys.readouterr().out.splitlines() == ["== training, 3 steps", "warning: look"]
-    assert "step 3/3" in shown.bundles[-1]["text/plain"] and "reward 0.75" in shown.bundles[-1]["text/plain"]

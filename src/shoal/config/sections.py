@@ -450,13 +450,10 @@ class ReportSection:
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)
-    print_every: int = 0
-    """Steps between two printed lines; 0 for about 40 lines in a run. Metrics are recorded at every step."""
     timeline: bool = False
     """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and waited."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
-        require(self.print_every >= 0, "report.print_every", self.print_every, "0 (auto) or more")
         require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")

@@ -1,4 +1,4 @@
-"""What one sees of a run: a progress bar on a terminal (with colours) and in a notebook, plain lines elsewhere."""
+"""What one sees of a run: colours and a progress bar on a terminal, plain lines in a notebook or a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from shoal.report.figures import BARS, evaluation_text, one_line, summary_rows, text_table
-from shoal.report.notebook import NotebookProgress, in_notebook, show_table
 from shoal.report.progress import AnswerLines, LiveLine, StepLines
 from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
@@ -24,25 +23,20 @@ _MOST_UNKEPT = 1000
 class Console:
     """Prints a run's progress. Use in a `with`, or call `close`, so that the terminal is left as it was.
 
-    `terminal=None` asks the stream, `notebook=None` the process where no stream is given; `clock` gives seconds. No
-    text can make it fail: what the stream cannot show, and control characters, are printed as escapes."""
+    `terminal=None` asks the stream; `clock` gives seconds. No text can make it fail: what the stream cannot show, and
+    control characters, are printed as escapes."""
 
     def __init__(self, stream: TextIO | None = None, terminal: bool | None = None,
-                 clock: Callable[[], float] = time.monotonic, width: int | None = None,
-                 notebook: bool | None = None) -> None:
-        self._notebook = stream is None and terminal is None and in_notebook() if notebook is None else notebook
+                 clock: Callable[[], float] = time.monotonic, width: int | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._clock = clock
         is_terminal = getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
         self._rich = _rich_console(self._stream, width) if is_terminal else None
-        self._started = clock()
         self._repeats: Counter[str] = Counter()
         self._log: Path | None = None
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
-        self._steps: StepLines | None = None
+        live = LiveLine(self._rich, self._printable) if self._rich is not None else None
+        self._steps = StepLines(self._write, clock, live, show_trend=self._printable(BARS) == BARS)
         self._answers = AnswerLines(self._write, clock)
-        self.steps_a_line = 0
-        """Steps between two lines that stay; 0 for about 40 lines in a run."""
 
     def keep_log(self, path: Path) -> None:
         """Writes the lines printed so far, and all further ones, to the end of a file too."""
@@ -53,7 +47,7 @@ class Console:
     def heading(self, text: str) -> None:
         """Begins a part: evaluation, training."""
         self.close()
-        self._write(f"== {one_line(text)}", "bold cyan", f"\n{one_line(text)}")
+        self._write(f"== {one_line(text)}", "bold cyan")
 
     def note(self, text: str) -> None:
         """One fact in one line. A repetition is only counted; the summary shows the counts."""
@@ -74,16 +68,9 @@ class Console:
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """`step` of `steps` (from 1) is done; `StepLines` decides what is printed."""
-        self._steps = self._steps or self._step_lines()
         self._steps.step(step, steps, metrics)
         if step >= steps:
             self.close()
-
-    def _step_lines(self) -> StepLines:
-        notebook = NotebookProgress(self._clock) if self._notebook else None
-        live = LiveLine(self._rich, self._printable) if self._rich is not None and not notebook else None
-        return StepLines(self._write, self._clock, self._started, self.steps_a_line, live, notebook,
-                         show_trend=self._printable(BARS) == BARS)
 
     def answered(self, part: str, done: int, total: int) -> None:
         """`done` (one more at each call) of the `total` questions of an evaluation's part.
@@ -128,30 +115,11 @@ class Console:
 
     def table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         """Rows under their head, the first column to the left, the others to the right."""
-        self.close()
-        lines = text_table(head, rows)
-        if self._notebook:
-            self.keep("\n".join(lines))
-            show_table(head, rows, "\n".join(lines))
-            return
-        if self._rich is None:
-            self._write("\n".join(lines))
-            return
-        self.keep("\n".join(lines))
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD)
-        for i, title in enumerate(head):
-            table.add_column(title, justify="right" if i else "left")
-        for row in rows:
-            table.add_row(*(self._rich_text(cell) for cell in row))
-        self._rich.print(table)
+        self.text("\n".join(text_table(head, rows)))
 
     def close(self) -> None:
         """Ends the progress bar and gives the terminal back."""
-        if self._steps:
-            self._steps.stop()
+        self._steps.stop()
 
     def __enter__(self) -> Console:
         return self
@@ -164,10 +132,12 @@ class Console:
         if self._repeats[text] == 1:
             self._write(text, style)
 
-    def _write(self, text: str, style: str = "", on_terminal: str = "") -> None:
+    def _write(self, text: str, style: str = "") -> None:
         self.keep(text)
         if self._rich is not None:
-            self._rich.print(self._rich_text(on_terminal or text, style))
+            from rich.text import Text  # Text, not markup: a model's "[bold]" stays what it is
+
+            self._rich.print(Text(self._printable(text), style=style))
             return
         self._stream.write(self._printable(text) + "\n")
         self._stream.flush()
@@ -183,11 +153,6 @@ class Console:
 
     def _printable(self, text: str) -> str:
         return printable(text, getattr(self._stream, "encoding", None) or "utf-8")
-
-    def _rich_text(self, text: str, style: str = "") -> Any:
-        from rich.text import Text  # Text, not markup: a model's "[bold]" stays what it is
-
-        return Text(self._printable(text), style=style)
 
 
 class _EscapingStream:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.report.figures import duration, step_figures, trend
-from shoal.report.notebook import NotebookProgress
 
 LINES_A_RUN = 40
 FIRST_STEPS = 3
@@ -46,17 +45,14 @@ class Pace:
 
 class StepLines:
     """Prints steps: lines that stay, at equal distances and with the reward's trend, and on a terminal (`live`) one
-    that is updated in place; a notebook has only such a one.
+    that is updated in place.
 
-    `started`: the clock at the run's start; `every`: steps between two lines that stay, 0 for about LINES_A_RUN lines;
-    `write` prints one; `show_trend`: the stream can print the trend's bars."""
+    `write` prints a line that stays; `show_trend`: the stream can print the trend's bars."""
 
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float], started: float, every: int = 0,
-                 live: LiveLine | None = None, notebook: NotebookProgress | None = None,
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float], live: LiveLine | None = None,
                  show_trend: bool = True) -> None:
-        self._write, self._clock, self._every = write, clock, every
-        self._live, self._notebook, self._show_trend = live, notebook, show_trend
-        self._pace = Pace(started)
+        self._write, self._clock, self._live, self._show_trend = write, clock, live, show_trend
+        self._pace = Pace(clock())
         self._printed_at = -math.inf
         self._programs = 0.0
         self._rewards: list[float] = []  # since the last kept line
@@ -74,22 +70,19 @@ class StepLines:
         if left is not None:
             times += f", {duration(left)} left"
         figures = step_figures(metrics, compiled)
-        if self._notebook:
-            self._notebook.update(step, steps, times, figures)
-        elif self._is_kept(step, steps, now):
+        if self._is_kept(step, steps, now):
             self._printed_at = now
             self._write("  ".join([f"step {step}/{steps}", times, *self._with_trend(figures)]))
         if self._live:
             self._live.update(step, steps, [f"{step}/{steps}", times, *figures])
 
     def stop(self) -> None:
-        """Takes the live line away until the next step; a notebook shows its newest figures."""
-        for display in (self._live, self._notebook):
-            if display:
-                display.stop()
+        """Takes the live line away until the next step."""
+        if self._live:
+            self._live.stop()
 
     def _is_kept(self, step: int, steps: int, now: float) -> bool:
-        every = self._every or max(1, math.ceil(steps / LINES_A_RUN))
+        every = max(1, math.ceil(steps / LINES_A_RUN))
         return step <= FIRST_STEPS or step >= steps or step % every == 0 or now - self._printed_at >= QUIET_SECONDS
 
     def _with_trend(self, figures: Sequence[str]) -> list[str]:
@@ -144,31 +137,25 @@ class LiveLine:
     """A progress bar of rich with a text that fits the terminal, updated in place; `stop` takes it away."""
 
     def __init__(self, console: Any, printable: Callable[[str], str]) -> None:
-        from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
-        from rich.table import Column
-        from rich.text import Text
-
-        bar_width = 20 if console.width >= 100 else 8
-
-        class Figures(RenderableColumn):
-            def render(self, task: Any) -> Any:
-                text = fitting(task.fields["parts"], max(console.width - bar_width - 9, 10))
-                return Text(printable(text), no_wrap=True, overflow="crop")
-
-        self._progress = Progress(TextColumn("step"), BarColumn(bar_width=bar_width),
-                                  Figures("", table_column=Column(ratio=1)), console=console, auto_refresh=False,
-                                  expand=True, transient=True)
-        self._bar = self._progress.add_task("", total=1, parts=[""])
-        self._runs = False
+        self._console, self._printable = console, printable
+        self._live: Any = None
 
     def update(self, step: int, steps: int, parts: Sequence[str]) -> None:
-        self._progress.update(self._bar, completed=step, total=max(steps, 1), parts=parts)
-        if not self._runs:
-            self._progress.start()
-        self._runs = True
-        self._progress.refresh()
+        from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        width = 20 if self._console.width >= 100 else 8
+        text = self._printable(fitting(parts, max(self._console.width - width - 9, 10)))
+        line = Table.grid(padding=(0, 1))
+        line.add_row("step", ProgressBar(max(steps, 1), step, width), Text(text, no_wrap=True, overflow="crop"))
+        self._live.update(line, refresh=True)
 
     def stop(self) -> None:
-        if self._runs:
-            self._progress.stop()
-        self._runs = False
+        if self._live is not None:
+            self._live.stop()
+        self._live = None

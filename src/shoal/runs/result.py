@@ -15,7 +15,15 @@ import numpy as np
 
 from shoal.files import writing
 from shoal.report.console import prompt_text
-from shoal.report.figures import duration, figure_text, is_shown_figure, number_text, summary_rows, text_table
+from shoal.report.figures import (
+    duration,
+    figure_text,
+    html_table,
+    is_shown_figure,
+    number_text,
+    summary_rows,
+    text_table,
+)
 from shoal.report.folder import find_run, read_config
 from shoal.report.groups import StoredGroup
 from shoal.runs.evaluations import Evaluations

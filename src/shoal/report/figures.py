@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -235,15 +234,6 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
                                                   zip(row[1:], widths[1:], strict=True))]).rstrip()
             for row in [head, *rows]]
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table with escaped cells."""
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cell(name: str, figures: Mapping[str, Any]) -> str:

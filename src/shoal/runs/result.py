@@ -18,7 +18,6 @@ from shoal.report.console import prompt_text
 from shoal.report.figures import (
     duration,
     figure_text,
-    html_table,
     is_shown_figure,
     number_text,
     summary_rows,

@@ -19,10 +19,10 @@ from shoal import cli
 from shoal.commands.help import command_help
 from shoal.commands.multirun import combine
 from shoal.config.arguments import names_of
+from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.loading import compose
 from shoal.config.schema import Config
-from shoal.config.translator import translator
 from shoal.report.metrics import METRICS
 from test_architecture import LAYERS
 from test_readme import path_of_the_readme, resolve

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.foreign import register
 from shoal.config.sections import REWARD_PRESETS
-from shoal.config.translator import register
 from shoal.run.checkpoint_formats import FORMATS as CHECKPOINT_FORMATS
 from shoal.types import Example, ShoalError
 

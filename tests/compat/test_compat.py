@@ -21,10 +21,10 @@ import yaml
 from shoal import cli
 from shoal.compat.derived import DERIVATIONS
 from shoal.compat.translation import SYSTEMS
+from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
-from shoal.config.translator import translator
 from shoal.run.task import find_functions
 
 ROOT = Path(__file__).parents[2]

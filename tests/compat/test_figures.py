@@ -211,9 +211,9 @@ DIFFERENT: dict[str, str] = {
 """A documented difference -> the cases that show it."""
 
 NOT_SHOWN = {"trl minibatches", "trl max_staleness", "trl weights in flight", "verl staleness_threshold",
-             "torchrl scale", "sampler ratios", "maxtext reward"}
+             "torchrl scale", "sampler ratios", "maxtext reward", "verl whitening", "verl clamp of the ratio"}
 """Differences in what the figures hold equal: which completions an update has and how old they are, whose log-probs are
-old, rewards."""
+old, rewards; and those of tiny deviations and of ratios beyond e^10, which they do not reach."""
 
 REFUSED: dict[str, str] = {
     "trl": r".*vespo.*|(cispo|sapo)-sequence|delta-(1\.1|0\.9|sequence)|off_policy_mask-.*|.*top(_entropy)?(-.*)?",

@@ -3,6 +3,7 @@ on padded arrays [B, T] as it has them, and compared with Shoal's in value and g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from proof_data import Update, by_shoal, layout
 from shoal.algorithm.aggregation import token_weights
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
 from shoal.config.files import PRESETS
+from shoal.config.foreign import translator
 from shoal.config.keys import keys_of
 from shoal.config.loading import compose
 from shoal.config.schema import AlgorithmSection, Config
-from shoal.config.translator import translator
 from shoal.config.values import leaves_of
 from shoal.run.preflight.settings import algorithm_warnings
 from shoal.trainer.loss import Objective
@@ -317,6 +318,16 @@ def test_every_recipe_and_algorithm_is_proven_or_named():
     sections = [compose("train", [f"algorithm={name}"])[0].algorithm for name in ALGORITHMS]
     assert {a.loss for a in sections} == set(POLICY_LOSSES)
     assert {a.advantage for a in sections} == set(ADVANTAGES) - {"none"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_head_calls_nothing_missing_that_works(name: str):
+    text = (translator().presets / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
+    head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    missing = re.sub(r"\([^()]*\)", "", head.partition("No counterpart here:")[2].partition(". ")[0])
+    flags = {known.rpartition(".")[2] for known, flag in translator().flags(Config).items()
+             if flag.keys and "steps" not in flag.keys and not flag.meaning.startswith("only ")}
+    assert not flags & set(re.findall(r"[a-z_]{4,}", missing)) and "sequence-mean-token-scale" not in missing
 
 
 @pytest.mark.parametrize("folder", ["recipe", "algorithm"])

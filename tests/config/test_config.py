@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
+from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, Key, keys_of
 from shoal.config.loading import PACKAGED, compose, from_overrides, recompose
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
 from shoal.config.text import difference_from_defaults, require_given, to_dict, to_yaml
-from shoal.config.translator import translator
 from shoal.config.values import build, convert_value, get_value, leaves_of
 from shoal.text import nearest
 from shoal.types import ShoalError

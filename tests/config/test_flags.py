@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from shoal.config.files import PRESETS, presets_of
+from shoal.config.foreign import translator
 from shoal.config.loading import compose, from_overrides, recompose
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
-from shoal.config.translator import translator
 from shoal.types import ShoalError
 
 
@@ -221,6 +221,51 @@ def test_a_flag_of_the_line_and_its_partner_in_a_file(tmp_path):
     config, _ = compose("train", [str(file), "epsilon=0.1"])
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.28)
     assert (config.algorithm.loss, config.algorithm.aggregation) == ("gspo", "seq-mean-token-mean")
+
+
+def with_file(folder, text: str, *words: str):
+    file = folder / "their.yml"
+    file.write_text(text)
+    return compose("train", [str(file), *words])
+
+
+_ACTOR = "actor_rollout_ref.actor."
+
+
+@pytest.mark.parametrize(("text", "words", "expected"), [
+    ("algorithm.norm_adv_by_std_in_grpo: true", "recipe=verl algorithm.adv_estimator=rloo", {"advantage": "rloo"}),
+    (f"{_ACTOR}kl_loss_coef: 0.001", f"recipe=verl {_ACTOR}use_kl_loss=true", {"kl_coef": 0.001}),
+    (f"{_ACTOR}policy_loss.loss_mode: gspo", f"recipe=verl {_ACTOR}clip_ratio_c=5", {"loss": "grpo", "clip_dual": 5.0}),
+    ("epsilon_high: 0.28", "recipe=trl epsilon=0.1", {"clip_low": 0.1, "clip_high": 0.1}),
+    ("multi_objective_aggregation: normalize_then_sum", "algorithm=dapo scale_rewards=none batch.prompts_per_step=64",
+     {"advantage": "dr_grpo"}),
+    # nothing between the two: they are read together
+    ("algorithm.norm_adv_by_std_in_grpo: false", "algorithm.adv_estimator=grpo", {"advantage": "dr_grpo"}),
+    (f"{_ACTOR}kl_loss_coef: 0.01", f"{_ACTOR}use_kl_loss=true", {"kl_coef": 0.01}),
+    (f"{_ACTOR}policy_loss.loss_mode: gspo", f"{_ACTOR}clip_ratio_c=5", {"loss": "gspo-token", "clip_dual": 0.0}),
+])
+def test_a_flag_of_the_line_counts_beside_a_files_flag_of_its_group(tmp_path, text, words, expected):
+    algorithm = with_file(tmp_path, text, *words.split())[0].algorithm
+    assert {key: getattr(algorithm, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("words", "dual"), [
+    (["algorithm=gspo", "batch.prompts_per_step=64"], 0.0), (["algorithm.loss=cispo"], 0.0), (["recipe=verl"], 10.0),
+    (["recipe=verl", "algorithm=gspo"], 0.0), ([], 10.0)])
+def test_of_verls_losses_only_vanilla_has_the_dual_clip(words, dual):
+    assert compose("train", [*words, f"{_ACTOR}clip_ratio_c=10"])[0].algorithm.clip_dual == dual
+
+
+def test_a_recipe_on_the_line_names_the_settings_of_the_file_that_it_replaces(tmp_path):
+    text = "beta: 0.04\nnum_generations: 4\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-6\nsteps: 7\n"
+    config, resolved = with_file(tmp_path, text, "recipe=trl")
+    assert (config.algorithm.kl_coef, config.batch.group_size, config.steps) == (0.0, 8, 7)
+    [line] = [line for line in resolved.start_lines if "replaces there" in line]
+    assert line.startswith("recipe=trl on the command line lies over their.yml and replaces there: ")
+    assert {"per_device_train_batch_size=4", "beta=0.04", "num_generations=4;"} <= set(line.replace(",", "").split())
+    assert "learning_rate" not in line and "steps=7" not in line  # the recipe's own, or none of its keys
+    assert "beta" not in str(with_file(tmp_path, text, "recipe=trl", "beta=0.1")[1].notes)
+    assert "replaces there" not in str(with_file(tmp_path, f"recipe: trl\n{text}")[1].notes)
 
 
 def test_trls_batch_flags_leave_an_algorithms_mini_batches():

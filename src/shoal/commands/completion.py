@@ -11,10 +11,10 @@ from typing import Any
 
 from shoal.commands.help import options_of, topics_of
 from shoal.config.arguments import is_file_option, key_of, names_of
-from shoal.config.chain import PACKAGED
 from shoal.config.files import presets_of
+from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, Key
-from shoal.config.translator import translator
+from shoal.config.layers import PACKAGED
 from shoal.tasks.task import TASKS
 from shoal.text import did_you_mean
 from shoal.types import ShoalError

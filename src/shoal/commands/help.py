@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.arguments import POSITIONALS, aliases_of, find_key, names_of, positionals_text
 from shoal.config.files import packaged, presets_of
+from shoal.config.foreign import ForeignFlag, translator
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
 from shoal.config.schema import Config
-from shoal.config.translator import ForeignFlag, translator
 from shoal.config.values import shown, without_effect
 from shoal.run.derived import step_text
 from shoal.text import did_you_mean

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.arguments import is_file_option, is_file_word, joined, read_word
+from shoal.config.foreign import translator
 from shoal.config.keys import dataclass_of
 from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.config.sweep import sweep_texts
 from shoal.config.text import difference_from_defaults
-from shoal.config.translator import translator
 from shoal.report.console import Console
 from shoal.report.figures import figure_text
 from shoal.report.folder import named_folder, read_summary

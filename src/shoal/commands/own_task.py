@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from shoal.config.foreign import Entry
 from shoal.config.loading import Resolved, load
 from shoal.config.schema import EvalConfig
 from shoal.config.text import difference_from_defaults
-from shoal.config.translator import Entry
 from shoal.report.folder import is_run, read_config
 from shoal.tasks.task import FROM_PYTHON, ROWS
 from shoal.trainer.checkpoint import FOLDER

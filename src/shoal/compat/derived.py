@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from shoal.compat.flags import NOTHING, Given, Values, last_part, to_bool, to_float, to_int
-from shoal.config.translator import Get
+from shoal.config.foreign import Get
 from shoal.tasks.data_file import read_file
 from shoal.text import count
 from shoal.types import ShoalError
@@ -314,9 +314,17 @@ def derive_trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.clip_dual": text}, ""
 
 
+def derive_verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: of its losses only vanilla has the dual clip."""
+    [text], loss = given.values(), get("algorithm.loss")
+    if loss != "grpo":
+        return {"algorithm.clip_dual": "0"}, f"algorithm.loss={loss} has no dual clip there"
+    return {"algorithm.clip_dual": text}, ""
+
+
 DERIVATIONS = (
-    derive_lengths, derive_devices, derive_sampler_tensor, derive_turns_per_batch, derive_turns, derive_micro_batch,
-    derive_micro_batch_per_gpu, derive_mini_batches, derive_trl_batch, derive_trl_updates, derive_epochs, derive_warmup,
-    derive_train_rl, derive_test_batches, derive_trl_delta, derive_verl_staleness, derive_verl_counts,
-    derive_rollout_steps, derive_trl_staleness)
-"""Every rule; each asks for the keys that it needs, so their order does not matter."""
+    derive_lengths, derive_devices, derive_sampler_tensor, derive_trl_delta, derive_verl_dual_clip,
+    derive_turns_per_batch, derive_mini_batches, derive_trl_batch, derive_micro_batch, derive_micro_batch_per_gpu,
+    derive_trl_staleness, derive_verl_staleness, derive_verl_counts, derive_trl_updates, derive_train_rl,
+    derive_test_batches, derive_epochs, derive_turns, derive_rollout_steps, derive_warmup)
+"""Every rule, in the order in which they are applied: each after those that set the keys which it asks for."""

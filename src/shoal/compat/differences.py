@@ -55,6 +55,13 @@ DIFFERENCES: dict[str, Difference] = {
         "verl", "`loss_mode=geo_mean` with `rollout_is=token` or several micro-batches",
         "one weight a completion; the micro-batches' means are added up",
         "a weight a token; micro-batches change no number"),
+    "verl whitening": Difference(
+        "verl", "`adv_estimator` `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`",
+        "divides by the root of the variance + 1e-8",
+        "divides by the deviation + `algorithm.std_eps`: 33 to 75% apart at deviations near 1e-4"),
+    "verl clamp of the ratio": Difference(
+        "verl, Tunix", "the ratio of a token's probabilities", "its logarithm is clamped to 20, verl's `gspo` to 10",
+        "is not clamped"),
     "tunix unscorable": Difference(
         "Tunix", "completions for which a reward function returns `None` or NaN", "count as reward 0",
         "leave their group's mean and the denominator"),

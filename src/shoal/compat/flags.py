@@ -14,10 +14,10 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
+from shoal.config.foreign import ForeignFlag, Get
 from shoal.config.keys import command_of, keys_of
-from shoal.config.translator import ForeignFlag, Get
 from shoal.types import ShoalError
 
 Chosen = TypeVar("Chosen")
@@ -67,10 +67,10 @@ INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokeni
 
 @dataclass(frozen=True)
 class Yielding:
-    """A reader's value that yields to all else that is given in its layer (weak), or anywhere (lowest)."""
+    """A reader's value that yields to all else that is given in its layer, or in any layer."""
 
     value: Any
-    rank: Literal["weak", "lowest"] = "weak"
+    to_all: bool = False
 
 
 @dataclass(frozen=True)

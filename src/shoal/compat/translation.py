@@ -1,6 +1,7 @@
-"""The flags among what a user gave, as settings of our keys: from what was given alone, before anything is merged.
+"""The flags among what a user gave, as settings of our keys.
 
-    entries of every layer  ->  the topmost of each flag  ->  settings in its place, and a report of what it became
+    entries of every layer  ->  the highest of each flag  ->  settings at its place          from what was given alone
+                                                              rules with claims at its place  once all layers are merged
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, tunix, verl
-from shoal.compat.flags import INSTEAD, NOTHING, UNSUPPORTED, Flag, Values, Yielding
+from shoal.compat.derived import DERIVATIONS
+from shoal.compat.flags import INSTEAD, NOTHING, UNSUPPORTED, Derivation, Flag, Given, Group, Values, Yielding
+from shoal.compat.references import interpolate
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
+from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Setting, Translation
 from shoal.config.keys import keys_of
-from shoal.config.translator import Entry, ForeignFlag, Late, Report, Setting, Translation
-from shoal.config.values import text_of
+from shoal.config.values import shown, text_of
+from shoal.text import count
 from shoal.types import ShoalError
 
 SYSTEMS: Mapping[str, Sequence[Flag]] = {
@@ -31,12 +35,13 @@ _PATTERNS = {system: [flag for flag in flags if flag.is_pattern] for system, fla
 
 @dataclass(frozen=True)
 class FlagUse:
-    """One use of a flag: its row in the table, its system, its entry and place in the layers."""
+    """One use of a flag: its row in the table, its system, its entry, and the layer and index of that."""
 
     flag: Flag
     system: str
     entry: Entry
-    place: tuple[int, int]
+    layer: int
+    index: int
 
     @property
     def text(self) -> str:
@@ -46,6 +51,45 @@ class FlagUse:
     def where(self) -> str:
         """A file's line before an error; nothing for a command line, whose flag the error names."""
         return f"{self.entry.origin}: " if ":" in self.entry.origin else ""
+
+    def setting(self, key: str, value: Any, flags: Report) -> Setting:
+        """The setting of a key at the flag's place; a value that yields lies beneath its layer, or all layers."""
+        place: Place = (self.layer, 1, self.index)
+        if isinstance(value, Yielding):
+            place, value = (-1 if value.to_all else self.layer, 0, self.index), value.value
+        return Setting(key, value, self.entry.origin, self.entry.name, place, flags)
+
+
+@dataclass(eq=False)
+class Report:
+    """What flags became, for --dry-run; with `has_line` also for a line at the start."""
+
+    flags: Given
+    layer: int
+    meaning: str = ""
+    has_line: bool = False
+    claims: Sequence[Setting] = ()  # the keys that the flags name
+    settings: Sequence[Setting] = ()  # those that got a value
+    reason: str | None = None  # of a rule's values
+    applies: bool = True  # False for a rule that higher settings left nothing to do
+
+
+@dataclass(eq=False)
+class DerivedFlags:
+    """Flags of one rule, to be applied once all layers are merged."""
+
+    derive: Derivation
+    report: Report
+
+    @property
+    def claims(self) -> Sequence[Setting]:
+        return self.report.claims
+
+    def apply(self, get: Get) -> Sequence[Setting]:
+        values, reason = self.derive(self.report.flags, get)
+        settings = [replace(one, value=values[one.key]) for one in self.claims if one.key in values]
+        self.report.settings, self.report.reason, self.report.applies = settings, reason, True
+        return settings
 
 
 ENOUGH = 3
@@ -92,52 +136,204 @@ class Translator:
     def unsupported(self, name: str) -> str:
         return next((text for part, text in UNSUPPORTED.items() if re.search(part, name.lower())), "")
 
-    def translate(self, config_type: type, layers: Sequence[Sequence[Entry]]) -> Translation:
-        given = _topmost(config_type, layers)
-        found: dict[tuple[int, int], list[Setting]] = {}
-        reports: list[tuple[tuple[int, int], Report]] = []
-        errors: list[str] = []
-        groups: dict[Callable, list[FlagUse]] = {}
-        for places, one in given.values():
-            found |= {place: [] for place in places}
-            flag = one.flag
-            text = one.text.lower()
-            if text in NOTHING and not (flag.keeps_nothing or flag.idle or flag.refused):
-                meaning = "it stays at its default"
-                reports.append((one.place, Report({flag.name: one.text or "empty"}, meaning=meaning)))
-            elif flag.group or flag.late:
-                groups.setdefault(flag.group or flag.late, []).append(one)  # type: ignore[arg-type]
+    def interpolate(self, name: str, value: Any, get: Get) -> Any:
+        return interpolate(name, value, get)
+
+    def translate(self, config_type: type, layers: Sequence[Layer]) -> Translation:
+        found = FlagSettings(config_type, layers)
+        groups: dict[Group, list[FlagUse]] = {}
+        derived: dict[Derivation, list[FlagUse]] = {}
+        for one in found.given:
+            if one.text.lower() in NOTHING and not (one.flag.keeps_nothing or one.flag.idle or one.flag.refused):
+                found.report([one], meaning="it stays at its default").flags = {one.entry.name: one.text or "empty"}
+            elif one.flag.group:
+                groups.setdefault(one.flag.group, []).append(one)
+            elif one.flag.late:
+                derived.setdefault(one.flag.late, []).append(one)
             else:
-                _attempt(errors, one, lambda one=one: _alone(config_type, one, found, reports))  # noqa: B023
-        for rule, members in groups.items():
-            _attempt(errors, members[-1], lambda rule=rule, members=members: _together(
-                config_type, rule, members, found, reports))
-        reports.sort(key=lambda pair: pair[0])
-        notes = _recipe_notes(config_type, layers, [one for _, one in given.values()])
-        return Translation(found, [(place[0], report) for place, report in reports], errors, notes)
+                found.attempt(one, lambda one=one: found.add_single(one))
+        for read, members in groups.items():
+            found.attempt(members[-1], lambda read=read, members=members: found.add_group(read, members))
+        for derive in DERIVATIONS:
+            if derive in derived:
+                found.add_rule(derive, derived[derive])
+        found.translation.lines = found.lines
+        return found.translation
 
 
-def _topmost(config_type: type, layers: Sequence[Sequence[Entry]]) -> dict[str, tuple[list[tuple[int, int]], FlagUse]]:
-    """By name: every place where a flag was given, and the last."""
-    found: dict[str, tuple[list[tuple[int, int]], FlagUse]] = {}
-    everywhere = {entry.name for entries in layers for entry in entries}
-    for number, entries in enumerate(layers):
-        likely, is_theirs = likely_system(entries)
-        names = {entry.name for entry in entries}
-        for place, entry in enumerate(entries):
-            row = find_flag(config_type, entry.name, entry.value, likely, is_theirs and ":" in entry.origin)
-            if row is None or (row[1].only and names & {*row[1].keys}):  # beside its own key, a name of ours is ours
+class FlagSettings:
+    """The settings that the flags of some layers become, while they are collected."""
+
+    def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
+        self.config_type, self.layers = config_type, layers
+        self.translation = Translation()
+        self.given = self._highest()
+        self.reports: list[tuple[tuple[int, int], Report]] = []
+        self.translation.notes += _recipe_notes(config_type, layers, self.given)
+
+    def _highest(self) -> list[FlagUse]:
+        """The highest use of each flag; all uses are taken."""
+        found: dict[str, FlagUse] = {}
+        everywhere = {entry.name for layer in self.layers for entry in layer.entries}
+        for number, layer in enumerate(self.layers):
+            likely, is_theirs = likely_system(layer.entries)
+            names = {entry.name for entry in layer.entries}
+            for index, entry in enumerate(layer.entries):
+                row = find_flag(self.config_type, entry.name, entry.value, likely, is_theirs and ":" in entry.origin)
+                if row is None:
+                    continue
+                system, flag = row
+                is_ours = flag.only and names & {*flag.keys}  # beside its own key, a name of ours is ours
+                if not is_ours and (not flag.only_with or flag.only_with in everywhere):
+                    self.translation.taken.add((number, index))
+                    found.pop(entry.name, None)
+                    found[entry.name] = FlagUse(flag, system, entry, number, index)
+        return [*found.values()]
+
+    def attempt(self, one: FlagUse, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except ShoalError as error:
+            self.translation.errors.append(f"{one.where}{error}")
+
+    def report(self, members: Sequence[FlagUse], **more: Any) -> Report:
+        """A report of flags, which stands at the last of them."""
+        last = max(members, key=lambda one: (one.layer, one.index))
+        made = Report({one.entry.name: one.text for one in members}, last.layer, **more)
+        self.reports.append(((last.layer, last.index), made))
+        return made
+
+    def add_single(self, one: FlagUse) -> None:
+        """A flag whose own value says all."""
+        flag, text, name = one.flag, one.text, one.entry.name
+        if flag.refused:
+            if text.lower() not in flag.accepts:
+                expected = f"expected {flag.expected}; " if flag.expected else ""
+                colon = ":" if expected or "not supported" in flag.meaning else " is not supported:"
+                raise ShoalError(f"{name}={text}{colon} {expected}{flag.meaning}")
+            self.report([one], meaning=flag.meaning)
+            return
+        if flag.idle:
+            made = self.report([one], meaning=flag.meaning, has_line=not one.where or not flag.is_quiet)
+            made.flags = {name: "..." if name == TOKEN else text}
+            return
+        is_list = all(keys_of(self.config_type)[key].is_list for key in flag.keys if key in keys_of(self.config_type))
+        values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value if is_list else text}
+        if flag.item and isinstance(one.entry.value, list):
+            values = {flag.keys[0]: [flag.item(item) for item in one.entry.value]}
+        made = self.report([one], has_line=not flag.is_quiet,
+                           meaning=flag.meaning if flag.has_tail and not flag.is_quiet else "")
+        self._add(made, [(one, key, value) for key, value in values.items()])
+
+    def add_group(self, read: Group, members: Sequence[FlagUse]) -> None:
+        """Flags that are read together. What lies between a file's flag and a higher one of the group, as a recipe on
+        the command line, may replace it: it then counts beneath that alone."""
+        top = max(one.layer for one in members)
+        counting = [one for one in members if not any(one.layer < layer <= top for layer in self._set_in(one))]
+        if len(counting) < len(members):
+            self.add_group(read, [one for one in members if one.layer < top])
+        values, without = _read(read, counting), {one: _read_without(read, counting, one) for one in counting}
+        settings = []
+        for key, value in values.items():
+            deciding = [one for one in counting if key in one.flag.keys and without[one].get(key) != value]
+            settings.append((_owner(deciding or counting, key), key, value))
+        self._add(self._report_of(counting, bool(values)), settings)
+
+    def add_rule(self, derive: Derivation, members: Sequence[FlagUse]) -> None:
+        """Flags whose values need other keys: a rule that claims the keys which they name."""
+        claims = []
+        for key in dict.fromkeys(key for one in members for key in (*one.flag.keys, *one.flag.lowest)):
+            one = _owner(members, key)
+            is_lowest = key not in one.flag.keys
+            claims.append((one, key, Yielding(None, is_lowest) if one.flag.yields or is_lowest else None))
+        made = self._report_of(members, bool(claims))
+        made.applies = not claims
+        self._add(made, claims)
+        if claims:
+            self.translation.rules.append(DerivedFlags(derive, made))
+
+    def _set_in(self, one: FlagUse) -> set[int]:
+        """The layers in which a flag's first key is set by its own name, or by a flag that stands for itself."""
+        names, first = names_of(self.config_type), one.flag.keys[0]
+        own = {number for number, layer in enumerate(self.layers) for index, entry in enumerate(layer.entries)
+               if (number, index) not in self.translation.taken and names.get(entry.name) == first}
+        return own | {other.layer for other in self.given
+                      if other.flag.keys[:1] == (first,) and not (other.flag.group or other.flag.late)}
+
+    def _report_of(self, members: Sequence[FlagUse], has_keys: bool) -> Report:
+        return self.report(members, has_line=not has_keys or any(not one.flag.is_quiet for one in members),
+                           meaning=next((one.flag.meaning for one in members if not one.flag.is_quiet), ""))
+
+    def _add(self, report: Report, values: Sequence[tuple[FlagUse, str, Any]]) -> None:
+        """Settings of the keys that the command has; a rule's are claims for now."""
+        keys = keys_of(self.config_type)
+        made = [one.setting(key if key in keys else INSTEAD.get(key, ""), value, report) for one, key, value in values
+                if (key if key in keys else INSTEAD.get(key, "")) in keys]
+        report.claims = made
+        if report.applies:
+            report.settings = made
+            self.translation.settings += made
+
+    def lines(self, settings: Sequence[Setting], top: Mapping[str, Setting], values: Mapping[str, Any]) -> list[
+            tuple[str, bool]]:
+        """A line for each flag of the user's that is in effect, and whether it is a note of its own; the flags of a
+        file that change nothing share one line."""
+        found, idle = [], dict[int, list[str]]()
+        for _, report in sorted(self.reports, key=lambda pair: pair[0]):
+            layer = self.layers[report.layer]
+            made = {one.key: one for one in report.settings}
+            overruled = [one for one in report.claims if (one.key in top and top[one.key].place > one.place)
+                         or (one.key in made and top.get(one.key) is not made[one.key])]
+            if not layer.is_users or not report.applies or (report.claims and len(overruled) == len(report.claims)):
                 continue
-            if row[1].only_with and row[1].only_with not in everywhere:
+            if not report.claims and layer.file and not report.has_line:
+                idle.setdefault(report.layer, []).extend(report.flags)
                 continue
-            before = found.pop(entry.name, ([], None))[0]
-            found[entry.name] = ([*before, (number, place)], FlagUse(row[1], row[0], entry, (number, place)))
-    return found
+            became = [f"{one.key}={shown(values[one.key]) or repr('')}" for one in report.settings
+                      if top.get(one.key) is one and _is_said(one, settings, values, self.config_type)]
+            is_whole = not any(one.place[1] for one in overruled)  # else the reason names keys without effect
+            reason = report.meaning if report.reason is None or not is_whole else report.reason
+            flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())
+            effect = f"became {', '.join(became)}" if became else "changes nothing here"
+            found.append((f"{flags} {effect}" + (f": {reason}" if reason else ""),
+                          report.has_line or (bool(reason) and not report.meaning)))
+        for number, names in idle.items():
+            file = self.layers[number].file
+            assert file is not None
+            keys = count(len(names), "key")
+            found.append((f"{file.name}: {keys} that change nothing here: {', '.join(names)}", True))
+        return found
 
 
-def _recipe_notes(config_type: type, layers: Sequence[Sequence[Entry]], given: Sequence[FlagUse]) -> list[str]:
+def _read(read: Group, members: Sequence[FlagUse]) -> Values:
+    return read({one.entry.name: one.text for one in members})
+
+
+def _read_without(read: Group, members: Sequence[FlagUse], one: FlagUse) -> Values:
+    """What flags are without one of them; nothing where it cannot be missing."""
+    try:
+        return _read(read, [other for other in members if other is not one]) if len(members) > 1 else {}
+    except ShoalError:
+        return {}
+
+
+def _owner(members: Sequence[FlagUse], key: str) -> FlagUse:
+    """The flag at whose place a key stands: the highest that names it, in one layer the one that names fewest keys."""
+    naming = [one for one in members if key in one.flag.keys] or [
+        one for one in members if key in one.flag.lowest] or members
+    return max(naming, key=lambda one: (one.layer, -(len(one.flag.keys) or 99), one.index))
+
+
+def _is_said(one: Setting, settings: Sequence[Setting], values: Mapping[str, Any], config_type: type) -> bool:
+    """False for a value that came with another key's flag and is as it was in the layers beneath."""
+    below = [other.value for other in settings if other.key == one.key and other.place < one.place]
+    before = below[-1] if below else keys_of(config_type)[one.key].default
+    return one.place[1] == 1 or before != values[one.key]
+
+
+def _recipe_notes(config_type: type, layers: Sequence[Layer], given: Sequence[FlagUse]) -> list[str]:
     """A line on the recipe of a system, where names that it alone has stand without the recipe or a preset."""
-    entries = [entry for layer in layers for entry in layer]
+    entries = [entry for layer in layers for entry in layer.entries]
     if "recipe" not in keys_of(config_type) or any(
             (entry.name == "recipe" and entry.value) or entry.origin.startswith("preset ") for entry in entries):
         return []
@@ -152,71 +348,3 @@ def likely_system(entries: Sequence[Entry]) -> tuple[str, bool]:
     votes = Counter(system for entry in entries for system, rows in _EXACT.items() if entry.name in rows)
     likely = max(SYSTEMS, key=lambda one: votes[one]) if votes else ""
     return likely, votes[likely] >= ENOUGH
-
-
-def _attempt(errors: list[str], one: FlagUse, act: Callable[[], None]) -> None:
-    try:
-        act()
-    except ShoalError as error:
-        errors.append(f"{one.where}{error}")
-
-
-def _alone(config_type: type, one: FlagUse, found: dict[tuple[int, int], list[Setting]],
-           reports: list[tuple[tuple[int, int], Report]]) -> None:
-    """A flag whose own value says all."""
-    flag, text, name = one.flag, one.text, one.entry.name
-    if flag.refused:
-        if text.lower() not in flag.accepts:
-            expected = f"expected {flag.expected}; " if flag.expected else ""
-            colon = ":" if expected or "not supported" in flag.meaning else " is not supported:"
-            raise ShoalError(f"{name}={text}{colon} {expected}{flag.meaning}")
-        reports.append((one.place, Report({name: text}, (), flag.meaning, False, one.system)))
-        return
-    if flag.idle:
-        shown = "..." if name == TOKEN else text
-        reports.append((one.place, Report({name: shown}, (), flag.meaning, not one.where or not flag.is_quiet,
-                                          one.system)))
-        return
-    is_list = all(keys_of(config_type)[key].is_list for key in flag.keys if key in keys_of(config_type))
-    values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value if is_list else text}
-    if flag.item and isinstance(one.entry.value, list):
-        values = {flag.keys[0]: [flag.item(item) for item in one.entry.value]}
-    settings = found[one.place] = _settings(config_type, values, one, "")
-    tail = flag.meaning if flag.has_tail and not flag.is_quiet else ""
-    reports.append((one.place, Report({name: text}, tuple(settings), tail,
-                                      not flag.is_quiet, one.system)))
-
-
-def _together(config_type: type, rule: Callable, members: Sequence[FlagUse],
-              found: dict[tuple[int, int], list[Setting]], reports: list[tuple[tuple[int, int], Report]]) -> None:
-    """Flags of one rule. A key stands in the place of the flag that names it, of several the one that names fewest."""
-    flags = {one.entry.name: one.text for one in members}
-    if members[0].flag.late:
-        late = Late(lambda get: rule(flags, get))
-        values: Mapping[str, Any] = {
-            key: Yielding(late) if one.flag.yields else late for one in members for key in one.flag.keys} | {
-            key: Yielding(late, "lowest") for one in members for key in one.flag.lowest}
-    else:
-        values = rule(flags)
-    settings = []
-    for key, value in values.items():
-        naming = [one for one in members if key in one.flag.keys] or list(members)
-        owner = min(reversed(naming), key=lambda one: len(one.flag.keys) or 99)
-        made = _settings(config_type, {key: value}, owner, rule.__name__)
-        found[owner.place] = [*found[owner.place], *made]
-        settings += made
-    last = max(members, key=lambda one: one.place)
-    has_line = any(not one.flag.is_quiet for one in members) or not settings
-    meaning = next((one.flag.meaning for one in members if not one.flag.is_quiet), "")
-    reports.append((last.place, Report(flags, tuple(settings), meaning, has_line, last.system)))
-
-
-def _settings(config_type: type, values: Values, one: FlagUse, group: str) -> list[Setting]:
-    """A flag's values as settings of the keys that a command has."""
-    keys, settings = keys_of(config_type), []
-    for key, value in values.items():
-        rank, value = (value.rank, value.value) if isinstance(value, Yielding) else ("own", value)
-        key = key if key in keys else INSTEAD.get(key, "")
-        if key in keys:
-            settings.append(Setting(key, value, one.entry.origin, one.entry.name, rank, group))
-    return settings

@@ -11,6 +11,7 @@ from shoal.compat.derived import (
     derive_rollout_steps,
     derive_sampler_tensor,
     derive_verl_counts,
+    derive_verl_dual_clip,
     derive_verl_staleness,
     derive_warmup,
 )
@@ -106,7 +107,7 @@ FLAGS: list[Flag] = [
               "dual "
               "clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
     *_grouped(read_loss, "aggregation", "the same names", _A + "loss_agg_mode"),
-    *_grouped(read_loss, "clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
+    *derived(derive_verl_dual_clip, "algorithm.clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
     *_grouped(read_divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
     *_grouped(read_divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
     *_grouped(read_divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),

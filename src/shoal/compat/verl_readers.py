@@ -20,18 +20,19 @@ from shoal.types import ShoalError
 
 read_clip = read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
+_OFF = Yielding("0")
 _MODES: dict[str, Values] = {
-    "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": "0"},
-    "geo_mean": {"algorithm.loss": "gmpo", "algorithm.clip_dual": "0"},
-    "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "both", "algorithm.clip_dual": "0"},
-    "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": "0"}}
+    "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": _OFF},
+    "geo_mean": {"algorithm.loss": "gmpo", "algorithm.clip_dual": _OFF},
+    "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "both", "algorithm.clip_dual": _OFF},
+    "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": _OFF}}
 _OWN_MEAN = ("geo_mean", "sapo")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def read_loss(given: Given) -> Values:
     """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
-    a token's own, so that its loss is gspo-token here; only vanilla has the dual clip."""
+    a token's own, so that its loss is gspo-token here. Only vanilla has a dual clip (derive_verl_dual_clip)."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
@@ -39,9 +40,6 @@ def read_loss(given: Given) -> Values:
         values["algorithm.aggregation"] = chosen("loss_agg_mode", aggregation, {one: one for one in _AGGREGATIONS})
     if mode in _OWN_MEAN:
         values["algorithm.aggregation"] = "seq-mean-token-mean"
-    dual = named.get("clip_ratio_c", "")
-    if dual and mode in ("", "vanilla"):
-        values["algorithm.clip_dual"] = dual
     return values
 
 
@@ -153,7 +151,7 @@ def read_train_files(name: str, text: str) -> Values:
     files = items_of(text)
     if not files:
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
-    values: dict[str, Any] = {"task.name": Yielding("custom", "lowest"), "task.path": files[0]}
+    values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
     folders = {file.rpartition("/")[0] for file in files}
     if len(folders) > 1:
         raise ShoalError(f"{name}={text}: expected files of one folder")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config.files import PRESETS, packaged
+from shoal.config.foreign import COMMAND_LINE, Entry, make_entry, translator
 from shoal.config.keys import (
     COMMANDS,
     Key,
@@ -26,7 +27,6 @@ from shoal.config.keys import (
 )
 from shoal.config.schema import Config
 from shoal.config.sections import DATA_SUFFIXES
-from shoal.config.translator import COMMAND_LINE, Entry, make_entry, translator
 from shoal.types import ShoalError
 
 

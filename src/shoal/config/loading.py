@@ -2,9 +2,8 @@
 
     defaults < preset < file < command line
 
-The preset of a task, recipe or algorithm lies directly beneath the layer that names it, the files of `defaults`
-beneath their file. Names of other systems become keys before the layers are merged (translator.py); values that need
-other keys (`Late`, `${...}`) are computed after it.
+Names of other systems become keys before the layers are merged (`compat`, behind foreign.py); `${...}` in a file is
+the final value of another key.
 """
 
 from __future__ import annotations
@@ -15,24 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.arguments import COMMA_LISTS, Arguments, key_of, names_of, read_arguments, split_list
-from shoal.config.chain import (
-    PACKAGED,
-    Chain,
-    build_chain,
-    file_layers,
-    make_chain,
-    named_layers,
-    origins_of,
-    preset_of_task,
-    users_layers,
-    values_of,
-    with_origins,
-)
 from shoal.config.files import is_packaged
+from shoal.config.foreign import PYTHON, make_entry
 from shoal.config.keys import command_of, dataclass_of, keys_of
+from shoal.config.layers import PACKAGED, file_layers, layers_of, named_layers, preset_of_task, users_layers
+from shoal.config.merge import Merged, check_names, merge, with_origins
 from shoal.config.text import texts_of
-from shoal.config.translator import PYTHON, Late, Setting, make_entry
-from shoal.config.values import build, convert_value, get_value, leaves_of, shown, without_effect
+from shoal.config.values import build, get_value, leaves_of, shown, text_of, without_effect
+from shoal.text import count
 from shoal.types import ShoalError
 
 MANY, FEW = 8, 3
@@ -124,110 +113,84 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
 
 def load(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[Any, Resolved]:
     """The configuration of the arguments; `stored`: a run's configuration in place of presets and files."""
-    chain = build_chain(config_type, arguments, stored)
-    settings = chain.merged()
-    values, late = values_of(config_type, chain, settings)
-    origins = origins_of({key: chain.settled(one, late) for key, one in settings.items()})
-    chain.errors += [message for setting, message in chain.conflicts if settings.get(setting.key) is setting]
-    if chain.errors:
-        raise ShoalError("; ".join(dict.fromkeys(chain.errors)))
+    layers, file = layers_of(config_type, arguments, stored)
+    merged, errors = merge(config_type, layers)
+    values, not_values = merged.values()
+    twice, two_names = check_names(merged)
+    if errors := [*errors, *not_values, *two_names]:
+        raise ShoalError("; ".join(dict.fromkeys(errors)))
     try:
         config = build(config_type, values)
     except ShoalError as error:
-        raise ShoalError(with_origins(str(error), origins)) from None
-    became = list(_report_lines(config_type, chain, settings, values, late))
-    notes = _notes(config, chain, settings, bool(arguments.preset))
+        raise ShoalError(with_origins(str(error), merged.origins)) from None
+    became = merged.translation.lines(merged.settings, merged.top, values)
+    notes = (*_notes(config, merged, file, bool(arguments.preset)), *merged.translation.notes, *twice,
+             *(line for line, is_note in became if is_note))
     text, difference = texts_of(config)
-    name = chain.file.stem if chain.file else ""
-    return config, Resolved(name, (*notes, *chain.notes, *(line for line, has_line in became if has_line)), text,
-                            difference, arguments, tuple(line for line, _ in became), origins)
+    return config, Resolved(file.stem if file else "", notes, text, difference, arguments,
+                            tuple(line for line, _ in became), merged.origins)
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
     """The values of some keys in the user's own file and command line, without presets."""
-    layers, _ = users_layers(config_type, arguments)
-    settings = make_chain(config_type, [layer for layer in layers if layer.is_users]).merged()
-    keys = keys_of(config_type)
-    return {name: convert_value(keys[name], settings[name].value) for name in names if name in settings}
+    merged, _ = merge(config_type, [layer for layer in users_layers(config_type, arguments)[0] if layer.is_users])
+    return {name: merged.get(name) for name in names if name in merged.top}
 
 
 def packaged_values(config: Any) -> dict[str, Any]:
     """The values that a configuration's recipe and algorithm set, by dotted key."""
     layers = [layer for key in PACKAGED if (name := get_value(config, key))
               for layer in named_layers(type(config), key, name)]
-    chain = make_chain(type(config), layers)
-    return values_of(type(config), chain, chain.merged())[0]
+    return merge(type(config), layers)[0].values()[0]
 
 
 # ---- notes
 
 
-def _report_lines(config_type: type, chain: Chain, settings: Mapping[str, Setting], values: Mapping[str, Any],
-                  late: Mapping[Late, tuple[Mapping[str, Any], str]]) -> Iterator[tuple[str, bool]]:
-    """A line for each flag of another system among the user's own that is in effect, and whether it is a note of its
-    own; the flags of a file that change nothing share one line."""
-    idle: dict[int, list[str]] = {}
-    keys = keys_of(config_type)
-    for number, report in chain.reports:
-        layer = chain.layers[number]
-        in_effect = [one for one in report.settings if settings.get(one.key) is one and one.key in values]
-        if not layer.is_users or (report.settings and not in_effect):
-            continue
-        if not report.settings and layer.file and not report.has_line:
-            idle.setdefault(number, []).extend(report.flags)
-            continue
-        reason = report.meaning
-        if len(in_effect) >= sum(one.rank == "own" for one in report.settings):  # else it names keys without effect
-            reason = next((late[one.value][1] for one in in_effect if isinstance(one.value, Late)), reason)
-        became = []
-        for one in in_effect:
-            before = next((found[one.key].value for found in reversed(chain.settings[:number]) if one.key in found),
-                          keys[one.key].default)
-            if isinstance(one.value, Late) and one.key not in late[one.value][0]:
-                continue
-            if one.rank == "own" or before != values[one.key]:
-                text = shown(values[one.key]) or "''"
-                became.append(f"{one.key}={text}")
-        flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())
-        effect = f"became {', '.join(became)}" if became else "changes nothing here"
-        yield f"{flags} {effect}" + (f": {reason}" if reason else ""), (
-            report.has_line or (bool(reason) and not report.meaning))
-    for number, names in idle.items():
-        file = chain.layers[number].file
-        assert file is not None
-        yield f"{file.name}: {_count(names)} that change nothing here: {', '.join(names)}", True
-
-
-def _count(names: Sequence[str]) -> str:
-    return "1 key" if len(names) == 1 else f"{len(names)} keys"
-
-
-def _notes(config: Any, chain: Chain, settings: Mapping[str, Setting], has_preset: bool) -> Iterator[str]:
+def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> Iterator[str]:
     """Lines for the start: keys of a file that were skipped, a task's preset that was not loaded, and the values of
     presets in effect that differ from Shoal's defaults."""
-    config_type, file = type(config), chain.file
-    if file and (skipped := [name for layer in chain.layers for name in layer.skipped]):
-        yield (f"{file} holds {_count(skipped)} that only training reads, passed over: {', '.join(skipped[:3])}"
-               + (", ..." if len(skipped) > 3 else ""))
-    if file and not is_packaged(file) and not has_preset and "task.name" in settings:
+    config_type, keys = type(config), keys_of(type(config))
+    if file and (skipped := [name for layer in merged.layers for name in layer.skipped]):
+        yield (f"{file} holds {count(len(skipped), 'key')} that only training reads, passed over: "
+               f"{', '.join(skipped[:3])}" + (", ..." if len(skipped) > 3 else ""))
+    if file and not is_packaged(file) and not has_preset and "task.name" in merged.top:
         preset = preset_of_task(command_of(config_type), config.task.name)
-        beneath = make_chain(config_type, file_layers(config_type, preset, "")).merged() if preset else {}
-        if preset and (left := [key for key in beneath if key not in settings]):
+        beneath = merge(config_type, file_layers(config_type, preset, ""))[0].top if preset else {}
+        given = {*merged.top, *(one.key for rule in merged.translation.rules for one in rule.claims)}
+        if preset and (left := [key for key in beneath if key not in given]):
             yield (f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
                    f"more keep their defaults): `defaults: [{preset.stem}, _self_]` in the file loads it")
-    keys = keys_of(config_type)
+    yield from _replaced_in_files(merged)
     changed: dict[str, list[str]] = {}
-    for layer, found in zip(chain.layers, chain.settings, strict=True):
-        folder = layer.label.partition(" ")[0]
-        if layer.is_users or folder not in ("task", *PACKAGED.values()):
-            continue
-        for key, setting in found.items():
-            value, default = get_value(config, key), keys[key].default
-            if settings.get(key) is setting and value != default and key not in without_effect(config):
-                ours = "" if folder == "task" else f" (ours: {shown(default) or 'empty'})"
-                changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
+    for key, setting in merged.top.items():
+        layer = merged.layers[setting.place[0]]
+        folder, value = layer.label.partition(" ")[0], get_value(config, key)
+        if folder in ("task", *PACKAGED.values()) and not layer.is_users and value != keys[key].default and (
+                key not in without_effect(config)):
+            ours = "" if folder == "task" else f" (ours: {shown(keys[key].default) or 'empty'})"
+            changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
     for label, texts in changed.items():
         folder, _, name = label.partition(" ")
         verb = "loads its preset" if folder == "task" else "differs from Shoal's defaults in"
         more = f" and {len(texts) - FEW} more keys (--dry-run lists them)" if len(texts) > MANY else ""
         yield f"{folder}={name} {verb}: {', '.join(texts[:FEW] if more else texts)}{more}"
+
+
+def _replaced_in_files(merged: Merged) -> Iterator[str]:
+    """A line for a recipe or an algorithm that replaces settings of the user's file beneath it, with each of them."""
+    for number, layer in enumerate(merged.layers):
+        names = {entry.name: text_of(entry.value) for entry in layer.entries}
+        files = [place for place, below in enumerate(merged.layers[:number]) if below.is_users and below.file]
+        if layer.is_users or layer.label.partition(" ")[0] not in PACKAGED.values() or not files:
+            continue
+        above = {entry.name for other in merged.layers[number + 1:] for entry in other.entries}
+        by_name = {entry.name: text_of(entry.value) for place in files for entry in merged.layers[place].entries
+                   if names.get(entry.name, text_of(entry.value)) != text_of(entry.value) and entry.name not in above}
+        by_key = {one.name: text_of(one.value) for one in merged.settings if one.place[0] in files
+                  and merged.above(one).place[0] == number and merged.differs(one)}
+        if lost := by_name | by_key:
+            texts = ", ".join(f"{name}={text}" for name, text in lost.items())
+            file = merged.layers[files[-1]].file
+            yield (f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file.name if file else ''} and "
+                   f"replaces there: {texts}; named in the file, it would lie beneath them")

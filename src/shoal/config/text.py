@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from shoal.config.arguments import aliases_of
-from shoal.config.files import escape
 from shoal.config.keys import keys_of
 from shoal.config.values import get_value, nest
 from shoal.types import ShoalError
@@ -40,6 +40,11 @@ def to_yaml(config: Any) -> str:
 def texts_of(config: Any) -> tuple[str, str]:
     """A configuration as YAML: every key, and the keys that differ from the defaults."""
     return to_yaml(config), to_yaml(nest(difference_from_defaults(config)))
+
+
+def escape(text: str) -> str:
+    """Text in which a file's `${` refers to nothing."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
 
 
 def require_given(config: Any, *keys: str) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.arguments import Arguments, key_of, read_arguments
+from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry
 from shoal.config.keys import is_under, keys_of
 from shoal.config.loading import Resolved, given_values, load, nested_names, recompose
 from shoal.config.schema import Config
-from shoal.config.translator import COMMAND_LINE, PYTHON, Entry
 from shoal.config.values import get_value, leaves_of, shown
 from shoal.files import check_local
 from shoal.report.console import Console

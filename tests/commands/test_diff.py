@@ -17,8 +17,7 @@ from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 from shoal.commands.diff import diff, exact_figure, short_names
 from shoal.config.schema import DiffConfig
 from shoal.report.groups import StoredGroup
-from shoal.runs.compare import find_divergence, likely_keys
-from shoal.runs.group_difference import GroupDifference, step_difference
+from shoal.runs.compare import GroupDifference, find_divergence, likely_keys, step_difference
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 pytestmark = pytest.mark.compile_quickly

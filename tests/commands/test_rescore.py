@@ -20,7 +20,7 @@ from shoal.commands.rescore import rescore
 from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
 from shoal.report.folder import RunFolder
 from shoal.report.groups import read_file, write_file
-from shoal.runs.reward_comparison import rank_correlation
+from shoal.runs.rescore import rank_correlation
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
 
 REWARDS = '''\

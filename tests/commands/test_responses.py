@@ -18,7 +18,7 @@ import pytest
 import shoal
 from shoal import cli
 from shoal.config.schema import TaskSection
-from shoal.runs.questions import normalized, question_text
+from shoal.runs.responses import normalized, question_text
 from shoal.tasks import task as tasks
 from shoal.tasks.data import Published
 from shoal.tasks.task import Task

@@ -34,9 +34,8 @@ from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
 from shoal.report.groups import read_file
 from shoal.runs.bounded import flat_yaml
-from shoal.runs.find import open_runs
 from shoal.runs.growing_lines import MAX_LINE_BYTES
-from shoal.runs.stored_run import StoredRun
+from shoal.runs.stored_run import StoredRun, open_runs
 from shoal.types import ShoalError
 
 

@@ -18,8 +18,8 @@ from stored_runs import HOSTILE, stored_group, write_run
 from shoal.commands.view import view
 from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
-from shoal.runs.find import open_runs
 from shoal.runs.result import load_run
+from shoal.runs.stored_run import open_runs
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, which is missing")

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from itertools import zip_longest
 from typing import Any
 
-from shoal.commands.answers import report_evaluation, write_answers
+from shoal.commands.responses import report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, TaskSection
 from shoal.files import check_new_file
 from shoal.mesh import make_roles
@@ -22,7 +22,7 @@ from shoal.run.loading import make_model, open_model
 from shoal.run.parts import prepare_sets
 from shoal.run.preflight.settings import check_model
 from shoal.run.task import load_task, with_overlong
-from shoal.runs.questions import question_text
+from shoal.runs.responses import question_text
 from shoal.tasks.data import evaluating, showing_progress
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator

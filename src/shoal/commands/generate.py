@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.answers import given_names
+from shoal.commands.responses import given_names
 from shoal.config.schema import GenerateConfig, ModelSection, SamplingSection
 from shoal.config.text import require_given
 from shoal.files import check_input, check_new_file, write_text

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from shoal.commands.answers import given_names, report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, RewardSection
-from shoal.files import check_input, check_local, check_new_file
+from shoal.files import check_input, check_local, check_new_file, write_text
 from shoal.report.console import Console
-from shoal.rewards.scores import failed_figures
+from shoal.report.lines import json_ready
+from shoal.rewards.scores import failed_figures, failure_lines
 from shoal.run.task import with_rewards
 from shoal.runs.responses import (
     Response,
@@ -24,7 +26,7 @@ from shoal.runs.responses import (
     response_figures,
 )
 from shoal.tasks.task import TASKS, Task
-from shoal.types import ShoalError
+from shoal.types import Failure, ShoalError
 
 
 def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
@@ -93,3 +95,27 @@ def output_rows(responses: Sequence[Response], verdicts: Sequence[Mapping[str, A
                         {name for verdict in verdicts for name in verdict})
     return [{**{names[name]: value for name, value in response.row.items()}, **verdict}
             for response, verdict in zip(responses, verdicts, strict=True)]
+
+
+def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+    """The names of an input's columns in the output; one that the output has itself is `given_...` there."""
+    given, names = set(given), {}
+    for name in sorted(given):
+        new = name
+        while new in taken or (new != name and new in given):
+            new = f"given_{new}"
+        names[name] = new
+    return names
+
+
+def report_evaluation(figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console) -> None:
+    """Prints the figures of each set of questions and warns of failed reward functions."""
+    for name, values in figures.items():
+        console.evaluation(name, values)
+    for line in failure_lines(failures):
+        console.warning(line)
+
+
+def write_answers(output: Path, content: Mapping[str, Any]) -> None:
+    """Writes the JSON file of an evaluation, whole or not at all."""
+    write_text(output, json.dumps(json_ready(content), indent=2, ensure_ascii=False) + "\n")

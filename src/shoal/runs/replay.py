@@ -19,7 +19,7 @@ from shoal.report.console import Console
 from shoal.report.groups import StoredGroup
 from shoal.report.lines import json_ready
 from shoal.run.task import load_task
-from shoal.runs.group_difference import completion_difference
+from shoal.runs.compare import completion_difference
 from shoal.runs.replayer import Replayer
 from shoal.runs.stored_run import StoredRun
 from shoal.trainer.checkpoint import MODEL_FOLDER

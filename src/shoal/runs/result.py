@@ -25,8 +25,7 @@ from shoal.report.figures import (
 )
 from shoal.report.folder import find_run, read_config
 from shoal.report.groups import StoredGroup
-from shoal.runs.evaluations import Evaluations
-from shoal.runs.stored_run import StoredRun
+from shoal.runs.stored_run import Evaluations, StoredRun
 from shoal.text import count, nearest, shorten
 from shoal.types import ShoalError
 

@@ -15,19 +15,22 @@ grows while it is read is read by `growing_lines` and `group_table`.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.report.folder import CONFIG, SUMMARY, parts_of, read_config
+from shoal.report.folder import CONFIG, LAST, SUMMARY, find_run, is_run, parts_of, read_config
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
-from shoal.runs.bounded import bounded_json, flat_yaml, one_line, reason
-from shoal.runs.evaluations import Evaluations
+from shoal.report.sink import evaluation_scalars
+from shoal.runs.bounded import bounded_json, flat_yaml, one_line, reason, rounded
 from shoal.text import count, ranges
 from shoal.types import ShoalError
 
@@ -219,3 +222,112 @@ class StoredRun:
             except (OSError, ValueError):
                 continue
         return {version: record for version, record in found.items() if "facts" in record}
+
+
+# ---- evaluations
+
+MAX_ROWS = 5000
+
+
+class Evaluations:
+    """Rows of evaluations.jsonl: `step` (the version), `name` (of the data set) and the figures."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        self.rows = list(rows)
+
+    def add(self, restarted: bool, rows: Iterable[dict[str, Any]]) -> None:
+        """Adds what `GrowingLines.new` found; `restarted`: the file is another than before."""
+        if restarted:
+            self.rows = []
+        self.rows += [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("name"), str)]
+        del self.rows[MAX_ROWS:]
+
+    def by_version(self) -> dict[tuple[int, str], dict[str, Any]]:
+        """(version, data set) -> figures."""
+        return {(row["step"], row["name"]): _figures(row) for row in self.rows}
+
+    def at(self, step: int) -> dict[str, dict[str, Any]]:
+        """Data set -> figures of one version."""
+        return {row["name"]: _figures(row) for row in self.rows if row["step"] == step}
+
+    def before_after(self, summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Data set -> figures before the first step and after the last; of a run without a summary, those of its first
+        and its newest evaluation."""
+        before, after = summary.get("before"), summary.get("after")
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            return before, after
+        steps = sorted({row["step"] for row in self.rows})
+        return self.at(steps[0]) if steps else {}, self.at(steps[-1]) if len(steps) > 1 else {}
+
+    def curves(self) -> dict[str, dict[str, list[Any]]]:
+        """evaluate/<set>/<figure> -> its steps `x` and values `y`."""
+        found: dict[str, dict[str, list[Any]]] = {}
+        for row in self.rows:
+            for name, value in evaluation_scalars(row["name"], _figures(row)).items():
+                if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
+                    curve = found.setdefault(name, {"x": [], "y": []})
+                    curve["x"].append(row["step"])
+                    curve["y"].append(rounded(value))
+        return found
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("step", "name")}
+
+
+# ---- finding runs
+
+MAX_RUNS, MAX_DEPTH, MAX_FOLDERS = 64, 4, 20_000
+
+
+def open_runs(words: Sequence[str], base: str = "outputs") -> list[StoredRun]:
+    """The runs that words name: a run folder, `last`, or a folder with runs below it; without words the newest.
+
+    They are read leniently. ShoalError for a word that names none, with what it is instead."""
+    paths: list[Path] = []
+    for word in words or [_newest(base)]:
+        path = Path(word).expanduser()
+        if word != LAST and path.is_dir() and not is_run(path):
+            below = list(_runs_below(path))
+            if not below:
+                raise ShoalError(f"{path} is no run folder: it holds no {CONFIG}, and no folder below it does")
+            paths += below
+        else:
+            paths.append(find_run(word, base))
+    unique = list({path.resolve(): path for path in paths}.values())
+    if len(unique) > MAX_RUNS:
+        raise ShoalError(f"{count(len(unique), 'run')} found, at most {MAX_RUNS} fit on a page: name those to show")
+    return [StoredRun(path, name, lenient=True) for name, path in zip(_names(unique), unique, strict=True)]
+
+
+def _newest(base: str) -> str:
+    if (Path(base) / LAST).is_file():
+        return LAST
+    runs = list(_runs_below(Path(base))) if Path(base).is_dir() else []
+    if not runs:
+        raise ShoalError(f"there is no run under {base}: name a run folder, `shoal view RUN`")
+    return str(max(runs, key=lambda path: (path / CONFIG).stat().st_mtime))
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Run folders within a folder, by name; links are not followed, and runs are not searched for runs."""
+    for seen, (place, names, files) in enumerate(os.walk(folder)):
+        path = Path(place)
+        if CONFIG in files:
+            names.clear()
+            yield path
+        elif len(path.relative_to(folder).parts) >= MAX_DEPTH or seen > MAX_FOLDERS:
+            names.clear()
+        names.sort()
+
+
+def _names(paths: Iterable[Path]) -> list[str]:
+    """For each path as many of its last parts as tell it from the others."""
+    paths = [path.resolve() for path in paths]
+    names = []
+    for path in paths:
+        parts = 1
+        while parts < len(path.parts) and sum(other.parts[-parts:] == path.parts[-parts:] for other in paths) > 1:
+            parts += 1
+        names.append("/".join(path.parts[-parts:]).encode("utf-8", "backslashreplace").decode())
+    return names

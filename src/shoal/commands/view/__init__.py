@@ -22,7 +22,7 @@ from typing import Any
 from shoal.config.schema import ViewConfig
 from shoal.files import check_new_file
 from shoal.report.console import Console
-from shoal.runs.find import open_runs
+from shoal.runs.stored_run import open_runs
 from shoal.text import count
 from shoal.types import ShoalError
 

@@ -16,8 +16,7 @@ from shoal.config.schema import Config
 from shoal.report.figures import summary_rows
 from shoal.report.lines import json_ready
 from shoal.runs.bounded import one_line, rounded
-from shoal.runs.evaluations import Evaluations
-from shoal.runs.stored_run import MAX_LOG_BYTES, StoredRun
+from shoal.runs.stored_run import MAX_LOG_BYTES, Evaluations, StoredRun
 
 MAX_EVENTS, IDLE_SECONDS = 500, 900
 SAME_TASK = ("task.name", "task.path", "task.split", "task.columns", "reward.functions", "reward.weights")

@@ -27,10 +27,9 @@ from shoal.commands.view.query import Searches, group_rows
 from shoal.commands.view.replays import Replays, refusal
 from shoal.report.folder import CONFIG, SUMMARY
 from shoal.runs.database import Database
-from shoal.runs.evaluations import Evaluations
 from shoal.runs.group_table import GroupTable
 from shoal.runs.growing_lines import GrowingLines
-from shoal.runs.stored_run import StoredRun
+from shoal.runs.stored_run import Evaluations, StoredRun
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 

@@ -137,7 +137,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
                 "report/sink.py": "", "sampler/engine.py": "", "tasks/words.py": "", "rollout.py": "",
                 "trainer/loop.py": "", "rollout/source.py": "", "rollout/cluster.py": "", "cli.py": "",
                 "__init__.py": "", "trainer/checkpoint.py": "",
-                "run/assembly.py": "", "commands/train.py": "", "compat/trl.py": ""}
+                "run/job.py": "", "commands/train.py": "", "compat/trl.py": ""}
     for name, text in {**defaults, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     ("sampler/engine.py", "import importlib\nimportlib.import_module('shoal.cli')", "layer 6"),
     ("trainer/loop.py", "import shoal.rollout.group", "one layer"),
     ("rollout/group.py", "def f():\n    if True:\n        from shoal.trainer.loop import run", "one layer"),
-    ("trainer/loop.py", "import shoal.run.assembly", "layer 4"),
+    ("trainer/loop.py", "import shoal.run.job", "layer 4"),
     ("rollout/source.py", "from shoal import cli", "layer 6"),
     ("rollout/source.py", "import ray", "rollout/cluster.py"),
     ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/orbax.py"),
@@ -182,8 +182,8 @@ def test_a_forbidden_import_is_found(tmp_path, place, text, reason):
     ("trainer/orbax.py", "import orbax.checkpoint as ocp"),
     ("rollout/cluster.py", "import ray"),
     ("run/resume.py", "import shoal.rollout.group, shoal.trainer.loop"),
-    ("cli.py", "import shoal\nfrom shoal.run import assembly"),
-    ("__init__.py", "def train():\n    from shoal.run import assembly"),
+    ("cli.py", "import shoal\nfrom shoal.run import job"),
+    ("__init__.py", "def train():\n    from shoal.run import job"),
 ])
 def test_an_allowed_import_passes(tmp_path, place, text):
     assert import_faults(make_tree(tmp_path, {place: text})) == []

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shoal.run.preflight.head import attention_text
 from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
 
 from shoal.config.schema import Config, ModelSection, OptimizerSection
@@ -24,7 +25,6 @@ from shoal.model.splash_attention import attend_rows, readings_of
 from shoal.model.transformer import Model
 from shoal.run.loading import ModelSpec, make_model
 from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
-from shoal.run.preflight.head import attention_text
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner
 from shoal.types import ShoalError

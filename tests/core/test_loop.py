@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from shoal.config.schema import BatchSection, CheckpointSection, Config, TrainSe
 from shoal.report.console import Console
 from shoal.report.findings import Finding
 from shoal.report.recorder import Recorder
-from shoal.run.assembly import assemble_run
+from shoal.run.job import Job
 from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
 from shoal.trainer.loop import Run
@@ -431,8 +430,8 @@ def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
 def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
     """A run with another schedule, and the versions that its source holds after each step."""
     config, _ = compose("train", workshop.words(name, "steps=4", "train.pass_k=0", *words)[1:])
-    with Console() as console, ExitStack() as stack:
-        run = assemble_run(resolve_run(config, console), (), console, stack)
+    with Console() as console, Job(resolve_run(config, console).config, console) as job:
+        run = job.open_run()
         held = []
         run.after_step = lambda step, _: held.append(sorted(run.source.channel.versions))  # type: ignore[attr-defined]
         replace(run, schedule=schedule).train()
@@ -471,9 +470,9 @@ def test_publication_every_second_update(workshop, unmoved):
 
 def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     config, _ = compose("train", workshop.words("bug", "train.pass_k=0")[1:])
-    stack = ExitStack()
-    request.addfinalizer(stack.close)
-    run = assemble_run(resolve_run(config, Console()), (), Console(), stack)
+    job = Job(resolve_run(config, Console()).config, Console())
+    request.addfinalizer(job.stack.close)
+    run = job.open_run()
     source = run.source
     with pytest.raises(ValueError, match="train at step 0 has requested no groups"):
         source.take(Purpose.TRAIN, 0)
@@ -488,8 +487,8 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
 
 def test_a_run_that_publishes_its_old_weights_ends(workshop, monkeypatch):
     config, _ = compose("train", workshop.words("old", "steps=3", "train.pass_k=0")[1:])
-    with Console() as console, ExitStack() as stack:
-        run = assemble_run(resolve_run(config, console), (), console, stack)
+    with Console() as console, Job(resolve_run(config, console).config, console) as job:
+        run = job.open_run()
         first, publish = run.parameters, run.source.publish
         monkeypatch.setattr(run.source, "publish", lambda version, _, keep_from: publish(version, first, keep_from))
         with pytest.raises(ShoalError, match="stopped after step 1: an update was made, but the weights of before"):

@@ -28,7 +28,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publish import MemoryManifest, MemoryPublisher, Publisher, StoredManifest
-from shoal.run import assembly
+from shoal.run import job, records
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
 from shoal.trainer.step import ModelScorer, ParameterScorer
@@ -112,13 +112,13 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
     (types.Host, "host", (fleet, member)),
     (types.Manifest, r"(?:manifest|one|_reading\[0\])", (host,)),
     (Publisher, "publisher", (fleet,)),
-    (types.RolloutSource, "source", (loop, evaluation, assembly)),
+    (types.RolloutSource, "source", (loop, evaluation, job, records)),
     (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
 ])
 def test_every_member_of_a_protocol_is_used(protocol, name, users):
     text = "".join(map(inspect.getsource, users))
     used = set(re.findall(rf"\b{name}\.(\w+)", text))
-    if "closing(make_source(" in text:
+    if "closing(source)" in text:
         used.add("close")
     assert members_of(protocol) <= used
 

@@ -503,3 +503,19 @@ def test_a_publication_in_another_type_compiles_once():
     assert counter.read() == 0 and again.final_norm.dtype == jnp.bfloat16
     assert publish_to(Model(QWEN3, roles().sampler), parameters) is parameters
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
+
+
+@pytest.mark.compile_quickly
+@pytest.mark.parametrize("before", [None, "tensorfloat32"])
+def test_what_was_set_for_all_of_jax_stays_as_it_was(workshop, before):
+    """A second run in the process, of another type, multiplies as it would alone."""
+    key = "jax_default_matmul_precision"
+    kept = jax.config.values[key]
+    try:
+        jax.config.update(key, before)
+        generate(workshop, prompts=PROMPTS[:1])
+        assert jax.config.values[key] == before
+        assert cli.main(workshop.words("precise", "steps=1", "train.evaluate_every=-1")) == 0
+        assert jax.config.values[key] == before
+    finally:
+        jax.config.update(key, kept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +19,13 @@ from shoal.config.schema import BatchSection, Config, SamplingSection
 from shoal.mesh import available_devices
 from shoal.model.architecture import Architecture
 from shoal.report.console import Console
-from shoal.report.findings import Findings
 from shoal.run import sampler_size
-from shoal.run.assembly import open_devices, open_task
 from shoal.run.derived import for_devices, staleness_text
+from shoal.run.head import data_lines, least_time_text, print_head
+from shoal.run.job import Job
 from shoal.run.loading import open_run_model
-from shoal.run.parts import open_data
 from shoal.run.preflight import memory
-from shoal.run.preflight.head import data_lines, least_time_text, print_head
 from shoal.run.preflight.memory import AvailableMemory
-from shoal.run.remat import trained_model
-from shoal.run.resume import ResumePlan
 from shoal.run.sampler_size import run_roles
 from shoal.tasks.task import DataReport, Task
 from shoal.trainer.loss import Objective
@@ -45,14 +40,10 @@ def workshop(tmp_path_factory) -> Workshop:
 def head_of(workshop: Workshop, *changes: str) -> list[str]:
     """The lines at the start of a run, as far as they need no weights."""
     config, _ = compose("train", workshop.words("head", "reward.workers=0", *changes)[1:])
-    plan, out = ResumePlan(config), io.StringIO()
-    with ExitStack() as stack:
-        task, pool = open_task(config, (), stack)
-        loaded = open_run_model(config.model, None, None)
-        config, roles = open_devices(plan, loaded.architecture, Console(out))
-        model, findings = trained_model(config, loaded, roles), Findings()
-        data = open_data(config, task, loaded.tokenizer, lambda text: None)
-        print_head(config, roles, task, pool, loaded, model, data, Console(out), findings)
+    out = io.StringIO()
+    with Job(config, Console(out)) as job:
+        job.check()
+        print_head(job)
     return out.getvalue().splitlines()
 
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,9 +32,10 @@ from shoal.report.folder import RunFolder, find_run
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
 from shoal.report.sink import JsonlSink
-from shoal.run.assembly import assemble_run, kept_text
 from shoal.run.fingerprint import machine
 from shoal.run.interrupt import stop_on_signals
+from shoal.run.job import Job
+from shoal.run.records import kept_text
 from shoal.run.resume import ResumePlan, compose_job, resolve_run
 from shoal.sampler.engine import Engine
 from shoal.trainer import checkpoint
@@ -179,8 +179,8 @@ def test_other_kinds_of_run(workshop, monkeypatch, words):
 def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
     def play(name: str, stop_at: int | None) -> Path:
         config, _ = compose("train", workshop.words(name, *WORDS)[1:])
-        with Console() as console, ExitStack() as stack:
-            run = replace(assemble_run(resolve_run(config, console), (), console, stack), schedule=schedule)
+        with Console() as console, Job((plan := resolve_run(config, console)).config, console, run=plan.run) as job:
+            run = replace(job.open_run(), schedule=schedule)
             if stop_at is None:
                 run.train()
                 return workshop.runs / name

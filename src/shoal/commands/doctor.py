@@ -26,7 +26,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines
 from shoal.run.loading import ModelSpec, find_teacher, open_model
-from shoal.run.parts import make_learner, open_data
+from shoal.run.parts import make_learner, open_prompts, prepare_sets
 from shoal.run.plan.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, set_sizes
@@ -158,19 +158,20 @@ def check_data(config: Config, task: Task, loaded: ModelSpec, report: Report) ->
     except ShoalError as error:
         report.check("template").wrong(f"{error} Give another with model.template", "model.template")
         return None
-    data = None
+    prompts = None
     with check.errors():
-        data = open_data(config, task, tokenizer, check.warning)
-    if data is None:
+        prepare_sets(task, tokenizer, config.sampling, check.warning)
+        prompts = open_prompts(config, task, tokenizer)
+    if prompts is None:
         return None
     if not report.findings.at("wrong"):
         used, sets = config.steps * config.batch.prompts_per_step, set_sizes(task)
         check.ok(f"{len(task.train):,} prompts of {lengths}, {used:,} are asked for; "
                  + ", ".join(f"{number:,} {name}" for name, number in sets.items()))
-    text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
+    text = tokenizer.decode(prompts.peek().prompt_ids.tolist(), skip_special_tokens=False)
     report.console.passage("first prompt", text)
     report.result["first_prompt"] = text
-    return data.prompts
+    return prompts
 
 
 def check_reward(pool: RewardPool, task: Task, loaded: ModelSpec | None, prompts: PromptStream | None,

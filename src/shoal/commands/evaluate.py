@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from itertools import zip_longest
 from typing import Any
 
 from shoal.commands.responses import report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, TaskSection
 from shoal.files import check_new_file
-from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import failed_figures
-from shoal.rollout.group_rewards import GroupRewards
-from shoal.run.engines import sampling_engine_maker
-from shoal.run.hosts import local_fleet
-from shoal.run.loading import make_model, open_model
-from shoal.run.parts import prepare_sets
+from shoal.run.job import Job
 from shoal.run.preflight.settings import check_model
-from shoal.run.task import load_task, with_overlong
 from shoal.runs.responses import question_text
-from shoal.tasks.data import evaluating, showing_progress
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
 from shoal.types import Failure, Group, Purpose, ShoalError, ground_truth
@@ -37,28 +28,16 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
     """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
-    with console or Console() as console, ExitStack() as stack:
-        with evaluating(), showing_progress(console.note):
-            task = task or load_task(config.task, config.reward, reward_functions)
-        task = with_overlong(task, config.reward, config.sampling.max_completion_tokens)
+    with console or Console() as console, Job(config, console, functions=reward_functions, task=task) as job:
+        task = job.task
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
             raise ShoalError(f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "
                              "file; rename the set")
-        pool = stack.enter_context(closing(RewardPool(task.rewards, config.reward)))
-        roles = make_roles(config.mesh)
-        opened = open_model(config.model, console)
-        tokenizer = opened.tokenizer
-        for note in task.notes:
-            console.note(note)
         params = config.sampling.params
         if config.pass_k and params.temperature == 0:
             console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
-        model = make_model(config.model, opened, roles.sampler)
-        sets = prepare_sets(task, tokenizer, config.sampling, console.warning)
-        size = max(1, config.pass_k)
-        make = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * roles.sampler.mesh.size, size)
-        source = local_fleet(model, make, GroupRewards(task, pool, tokenizer.decode), config.seed, console.answered)
-        source.publish(0, opened.load(roles.sampler, model.dtype))
+        source, sets, tokenizer = job.source, job.sets, job.tokenizer
+        source.publish(0, job.load_weights())
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, sampled=True)
         failures = source.read_stats(Purpose.EVALUATE).failures

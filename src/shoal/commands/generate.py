@@ -10,14 +10,12 @@ from shoal.commands.responses import given_names
 from shoal.config.schema import GenerateConfig, ModelSection, SamplingSection
 from shoal.config.text import require_given
 from shoal.files import check_input, check_new_file, write_text
-from shoal.mesh import make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.lines import json_line
 from shoal.rollout.publication import publish_to
-from shoal.run.engines import sampling_engine_maker
-from shoal.run.loading import make_model, open_model
-from shoal.run.preflight.head import model_text
+from shoal.run.head import model_text
+from shoal.run.job import Job
 from shoal.run.preflight.settings import check_model
 from shoal.sampler.engine import drain
 from shoal.tasks.data_file import read_file
@@ -36,19 +34,15 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     require_given(config, "prompts", "output")
     output = check_new_file(config.output, "output")
     check_model(config.model)
-    with console or Console() as console:
+    with console or Console() as console, Job(config, console) as job:
         placed = read_prompts(check_input(config.prompts, "prompts"))
-        role = make_roles(config.mesh).sampler
-        loaded = open_model(config.model, console)
-        model, tokenizer = make_model(config.model, loaded, role), loaded.tokenizer
-        params, size = config.sampling.params, config.num_generations
         named = "" if config.model != ModelSection() else "; model=... names another"
-        console.note(f"model: {model_text(config.model, loaded, model)}{named}")
+        console.note(f"model: {model_text(config.model, job.spec, job.model)}{named}")
+        tokenizer, size, params = job.tokenizer, config.num_generations, config.sampling.params
         prompts = encode_prompts(placed, tokenizer, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
-        engine = sampling_engine_maker(model, tokenizer, config.sampling, config.batch * role.mesh.size,
-                                       size)(Purpose.GENERATE, size)
-        engine.load(0, publish_to(model, loaded.load(role, model.dtype)))
+        engine = job.make_engine()(Purpose.GENERATE, size)
+        engine.load(0, publish_to(job.model, job.load_weights()))
         engine.submit([
             SampleRequest(row, one.prompt_ids, size, Address(config.seed, Purpose.GENERATE.value, 0, row), params)
             for one in prompts for row in [one.example.row]])

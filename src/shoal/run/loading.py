@@ -7,6 +7,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_paramet
 from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
 
+MATMUL_PRECISION = "jax_default_matmul_precision"
+
+
+def no_weights(role: Role, dtype: Any) -> Params:
+    raise RuntimeError("a model of sizes alone has no weights to read")
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -40,7 +47,7 @@ class ModelSpec:
 
     folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
-    load: Callable[[Role, Any], Params]  # reads the weights, laid out for a role, in a dtype
+    load: Callable[[Role, Any], Params] = no_weights  # reads the weights, laid out for a role, in a dtype
     config: dict[str, Any] | None = None  # a config.json in place of the folder's
     notes: tuple[str, ...] = ()
     template: str = ""  # a chat template in place of the folder's
@@ -154,11 +161,18 @@ def compute_dtype(name: str, platform: str) -> Any:
     return jnp.dtype(name)
 
 
+def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
+    """Until `stack` closes, float32 is multiplied as float32, of which accelerators keep fewer bits by default."""
+    if dtype != jnp.float32:
+        return
+    # For all threads, some of which sample: `jax.default_matmul_precision` is for its own alone.
+    stack.callback(jax.config.update, MATMUL_PRECISION, jax.config.values[MATMUL_PRECISION])
+    jax.config.update(MATMUL_PRECISION, "highest")
+
+
 def make_model(section: ModelSection, spec: ModelSpec, role: Role) -> Model:
     """The `Model` on a role's devices; one that is trained is `trained_model`'s."""
     dtype = compute_dtype(section.dtype, role.platform)
-    if dtype == jnp.float32:  # accelerators multiply float32 in fewer bits by default
-        jax.config.update("jax_default_matmul_precision", "highest")
     remat = "dots" if section.remat == "auto" else section.remat
     model = Model(spec.architecture, role, dtype, remat, section.attention)
     return replace(model, attention="blocked") if kernel_fault(model) else model

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from shoal.config.schema import Config, SamplingSection, TrainSection
 from shoal.mesh import Role
@@ -58,25 +57,15 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
                          config.algorithm.num_minibatches, row_shards)
 
 
-@dataclass(frozen=True)
-class RunData:
-    """What a run asks its model."""
-
-    prompts: PromptStream
-    sets: Mapping[str, Sequence[TokenizedExample]]  # of evaluation
-    first: TokenizedExample
-
-
-def open_data(config: Config, task: Task, tokenizer: Tokenizer, warn: Callable[[str], None]) -> RunData:
-    """The training prompts and evaluation sets, tokenised. ShoalError where the first step lacks prompts."""
-    s = config.sampling
+def open_prompts(config: Config, task: Task, tokenizer: Tokenizer) -> PromptStream:
+    """The training prompts, tokenised as they are drawn. ShoalError where the first step lacks prompts."""
+    s, count = config.sampling, config.batch.prompts_per_step
     prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
                            PassRates(config.train.retire_above))
-    sets = prepare_sets(task, tokenizer, s, warn)
-    first = prompts.peek(config.batch.prompts_per_step)
+    prompts.peek(count)
     if s.long_prompts == "error":  # a prompt of any step ends the run: raised before it begins
-        prompts.check(config.batch.prompts_per_step * config.steps)
-    return RunData(prompts, sets, first)
+        prompts.check(count * config.steps)
+    return prompts
 
 
 def prepare_sets(task: Task, tokenizer: Tokenizer, sampling: SamplingSection,

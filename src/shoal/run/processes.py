@@ -20,7 +20,6 @@ from shoal.mesh import World
 from shoal.mesh.processes import NO_SECTION, find_processes, join
 from shoal.report.console import Console
 from shoal.run.fingerprint import machine
-from shoal.run.resume import ResumePlan
 from shoal.types import ShoalError
 
 SHARED_SECONDS = 20.0
@@ -36,12 +35,13 @@ def open_console(config: Config) -> tuple[Config, Console]:
     return config, Console(open(os.devnull, "w") if config.mesh.process > 0 else None)
 
 
-def open_world(plan: ResumePlan) -> tuple[World, ResumePlan]:
-    """The processes of a run, together, and its plan without the keys that are a process's own.
+def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
+    """The processes of a run, together, and its configuration without the keys that are a process's own. `run`: the
+    folder of a resumed run.
 
     ShoalError, the same in all, where configuration, versions, devices or the run folder are not the same.
     """
-    world, config = join(plan.config.mesh), replace(plan.config, mesh=replace(plan.config.mesh, **NO_SECTION))
+    world, config = join(config.mesh), replace(config, mesh=replace(config.mesh, **NO_SECTION))
     if world.count > 1:
         if config.reward.call == "step":
             raise ShoalError("reward.call=step: its functions are called with all groups of a step, but each of "
@@ -50,8 +50,8 @@ def open_world(plan: ResumePlan) -> tuple[World, ResumePlan]:
         check_same(world, "versions", {name: version for name, version in machine().items() if name in SAME})
         check_same(world, "devices", {"number of devices": len(devices), "kind of devices": devices[0].device_kind})
         check_same(world, "configuration", {key: repr(get_value(config, key)) for key in keys_of(Config)})
-        check_shared(world, plan.run or Path(config.base_output_directory).expanduser(), plan.run is not None)
-    return world, replace(plan, config=config)
+        check_shared(world, run or Path(config.base_output_directory).expanduser(), run is not None)
+    return world, config
 
 
 def check_same(world: World, what: str, mine: Mapping[str, Any]) -> None:

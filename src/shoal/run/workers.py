@@ -23,7 +23,7 @@ from shoal.rollout.publish import Publisher
 from shoal.run.cache import cache_by_configuration
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
 from shoal.run.fingerprint import machine
-from shoal.run.loading import ModelSpec, make_model
+from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.types import Purpose, ShoalError, StopSignal
 
 if TYPE_CHECKING:
@@ -83,11 +83,8 @@ def make_worker(config: Config, architecture: Architecture, dtype: Any,
                          f"{devices[0].device_kind}; lower it, or ask for more by sampler.resources")
     mesh = MeshSection(data=count // tensor, tensor=tensor, compiler_options=config.mesh.compiler_options)
     roles, size = make_roles(mesh, devices[:count]), config.batch.group_size
-    model = make_model(replace(config.model, dtype=dtype), ModelSpec(Path(), architecture, _no_weights), roles.sampler)
+    model = make_model(replace(config.model, dtype=dtype), ModelSpec(Path(), architecture), roles.sampler)
+    multiply_exactly(model.dtype, ExitStack())  # for all of the process
     make = training_engine_maker(config, model, roles, tokenizer)
     host = EngineHost(make, capacity=QUEUED * training_places(config, roles, architecture).slots, shares_memory=False)
     return host, prove(make(Purpose.TRAIN, size), config.sampling.params, size, machine())
-
-
-def _no_weights(role: Any, dtype: Any) -> Any:
-    raise RuntimeError("a worker has no weights but those that are published")

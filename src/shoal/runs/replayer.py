@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import machine
-from shoal.run.loading import ModelSpec, open_model, open_teacher, resolve_model
+from shoal.run.loading import ModelSpec, multiply_exactly, open_model, open_teacher, resolve_model
 from shoal.run.parts import make_learner, make_updater, open_reference
 from shoal.run.remat import trained_model
 from shoal.run.sampler_size import run_roles
@@ -78,7 +79,9 @@ class Replayer:
         return self.model_spec.tokenizer
 
     def model(self, config: Config) -> Model:
-        return trained_model(config, self.model_spec, self.roles)
+        model = trained_model(config, self.model_spec, self.roles)
+        multiply_exactly(model.dtype, ExitStack())
+        return model
 
     # ---- weights
 

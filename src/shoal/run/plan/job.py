@@ -6,6 +6,7 @@ These are the run's own learner and engines, made as a run makes them; nothing i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ from shoal.model.transformer import Model
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import for_devices, max_support
 from shoal.run.engines import num_hosts, run_engines
-from shoal.run.loading import ModelSpec, known_architecture, model_path
+from shoal.run.loading import ModelSpec, known_architecture, model_path, multiply_exactly
 from shoal.run.parts import make_learner, micro_batch_shapes
 from shoal.run.plan.links import axis_links
 from shoal.run.preflight.memory import (
@@ -52,7 +53,6 @@ from shoal.trainer.batch import LearnerBatch, Shape, in_batches
 from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
-from shoal.types import ShoalError
 
 
 def planned_architecture(section: ModelSection) -> Architecture:
@@ -84,8 +84,9 @@ class Job:
         self.architecture = planned_architecture(config.model)
         self.roles = run_roles(config, self.architecture, devices)
         self.config = for_devices(config, self.roles.trainer.mesh.size, self.roles.trainer.platform)
-        spec = ModelSpec(Path(), self.architecture, _no_weights)
+        spec = ModelSpec(Path(), self.architecture)
         model = trained_model(self.config, spec, self.roles)
+        multiply_exactly(model.dtype, ExitStack())
         # After `trained_model`: with fewer layers model.remat=auto would choose another program.
         a = replace(self.architecture, num_layers=layers) if layers else self.architecture
         self.model: Model = replace(model, architecture=a)
@@ -301,10 +302,6 @@ class Job:
 
     def _roles(self) -> dict[str, Role]:
         return {"trainer": self.roles.trainer, "sampler": self.roles.sampler, "reference": self.roles.reference}
-
-
-def _no_weights(role: Role, dtype: Any) -> Any:
-    raise ShoalError("a plan reads no weights")
 
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)

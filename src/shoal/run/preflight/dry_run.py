@@ -132,7 +132,7 @@ def _tokens(config: Config) -> int:
 def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findings: Findings) -> None:
     """Checks tokenizer, template and data, as far as they are on this machine."""
     from shoal.run.loading import open_model
-    from shoal.run.parts import open_data
+    from shoal.run.parts import open_prompts, prepare_sets
     from shoal.run.preflight.inputs import check_prompts, check_tokenizer
     from shoal.run.task import with_fewer_questions
 
@@ -148,5 +148,6 @@ def _check_inputs(config: Config, task: Task | None, model_is_here: bool, findin
     task = with_fewer_questions(task, config.task)
     if each := config.batch.prompts_per_device:  # on one device at least
         config = replace(config, batch=replace(config.batch, prompts_per_step=each))
-    open_data(config, task, tokenizer, findings.of("data", "task.path").warning)
+    prepare_sets(task, tokenizer, config.sampling, findings.of("data", "task.path").warning)
+    open_prompts(config, task, tokenizer)
     check_prompts(config, task, tokenizer, findings)

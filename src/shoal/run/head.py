@@ -11,24 +11,14 @@ from shoal.model.flops import model_flops
 from shoal.model.hf_config import read_config
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.transformer import Model
-from shoal.report.console import Console
 from shoal.report.findings import Findings, seconds_text
-from shoal.rewards.pool import RewardPool
 from shoal.run.derived import staleness_text, step_text
-from shoal.run.engines import places_text, run_engines
+from shoal.run.engines import places_text
+from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
-from shoal.run.parts import RunData, micro_batch_shapes
-from shoal.run.preflight.inputs import (
-    check_devices,
-    check_prompts,
-    check_tokenizer,
-    check_vocabulary,
-    devices_text,
-    set_sizes,
-)
-from shoal.run.preflight.memory import check_memory, parameter_count
-from shoal.run.preflight.reward import check_first_prompt
-from shoal.run.preflight.settings import check_settings, check_size
+from shoal.run.parts import micro_batch_shapes
+from shoal.run.preflight.inputs import devices_text, set_sizes
+from shoal.run.preflight.memory import parameter_count
 from shoal.tasks.task import Task
 from shoal.text import shorten
 from shoal.trainer.update import num_scorings
@@ -39,30 +29,18 @@ FIRST_PROMPT = 240
 """Characters of the first prompt that are shown."""
 
 
-def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None, loaded: ModelSpec, model: Model,
-               data: RunData, console: Console, findings: Findings) -> None:
-    """Checks what can be checked before weights are read, prints the head, then the warnings.
-
-    `findings`: those that there are already. `pool`: None for a resumed run, whose reward was tried when it began.
-    Raises ShoalError for a reward that cannot work, for a job that needs more memory than there is, and with
+def print_head(job: Job) -> None:
+    """Prints what a run will do and with what, then the warnings of its stages. Raises ShoalError with
     train.on_warning=stop for what would be warned of."""
-    tokenizer = loaded.tokenizer
-    check_settings(config, findings)
-    check_size(config, parameter_count(model.architecture), findings)
-    check_devices(config, roles, findings)
-    check_vocabulary(model.architecture.vocab_size, roles, findings)
-    check_tokenizer(tokenizer, (*loaded.notes, *tokenizer.notes), findings)
-    lengths = check_prompts(config, task, tokenizer, findings)
-    rewards = check_first_prompt(config, tokenizer, data.first, pool) if pool else []
-    memory = check_memory(config, model, roles, run_engines(config, model, roles, tokenizer))
-    findings.extend([*rewards, memory])
-    text = tokenizer.decode(data.first.prompt_ids.tolist(), skip_special_tokens=False)
+    config, roles, model, console = job.config, job.roles, job.model, job.console
+    lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
+    text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
         "devices": devices_text(roles),
-        "model": model_text(config.model, loaded, model),
+        "model": model_text(config.model, job.spec, model),
         "attention": attention_text(config, model),
-        **data_lines(task),
-        "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(task).items())
+        **data_lines(job.task),
+        "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(job.task).items())
         or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
         "sampler": places_text(config, roles, model.architecture),
@@ -76,7 +54,7 @@ def print_head(config: Config, roles: Roles, task: Task, pool: RewardPool | None
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
-    faults = findings.at("wrong", "warning")
+    faults = job.findings.at("wrong", "warning")
     if faults and config.train.on_warning == "stop":
         raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
                          "set train.on_warning=continue to train nevertheless")

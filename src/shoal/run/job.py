@@ -1,0 +1,376 @@
+"""One job: what a configuration becomes, in stages that open when they are first asked for.
+
+    settings      what cannot work is refused, and what is probably a mistake noted
+    task, pool    questions; the processes that score answers
+    cluster       the Ray cluster of its samplers, if they are there
+    world         the processes, if there are several
+    devices       those of this machine, unless others are given
+    spec          the model's sizes and its tokenizer
+    roles, config the mesh of each role; the configuration with what follows from the devices
+    model         the model on its devices
+    prompts, sets what it is asked in training and in evaluations
+    sizes         what a device holds against what it has
+    engines       what samples
+    source        groups of completions, from the engines
+    learner       what trains
+    open_run      the run folder, weights and records of a training run, as a `Run`
+
+`shoal train` opens all of them in this order, `shoal eval` and `generate` up to what samples. `shoal doctor` collects
+the errors of the stages instead of raising them, a plan gives the devices of a topology, and a worker in another
+process a model without weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import numpy as np
+
+from shoal.config.schema import Config, EvalConfig, GenerateConfig
+from shoal.config.text import texts_of
+from shoal.mesh import Roles, World, available_devices, make_roles
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Model
+from shoal.report.console import Console
+from shoal.report.findings import Finding, Findings
+from shoal.report.sink import check_sinks
+from shoal.report.timeline import TIMELINE, Timeline
+from shoal.rewards.pool import RewardPool
+from shoal.rollout.dealt import DealtSource
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.group_rewards import GroupRewards
+from shoal.run.compilation import CompilationCounter
+from shoal.run.derived import for_devices
+from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
+from shoal.run.fingerprint import fingerprint
+from shoal.run.hosts import local_fleet, training_fleet
+from shoal.run.interrupt import stop_on_signals
+from shoal.run.loading import ModelSpec, make_model, multiply_exactly, open_run_model, open_teacher
+from shoal.run.parts import make_learner, make_updater, open_prompts, open_reference, prepare_sets, schedule_of
+from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, check_vocabulary
+from shoal.run.preflight.memory import check_memory, parameter_count
+from shoal.run.preflight.reward import check_first_prompt
+from shoal.run.preflight.settings import check_before_weights, check_settings, check_size
+from shoal.run.processes import check_same, open_world
+from shoal.run.profile import Profiler
+from shoal.run.records import kept_text, open_folder, open_recorder, resume_command, write_head
+from shoal.run.remat import trained_model
+from shoal.run.resume import restore_latest
+from shoal.run.sampler_size import run_roles
+from shoal.run.task import load_task, with_overlong
+from shoal.run.workers import open_cluster
+from shoal.sampler.engine import Engine
+from shoal.tasks.data import evaluating, showing_progress
+from shoal.tasks.task import Task
+from shoal.trainer.checkpoint import Checkpoints
+from shoal.trainer.curriculum import PromptStream, TokenizedExample
+from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.loop import Run
+from shoal.trainer.step import Learner
+from shoal.trainer.update import num_scorings
+from shoal.trainer.utilisation import Utilisation
+from shoal.types import Params, Purpose, ShoalError, StopSignal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shoal.rollout.cluster import Cluster
+
+T = TypeVar("T")
+
+
+class stage(Generic[T]):
+    """A part of a job that opens when it is first asked for. What it becomes, or the error that it raises, is kept."""
+
+    def __init__(self, function: Callable[[Job], T]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, job: None, owner: type) -> stage[T]: ...
+
+    @overload
+    def __get__(self, job: Job, owner: type) -> T: ...
+
+    def __get__(self, job: Job | None, owner: type) -> T | stage[T]:
+        if job is None:
+            return self
+        if self.name in job.failed:
+            raise job.failed[self.name]
+        if self.name not in job.opened:
+            try:
+                job.opened[self.name] = self.function(job)
+            except ShoalError as error:
+                job.failed[self.name] = error
+                raise
+        return job.opened[self.name]
+
+
+class Job:
+    """What a configuration becomes. Closed at the end, with everything that it opened.
+
+    >>> with Job(config, console) as job:
+    ...     job.open_run().train()
+
+    `run`: the folder of a run that is resumed. `functions`, `task`: reward functions and data from Python. `devices`:
+    others than this machine's. `spec`: another model than the one of `model.path`.
+    """
+
+    def __init__(self, config: Config | EvalConfig | GenerateConfig, console: Console, *, run: Path | None = None,
+                 functions: Sequence[Callable] = (), task: Task | None = None, devices: Sequence[Any] = (),
+                 spec: ModelSpec | None = None) -> None:
+        self.given: Any = config  # one of these: a stage reads what the commands that open it have
+        self.console, self.run, self.functions = console, run, functions
+        self._task, self._devices, self._spec = task, devices, spec
+        self.trains = isinstance(config, Config)
+        self.findings, self.stop, self.stack = Findings(), StopSignal(), ExitStack()
+        self.opened: dict[str, Any] = {}
+        self.failed: dict[str, ShoalError] = {}
+        self.started, self.compilations = time.perf_counter(), CompilationCounter()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.stack.__exit__(kind, error, traceback)
+
+    # ---- before devices
+
+    @stage
+    def settings(self) -> None:
+        check_before_weights(self.given, bool(self.functions) or self._task is not None, self.run is not None)
+        if self.trains:
+            check_sinks(self.given.report)
+            check_settings(self.given, self.findings)
+
+    @stage
+    def task(self) -> Task:
+        """The questions, and the functions that score their answers."""
+        c = self.given
+        with ExitStack() as reading:
+            reading.enter_context(showing_progress(self.console.note))
+            if not self.trains:
+                reading.enter_context(evaluating())
+            task = self._task or load_task(c.task, c.reward, self.functions,
+                                           not self.trains or c.algorithm.uses_rewards)
+        if self.trains and c.train.evaluate_every < 0:
+            task = replace(task, evaluations={})
+        for note in task.notes:
+            self.console.note(note)
+        return with_overlong(task, c.reward, c.sampling.max_completion_tokens)
+
+    @stage
+    def pool(self) -> RewardPool:
+        """The processes that score answers: forked while this one has no threads of JAX (decision 0006)."""
+        rewards = self.task.rewards
+        return self.stack.enter_context(closing(
+            RewardPool(rewards, self.given.reward, self.given.steps) if self.trains else
+            RewardPool(rewards, self.given.reward)))
+
+    @stage
+    def cluster(self) -> Cluster | None:
+        return open_cluster(self.given, self.console, self.stack)
+
+    @stage
+    def world(self) -> World:
+        """The processes of the run. From here on the configuration lacks the keys that are a process's own."""
+        world, self.given = open_world(self.given, self.run)
+        return self.stack.enter_context(world)
+
+    @stage
+    def spec(self) -> ModelSpec:
+        """The model's sizes and tokenizer, and how its weights are read."""
+        if self._spec is not None:
+            return self._spec
+        return open_run_model(self.given.model, self.run, None if self.trains else self.console)
+
+    # ---- devices
+
+    @stage
+    def devices(self) -> Sequence[Any]:
+        return self._devices or available_devices(self.given.mesh)
+
+    @stage
+    def roles(self) -> Roles:
+        """The mesh of each role. A command that only samples has no trainer to share the devices with."""
+        given = self.given.mesh
+        if not self.trains:
+            return make_roles(given, self.devices)
+        roles = run_roles(self.given, self.spec.architecture, self.devices)
+        if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
+            self.console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit "
+                              "fewer devices")
+        return roles
+
+    @stage
+    def config(self) -> Config:
+        """The configuration of a training job, with what follows from its devices."""
+        trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
+        config = for_devices(self.given, trainer.mesh.size, trainer.platform)
+        if self.run and before != config.batch.prompts_per_step:
+            self.console.warning(f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
+                                 "the number of the trainer's devices has changed")
+        check_devices(config, self.roles, self.findings)
+        check_vocabulary(self.spec.architecture.vocab_size, self.roles, self.findings)
+        return config
+
+    @stage
+    def model(self) -> Model:
+        """The model on the trainer's devices, or on the sampler's where none trains."""
+        model = trained_model(self.config, self.spec, self.roles) if self.trains else \
+            make_model(self.given.model, self.spec, self.roles.sampler)
+        multiply_exactly(model.dtype, self.stack)
+        return model
+
+    # ---- data
+
+    @stage
+    def tokenizer(self) -> Tokenizer:
+        spec = self.spec
+        if self.trains:
+            check_tokenizer(spec.tokenizer, (*spec.notes, *spec.tokenizer.notes), self.findings)
+        return spec.tokenizer
+
+    @stage
+    def prompts(self) -> PromptStream:
+        return open_prompts(self.config, self.task, self.tokenizer)
+
+    @property
+    def first_prompt(self) -> TokenizedExample:
+        return self.prompts.peek(self.config.batch.prompts_per_step)
+
+    @stage
+    def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
+        """The questions of each evaluation set."""
+        warn = self.findings.of("data").warning if self.trains else self.console.warning
+        return prepare_sets(self.task, self.tokenizer, self.given.sampling, warn)
+
+    @stage
+    def lengths(self) -> str:
+        """The training prompts' lengths, as text."""
+        return check_prompts(self.config, self.task, self.tokenizer, self.findings)
+
+    @stage
+    def reward_findings(self) -> list[Finding]:
+        """What the reward says of known answers to the first prompt. A resumed run's was tried when it began."""
+        if self.run:
+            return []
+        found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
+        self.findings.extend(found)
+        return found
+
+    # ---- sizes
+
+    @stage
+    def sizes(self) -> Finding:
+        """What a device holds against what it has, as far as it is known before anything is compiled."""
+        check_size(self.config, parameter_count(self.model.architecture), self.findings)
+        found = check_memory(self.config, self.model, self.roles, self.each_engine())
+        self.findings.extend([found])
+        return found
+
+    # ---- what samples
+
+    def make_engine(self, host: int = 0) -> Callable[[Purpose, int], Engine]:
+        """A function that makes the engines of a host of the sampler, for groups of a purpose and size."""
+        if self.trains:
+            return training_engine_maker(self.config, self.model, self.roles, self.tokenizer, host=host)
+        c = self.given
+        size = max(1, c.num_generations if isinstance(c, GenerateConfig) else c.pass_k)
+        return sampling_engine_maker(self.model, self.tokenizer, c.sampling, c.batch * self.model.role.mesh.size, size)
+
+    def each_engine(self) -> Iterator[tuple[str, Engine]]:
+        """The engines of a training job by name, made one by one: a huge one is not made."""
+        return run_engines(self.config, self.model, self.roles, self.tokenizer)
+
+    @stage
+    def engines(self) -> dict[str, Engine]:
+        return dict(self.each_engine())
+
+    @stage
+    def rewards(self) -> GroupRewards:
+        return GroupRewards(self.task, self.pool, self.tokenizer.decode)
+
+    @stage
+    def source(self) -> Fleet | DealtSource:
+        """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
+        if not self.trains:
+            return local_fleet(self.model, self.make_engine(), self.rewards, self.given.seed, self.console.answered)
+        fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, self.rewards, self.stop,
+                               self.console, self.cluster)
+        source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
+        return self.stack.enter_context(closing(source))
+
+    # ---- what trains
+
+    @stage
+    def learner(self) -> Learner:
+        return make_learner(self.config, self.model)
+
+    def load_weights(self) -> Params:
+        """The first weights, on the devices of what trains, or samples where nothing does. The caller owns them: kept
+        here, they would take a model's memory for all of the run."""
+        return self.spec.load(self.roles.trainer, np.float32) if self.trains else \
+            self.spec.load(self.roles.sampler, self.model.dtype)
+
+    # ---- a run
+
+    def check(self) -> None:
+        """Opens everything that can be wrong with a run before its weights are read."""
+        for name in ("settings", "pool", "cluster", "world", "config", "model", "sets", "prompts", "lengths",
+                     "reward_findings", "sizes"):
+            getattr(self, name)
+
+    def open_run(self) -> Run:
+        """The training run: its folder, locked, with everything that a run is made of. ShoalError for whatever is wrong
+        with the configuration, before the folder exists."""
+        config, world, spec, roles = self.config, self.world, self.spec, self.roles
+        # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
+        weights = None if self.run else self.load_weights()
+        reference = open_reference(config, spec, self.model, roles.reference, weights)
+        teacher = open_teacher(config, spec, roles.reference, self.console)
+        folder = open_folder(config, self.run, self.console, self.stack, world)
+        source, updater = self.source, make_updater(config, self.learner, reference, teacher)
+        facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))
+        check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
+        restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world) \
+            if self.run else None
+        first = restored.version if restored else 0
+        if world.is_main:
+            write_head(folder, spec, config, resumed=self.run is not None)
+            self.console.keep_log(folder.log_path)
+        utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, self.model.architecture, self.model.dtype,
+                                     config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
+        recorder = open_recorder(config, folder, first if self.run else None, source, self.console, self.stack,
+                                 started=self.started, compilations=self.compilations.read, utilisation=utilisation,
+                                 is_main=world.is_main)
+        checkpoints = self.stack.enter_context(closing(
+            Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
+        if weights is None and restored is None:
+            weights = self.load_weights()
+        recorder.spent("start", time.perf_counter() - self.started)
+        command = resume_command(folder.path, config, world.count)
+        # Last: before this a signal ends the process at once.
+        self.stack.enter_context(stop_on_signals(self.stop, lambda: kept_text(folder.path, command)))
+        # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.
+        stop = self.stop if world.count == 1 else StopSignal()
+        profiler = Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
+                            self.console.warning)
+        run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
+                  Evaluator(self.sets, config.sampling.params, config.pass_k, self.task), checkpoints, recorder,
+                  schedule_of(config.train), restored, facts, stop, command, profiler.step,
+                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.run else None)
+        if config.report.timeline and world.is_main:
+            run.timeline = self.stack.enter_context(closing(Timeline(folder.path / TIMELINE, self.console.warning)))
+            if isinstance(source, Fleet):
+                source.follow(run.timeline)
+        return run

@@ -1,0 +1,95 @@
+"""What a run writes from its start: its folder with configuration and model, and its records; how it is resumed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import jax
+
+from shoal.config.schema import Config
+from shoal.config.text import texts_of, to_dict
+from shoal.files import writing
+from shoal.mesh import World, memory_stats
+from shoal.report.console import Console
+from shoal.report.folder import ReadFolder, RunFolder, is_run
+from shoal.report.recorder import Recorder
+from shoal.report.sink import make_sinks
+from shoal.run.loading import ModelSpec, copy_model_files
+from shoal.tasks.task import FROM_PYTHON, ROWS
+from shoal.trainer.checkpoint import MODEL_FOLDER, versions
+from shoal.trainer.loop import NOTHING_KEPT
+from shoal.trainer.utilisation import Utilisation
+from shoal.types import RolloutSource, ShoalError
+
+
+def open_folder(config: Config, run: Path | None, console: Console, stack: ExitStack, world: World) -> RunFolder:
+    """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several processes the first has it,
+    for all."""
+    if not world.is_main:
+        return stack.enter_context(ReadFolder(world.exchange_json("the run folder's name", "")[0]))
+    folder = stack.enter_context(
+        RunFolder(run) if run else RunFolder.create(config.base_output_directory, config.run_name))
+    # Given twice at once, a command finds no run in either process; the lock decides which of them makes it.
+    if not run and is_run(folder.path):
+        raise ShoalError(f"another process has just started the run {folder.path}: give the same command again to "
+                         "resume it")
+    if folder.no_locks:
+        console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
+                        "process out of this run")
+    console.note(f"run folder {folder.path}")
+    world.exchange_json("the run folder's name", str(folder.path))
+    return folder
+
+
+def write_head(folder: RunFolder, spec: ModelSpec, config: Config, resumed: bool) -> None:
+    """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop does it) and the
+    model's files, and makes `last` name this run."""
+    if not resumed:
+        folder.write_config(*texts_of(config))
+    folder.remember(config.base_output_directory)
+    if spec.folder != folder.path / MODEL_FOLDER:
+        with writing(folder.path, "base_output_directory"):
+            copy_model_files(spec, folder.path / MODEL_FOLDER)
+
+
+def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, source: RolloutSource,
+                  console: Console, stack: ExitStack, *, started: float,
+                  compilations: Callable[[], int], utilisation: Utilisation | None, is_main: bool) -> Recorder:
+    """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
+    console.steps_a_line = config.report.print_every
+    sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
+                       console.note, console.warning) if is_main else []
+    for sink in sinks:
+        stack.callback(sink.close)
+    return stack.enter_context(closing(Recorder(
+        folder, console, config.steps, config.report.groups and is_main, source.read_stats, compilations, peak_bytes,
+        sinks, utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop")))
+
+
+def resume_command(folder: Path, config: Config, processes: int) -> str:
+    """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
+    # The folder holds no code: a shell could not load what was passed to shoal.train.
+    from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
+    command = f'shoal.train(resume="{folder}", ...), with its task and reward' if from_python else \
+        f"shoal train {shlex.quote(f'resume={folder}')}"
+    return f"in each of the {processes} processes, {command}" if processes > 1 else command
+
+
+def kept_text(folder: Path, command: str) -> str:
+    """What a run that is stopped at once leaves: read from the disk, as a signal may come while anything is locked."""
+    if found := versions(folder):
+        return f"the checkpoint of step {found[-1]} stands, what came after it is lost; resume: {command}"
+    return f"{NOTHING_KEPT}; start again: {command}"
+
+
+def peak_bytes() -> int:
+    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
+    if "peak_bytes_in_use" in (stats := memory_stats(jax.local_devices()[0])):
+        return int(stats["peak_bytes_in_use"])
+    import resource
+
+    # Linux gives KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_runs import (

@@ -59,7 +59,6 @@ def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, sou
                   console: Console, stack: ExitStack, *, started: float,
                   compilations: Callable[[], int], utilisation: Utilisation | None, is_main: bool) -> Recorder:
     """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
-    console.steps_a_line = config.report.print_every
     sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
                        console.note, console.warning) if is_main else []
     for sink in sinks:

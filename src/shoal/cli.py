@@ -228,7 +228,7 @@ def _in_their_names(resolved: Resolved) -> Iterator[None]:
     try:
         yield
     except ShoalError as error:
-        from shoal.compat.names import in_their_names
+        from shoal.compat.translation import in_their_names
 
         raise ShoalError(in_their_names(str(error), resolved)) from error
 

@@ -25,6 +25,7 @@ from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
+from shoal.config.text import difference_from_defaults, texts_of
 from shoal.run.task import find_functions
 
 ROOT = Path(__file__).parents[2]
@@ -69,9 +70,9 @@ def resolve(line: str) -> dict:
     text, refused = dry_run(words)
     if "--multirun" in words:
         return {"line": line, "said": text.splitlines()}
-    _, resolved = compose(words[0], words[1:])
+    config, resolved = compose(words[0], words[1:])
     assert refused or text.startswith(resolved.text)
-    return {"line": line, "command": words[0], "resolved": yaml.safe_load(resolved.difference),
+    return {"line": line, "command": words[0], "resolved": yaml.safe_load(texts_of(config)[1]),
             "said": [*resolved.notes, *(line for line in resolved.became if line not in resolved.notes)],
             **({"refused": refused} if refused else {})}
 
@@ -300,7 +301,7 @@ def test_no_name_that_users_know_is_unknown(name):
     assert (config == Config()) == (name in WITHOUT_A_KEY)
     if name in translator().flags(Config) and name != "config_file":
         assert len(resolved.became) == 1 and resolved.became[0].startswith(f"{name}=")
-    assert compose("doctor", [f"{name}={value}"])[1].difference == resolved.difference
+    assert difference_from_defaults(compose("doctor", [f"{name}={value}"])[0]) == difference_from_defaults(config)
     if "." not in name and name not in ("config_file", "run_name"):
         assert from_overrides(Config, **{name: value})[0] == config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
-from shoal.compat.names import in_their_names
+from shoal.compat.translation import in_their_names
 from shoal.config.loading import compose
 from shoal.config.text import difference_from_defaults
 from shoal.types import ShoalError

@@ -20,7 +20,7 @@ from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, Key, keys_of
 from shoal.config.loading import PACKAGED, compose, from_overrides, recompose
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
-from shoal.config.text import difference_from_defaults, require_given, to_dict, to_yaml
+from shoal.config.text import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.values import build, convert_value, get_value, leaves_of
 from shoal.text import nearest
 from shoal.types import ShoalError
@@ -43,7 +43,7 @@ def difference(command: str, *argv: str) -> dict:
 def test_nothing_given_is_the_defaults(command):
     config, resolved = compose(command)
     assert config == COMMANDS[command]()
-    assert (resolved.difference, resolved.notes, resolved.config_name) == ("", (), "")
+    assert (resolved.notes, resolved.config_name) == ((), "")
 
 
 SAMPLES = {str: ("some", "some"), int: ("3", 3), float: ("0.5", 0.5)}
@@ -371,14 +371,14 @@ def reward_one(completions, **kwargs):
 
 
 def test_from_python():
-    config, resolved, functions = from_overrides(
+    config, _, functions = from_overrides(
         Config, model="x", optimizer={"lr": 1e-5, "beta1": 0}, batch__group_size=4, reward=reward_one, seed=3,
         run_name="[a, ${b}]", sampling={"stop": ["a,b", "[c]"]}, report={"groups": False}, **{"train.pass_k": 2})
     assert functions == (reward_one,)
     assert difference_from_defaults(config) == {
         "seed": 3, "run_name": "[a, ${b}]", "model.path": "x", "sampling.stop": ("a,b", "[c]"), "optimizer.lr": 1e-5,
         "optimizer.beta1": 0.0, "batch.group_size": 4, "train.pass_k": 2, "report.groups": False}
-    assert yaml.safe_load(resolved.difference)["optimizer"] == {"lr": 1e-5, "beta1": 0.0}
+    assert yaml.safe_load(texts_of(config)[1])["optimizer"] == {"lr": 1e-5, "beta1": 0.0}
 
 
 @pytest.mark.parametrize(("given", "names", "functions"), [
@@ -458,11 +458,11 @@ def test_yaml_composes_to_the_same(tmp_path_factory, data):
 
 def test_resolved_text_is_the_run_folders(tmp_path):
     config, resolved = compose("train", ["task=gsm8k", "run_name=1e5", "sampling.stop=[a,${b}]", "optimizer.lr=1e-7"])
-    for text in (resolved.text, resolved.difference):
+    for text in texts_of(config):
         (tmp_path / "again.yaml").write_text(text)
         assert compose("train", [str(tmp_path / "again.yaml")])[0] == config
     assert yaml.safe_load(resolved.text)["optimizer"]["lr"] == 1e-7  # a number for any reader
-    assert "seed" not in yaml.safe_load(resolved.difference) and yaml.safe_load(resolved.text)["steps"] == 200
+    assert "seed" not in yaml.safe_load(texts_of(config)[1]) and yaml.safe_load(resolved.text)["steps"] == 200
 
 
 # ---- the schema

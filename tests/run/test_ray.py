@@ -26,7 +26,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
-from shoal.config.cluster_sections import SamplerSection
+from shoal.config.device_sections import SamplerSection
 from shoal.config.schema import Config
 from shoal.rollout import cluster, member
 from shoal.rollout.proof import Proof

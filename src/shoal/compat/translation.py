@@ -20,7 +20,9 @@ from shoal.compat.references import interpolate
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
 from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Setting, Translation
-from shoal.config.keys import keys_of
+from shoal.config.keys import dataclass_of, keys_of
+from shoal.config.loading import Resolved
+from shoal.config.schema import Config
 from shoal.config.values import shown, text_of
 from shoal.text import count
 from shoal.types import ShoalError
@@ -348,3 +350,26 @@ def likely_system(entries: Sequence[Entry]) -> tuple[str, bool]:
     votes = Counter(system for entry in entries for system, rows in _EXACT.items() if entry.name in rows)
     likely = max(SYSTEMS, key=lambda one: votes[one]) if votes else ""
     return likely, votes[likely] >= ENOUGH
+
+
+def in_their_names(message: str, resolved: Resolved) -> str:
+    """The message with the flag or the file's line of each key in it; where the user typed flags of one system, also
+    with that system's names of the other keys.
+
+    >>> in_their_names("set batch.group_size lower", resolved)
+    'set batch.group_size lower (batch.group_size: --num_generations)'
+    """
+    given = [entry.name for entry in resolved.arguments.entries]
+    found = [row[0] for name in given if (row := find_flag(dataclass_of(Config), name, ""))]
+    system = max(set(found), key=found.count) if found else ""
+    explained = resolved.explain(message)
+    named: dict[str, str] = {}
+    for flag in SYSTEMS.get(system, ()):
+        for key in flag.keys:
+            if key not in resolved.origins and not flag.is_pattern and re.search(
+                    rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message):
+                named.setdefault(key, flag.name)
+    if "HF_TOKEN" in message and system == "MaxText":
+        named["HF_TOKEN"] = TOKEN
+    tail = ", ".join(f"{key} is {name}" for key, name in named.items())
+    return f"{explained} (in {system}: {tail})" if tail else explained

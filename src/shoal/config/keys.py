@@ -41,17 +41,6 @@ COMMANDS: Mapping[str, type] = {
 }
 """Command -> the dataclass that holds its settings."""
 
-RENAMED: Mapping[str, str] = {
-    "sampling.max_kept_tokens": "sampling.max_support", "algorithm.std_eps_as": "algorithm.std_eps_mode",
-    "algorithm.kl_in": "algorithm.kl_placement", "algorithm.replay_truncation": "algorithm.match_sampling_support",
-    "algorithm.mask_cut": "algorithm.mask_truncated", "algorithm.filter_by": "algorithm.dynamic_sampling_by",
-    "algorithm.degenerate": "algorithm.zero_std_groups", "train.publish_every": "train.weight_sync_interval",
-    "checkpoint.checkpoint_period": "checkpoint.every", "report.groups_format": "report.groups", "width": "hidden_size",
-    "task.num_questions": "task.num_eval_questions",
-}
-"""Key of an earlier version -> its name now."""
-
-
 @dataclass(frozen=True)
 class Key:
     """One setting of a command.
@@ -170,11 +159,9 @@ class UnknownKey(ShoalError):
 
 def unknown_key(key: str, config_type: type, names: Mapping[str, str], flags: Mapping[str, str],
                 reason: str = "") -> UnknownKey:
-    """The error for a key that does not exist: its new name, the nearest name, or else `reason`. `names` and `flags`
+    """The error for a key that does not exist: the nearest name, or else `reason`. `names` and `flags`
     map every name that is accepted, ours and other systems', to dotted keys."""
-    if (now := RENAMED.get(key, "")) in names:
-        error = UnknownKey(f"{key}: this key is called {now} now")
-    elif reason and not did_you_mean(key, names) and not any(likeness(key, flag) > VERY_CLOSE for flag in flags):
+    if reason and not did_you_mean(key, names) and not any(likeness(key, flag) > VERY_CLOSE for flag in flags):
         error = UnknownKey(f"{key}: {reason}")
     else:
         shown = {name: name if name == of else f"{name} ({of})" for name, of in (*names.items(), *flags.items())}

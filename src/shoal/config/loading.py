@@ -19,7 +19,7 @@ from shoal.config.foreign import PYTHON, make_entry
 from shoal.config.keys import command_of, dataclass_of, keys_of
 from shoal.config.layers import PACKAGED, file_layers, layers_of, named_layers, preset_of_task, users_layers
 from shoal.config.merge import Merged, check_names, merge, with_origins
-from shoal.config.text import texts_of
+from shoal.config.text import to_yaml
 from shoal.config.values import build, get_value, leaves_of, shown, text_of, without_effect
 from shoal.text import count
 from shoal.types import ShoalError
@@ -30,12 +30,11 @@ MANY, FEW = 8, 3
 
 @dataclass(frozen=True)
 class Resolved:
-    """The origins of a configuration, and its text for the run folder."""
+    """A configuration, with where its values came from."""
 
+    config: Any
     config_name: str  # the preset or file that was loaded; empty for none
     notes: tuple[str, ...]  # lines for the start: values set by presets, keys that were skipped
-    text: str  # every key, as YAML that loads as the same configuration
-    difference: str  # the keys that differ from the defaults, likewise
     arguments: Arguments
     became: tuple[str, ...] = ()  # a line for each flag of another system that was given
     origins: Mapping[str, str] = field(default_factory=dict)  # key -> `command line`, `mine.yml:4`, `recipe trl`
@@ -45,6 +44,11 @@ class Resolved:
         """The notes, and in one line what the other flags of other systems became."""
         rest = [line for line in self.became if line not in self.notes]
         return [*self.notes, *(["flags: " + "; ".join(rest)] if rest else [])]
+
+    @property
+    def text(self) -> str:
+        """Every key, as YAML that loads as the same configuration."""
+        return to_yaml(self.config)
 
     def explain(self, message: str) -> str:
         """An error's text with the origin of each key in it: a flag, or a file's line."""
@@ -126,9 +130,8 @@ def load(config_type: type, arguments: Arguments, stored: Path | None = None) ->
     became = merged.translation.lines(merged.settings, merged.top, values)
     notes = (*_notes(config, merged, file, bool(arguments.preset)), *merged.translation.notes, *twice,
              *(line for line, is_note in became if is_note))
-    text, difference = texts_of(config)
-    return config, Resolved(file.stem if file else "", notes, text, difference, arguments,
-                            tuple(line for line, _ in became), merged.origins)
+    return config, Resolved(config, file.stem if file else "", notes, arguments, tuple(line for line, _ in became),
+                            merged.origins)
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:

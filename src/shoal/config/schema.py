@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shoal.config.cluster_sections import PublishSection, RaySection, SamplerSection
-from shoal.config.mesh_section import MeshSection
+from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
 from shoal.config.sections import (
     AlgorithmSection,
     BatchSection,

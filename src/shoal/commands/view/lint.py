@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.commands.view.curves import Curves
 from shoal.runs.group_table import GroupFile, GroupTable
 from shoal.tasks.graders.answer import extract_answer
 
@@ -22,8 +21,6 @@ TEXT_FILES, TEXT_COMPLETIONS, MAX_CHARS, EXAMPLES = 40, 16_384, 20_000, 6
 STRONG_EFFECT, MANY_CONSTANT, MANY_FLAGGED = 0.3, 0.5, 0.01
 REPEATED_CHARS, REPEATED_RATIO = 200, 0.18
 """A text of so many characters that zlib makes so much smaller repeats itself."""
-COPIED_WORDS, COPIED_SHARE = 8, 0.5
-"""A completion copies the prompt where so large a share of its runs of 8 words stand in the prompt."""
 
 
 def finding(kind: str, level: str, title: str, text: str, filter: str = "",
@@ -34,20 +31,19 @@ def finding(kind: str, level: str, title: str, text: str, filter: str = "",
 # ---- by numbers
 
 
-def number_findings(index: GroupTable, curves: Curves) -> list[dict[str, Any]]:
+def number_findings(index: GroupTable) -> list[dict[str, Any]]:
     with index.lock:
         total = index.database.rows(_TOTALS.format(table=index.table))[0]
         functions = index.database.rows(_FUNCTIONS.format(sums=index.sums))
     if not total["groups"]:
         return []
-    return [found for check in (_length, _constant, _truncated, _unscored, _drift) for found in check(total, functions)
-            ] + _unvarying(functions) + _cost(curves)
+    return [found for check in (_length, _constant, _truncated, _drift) for found in check(total, functions)
+            ] + _unvarying(functions)
 
 
 _TOTALS = """
-SELECT count(*) AS groups, sum(size) AS completions, avg((spread < 1e-9)::INTEGER) AS constant,
+SELECT count(*) AS groups, avg((spread < 1e-9)::INTEGER) AS constant,
   avg(length_effect) AS effect, count(length_effect) AS with_effect, avg(truncated) AS truncated,
-  count_if(unscored > 0) AS unscored, avg(pass) AS pass,
   avg(reward) FILTER (truncated > 0) AS reward_truncated, avg(reward) FILTER (truncated = 0) AS reward_whole,
   avg(pass) FILTER (step <= early) AS pass_early, avg(pass) FILTER (step >= late) AS pass_late,
   avg(reward) FILTER (step <= early) AS reward_early, avg(reward) FILTER (step >= late) AS reward_late,
@@ -101,13 +97,6 @@ def _truncated(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
                     f"They reached the token limit.{compared}", "set=train truncated>0")]
 
 
-def _unscored(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
-    number = total["unscored"]
-    return [] if not number else [finding("unscored", "warning", f"{number:,} groups have completions without a score",
-                                          "A reward function failed or returned nothing for them.",
-                                          "set=train unscored>0")]
-
-
 def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
     """Whether the reward rises while what it stands for does not."""
     before, after = total["reward_early"], total["reward_late"]
@@ -130,24 +119,11 @@ def _unvarying(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for row in functions if row["n"] >= 64 and row["low"] == row["high"] and row["function"] != "reward"]
 
 
-def _cost(curves: Curves) -> list[dict[str, Any]]:
-    waited, steps = (curves.columns.get(name) for name in ("time/reward_seconds", "time/step_seconds"))
-    if not waited or not steps:
-        return []
-    known = [(one, all) for one, all in zip(waited, steps, strict=True) if one == one and all == all]
-    seconds, total = sum(one for one, _ in known), sum(all for _, all in known)
-    if not known or not total:
-        return []
-    text = (f"Steps wait {seconds / len(known):.3g} s for rewards once sampling has ended, {seconds / total:.1%} of "
-            "their time.")
-    return [finding("cost", "warning" if seconds > 0.1 * total else "ok", "What rewards cost.", text)]
-
-
 # ---- by texts
 
 
 @dataclass
-class Flag:
+class Flagged:
     """What one check found: how often, with which rewards, and the first examples."""
 
     number: int = 0
@@ -161,8 +137,8 @@ class TextLint:
     def __init__(self, index: GroupTable) -> None:
         self._index = index
         self.done, self.stop, self.read = False, False, 0
-        self.completions, self.reward, self.with_answer, self.identical, self.groups = 0, 0.0, 0, 0, 0
-        self.flags: dict[str, Flag] = defaultdict(Flag)
+        self.completions, self.reward, self.with_answer = 0, 0.0, 0
+        self.flags: dict[str, Flagged] = defaultdict(Flagged)
         files = [file for file in sorted(index.files.values(), key=lambda file: file.stem)
                  if file.stem.startswith("step_")]
         places = {round(place * (len(files) - 1) / max(1, TEXT_FILES - 1)) for place in range(TEXT_FILES)}
@@ -183,7 +159,7 @@ class TextLint:
     def _add(self, file: GroupFile) -> None:
         most = max(16, TEXT_COMPLETIONS // max(1, len(self.files)))
         rows = self._index.database.rows(
-            f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, left(prompt, {MAX_CHARS}) AS prompt, "
+            f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, "
             'TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS completion, '
             "TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(correct AS BOOLEAN) AS correct "
             'FROM read_parquet(?) WHERE "group" IS NOT NULL AND completion IS NOT NULL '
@@ -192,16 +168,13 @@ class TextLint:
         for row in rows:
             by_group[row["group"]].append(row)
         for group, own in by_group.items():
-            self.groups += 1
-            self.identical += len(own) > 1 and len({row["text"] for row in own}) == 1
             best = max((row["reward"] for row in own if row["reward"] is not None), default=None)
             right = max((row["reward"] for row in own if row["correct"] and row["reward"] is not None), default=None)
-            shingles = _shingles(own[0]["prompt"])
             for row in own:
                 self.completions += 1
                 self.reward += row["reward"] or 0
                 self.with_answer += extract_answer(row["text"]) is not None
-                for kind in _kinds(row, shingles, best, right):
+                for kind in _kinds(row, best, right):
                     self._flag(kind, file, group, row)
 
     def _flag(self, kind: str, file: GroupFile, group: int, row: Mapping[str, Any]) -> None:
@@ -235,10 +208,6 @@ class TextLint:
                 f"{flag.number:,} completions {title} ({share:.1%})",
                 f"Of {over}. {text} Their mean reward is {flag.reward / flag.number:.3g}{rest}.",
                 examples=sorted(flag.examples, key=lambda one: -(one["reward"] or 0))))
-        share = self.identical / self.groups
-        found.append(finding("identical", "warning" if share > 0.3 else "ok",
-                             f"{share:.0%} of groups hold one and the same text in all completions",
-                             "Such a group has no advantages; many of them mean that sampling has lost its variety."))
         return found
 
 
@@ -248,20 +217,18 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
     "wrong_best": ("are wrong and score as well as a right sibling",
                    "The task says that they are wrong, the reward does not."),
     "repeated": ("repeat themselves", "Their text shrinks to a fifth when compressed."),
-    "copied": ("copy the prompt", "Half of their runs of 8 words stand in the prompt."),
     "many_answers": ("give several answers", "They have more than one <answer>: one of them may be right."),
 }
 """Kind -> what such a completion does, and how it was recognised."""
 
 
-def _kinds(row: Mapping[str, Any], prompt: frozenset[str], best: float | None, right: float | None) -> list[str]:
+def _kinds(row: Mapping[str, Any], best: float | None, right: float | None) -> list[str]:
     text, reward = row["text"], row["reward"]
     checks: dict[str, Callable[[], bool]] = {
         "no_answer": lambda: reward is not None and reward == best and reward > 0 and extract_answer(text) is None,
         "empty": lambda: len(text.strip()) < 3,
         "wrong_best": lambda: row["correct"] is False and right is not None and reward is not None and reward >= right,
         "repeated": lambda: len(text) >= REPEATED_CHARS and repeats(text),
-        "copied": lambda: copies(text, prompt),
         "many_answers": lambda: text.count("</answer>") > 1 or text.count("\\boxed{") > 1,
     }
     return [kind for kind, check in checks.items() if check()]
@@ -270,16 +237,6 @@ def _kinds(row: Mapping[str, Any], prompt: frozenset[str], best: float | None, r
 def repeats(text: str) -> bool:
     data = text.encode("utf-8", "replace")
     return len(zlib.compress(data, 1)) < REPEATED_RATIO * len(data)
-
-
-def copies(text: str, prompt: frozenset[str]) -> bool:
-    own = _shingles(text)
-    return len(own) >= COPIED_WORDS and len(own & prompt) >= COPIED_SHARE * len(own)
-
-
-def _shingles(text: str | None) -> frozenset[str]:
-    words = (text or "").split()
-    return frozenset(" ".join(words[place:place + COPIED_WORDS]) for place in range(len(words) - COPIED_WORDS + 1))
 
 
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Viewer:
         """The record of a view; ShoalError for a view, a run or a value that there is none of."""
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
-        asked, self._asked_last = Asked(parameters), time.monotonic()
+        asked, self._asked_last = Parameters(parameters), time.monotonic()
         # Groups wait for their own search, which must not give way to them meanwhile.
         with contextlib.nullcontext() if view == "groups" else self.database.asked():
             if view in ("runs", "compare"):
@@ -128,7 +128,7 @@ class Viewer:
 
     def replay(self, parameters: Mapping[str, str]) -> dict[str, Any]:
         """Begins to sample a group again; ShoalError where that is not possible from the page."""
-        asked = Asked(parameters)
+        asked = Parameters(parameters)
         group = self.answer("group", parameters)
         if group["no_replay"]:
             raise ShoalError(f"this group cannot be sampled again here: {group['no_replay']}")
@@ -144,7 +144,7 @@ class Viewer:
             return one.lint
 
 
-class Asked:
+class Parameters:
     """Parameters of a request by name and kind; ShoalError for a value that is none."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
@@ -176,7 +176,7 @@ class Asked:
         return self.text(name) in ("1", "true")
 
 
-def _runs(viewer: Viewer, _: Asked) -> dict[str, Any]:
+def _runs(viewer: Viewer, _: Parameters) -> dict[str, Any]:
     return {"runs": [{"name": name, "path": str(one.run.path),
                       "progress": _progress(one),
                       "problems": len(one.run.problems)} for name, one in viewer.runs.items()],
@@ -205,12 +205,12 @@ def _kept(one: OpenRun, name: str, revision: Any, make: Callable[[], Any]) -> An
     return held[1]
 
 
-def _compare(viewer: Viewer, asked: Asked) -> dict[str, Any]:
+def _compare(viewer: Viewer, asked: Parameters) -> dict[str, Any]:
     names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
     return comparison([(name, _settings(viewer.runs[name])) for name in names])
 
 
-def _overview(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _overview(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems),
                 bool(one.index.weights))
     record = _kept(one, "overview", revision, lambda: overview(one.run, one.curves, one.evaluations,
@@ -219,7 +219,7 @@ def _overview(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
                      "waiting": one.index.waiting}
 
 
-def _curves(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _curves(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     first, last = asked.real("first", viewer.from_step or -math.inf), asked.real("last", math.inf)
     if asked.text("first") or asked.text("last"):
         return one.curves.thinned(first, last) | {"revision": one.curves.revision}
@@ -227,12 +227,12 @@ def _curves(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
         "revision": one.curves.revision}
 
 
-def _status(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _status(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return {"revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
             "progress": _progress(one)}
 
 
-def _groups(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _groups(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     within = asked.text("within")
     return group_rows(
         one.index, viewer.searches, sort=asked.text("sort") or "step", descending=asked.flag("desc"),
@@ -241,33 +241,32 @@ def _groups(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
         offset=asked.number("offset", 0), limit=asked.number("limit", 100, 1, 500))
 
 
-def _group(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _group(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return group_detail(one.index, asked.text("file"), asked.number("group")) | {
         "path": str(one.run.path), "no_replay": refusal(one.run, _settings(one), asked.text("file"))}
 
 
-def _tokens(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _tokens(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return token_detail(one.index, asked.text("file"), asked.number("group"), asked.number("completion", 0),
                         one.pieces, _settings(one))
 
 
-def _replay(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _replay(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return viewer.replays.record(one.run, asked.text("file"), asked.number("group"), asked.number("completion", 0))
 
 
-def _prompt(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _prompt(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return prompt_history(one.index, asked.text("set"), asked.number("row", most=2**62))
 
 
-def _prompts(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
+def _prompts(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     key = (asked.text("set"), asked.text("change"), asked.number("offset", 0), asked.number("limit", 100, 1, 500))
     return _kept(one, "prompts", (key, one.index.revision),
                  lambda: prompt_list(one.index, *key)) | {"waiting": one.index.waiting}
 
 
-def _lint(one: OpenRun, asked: Asked, viewer: Viewer) -> dict[str, Any]:
-    numbers = _kept(one, "lint", (one.index.revision, one.curves.revision),
-                    lambda: number_findings(one.index, one.curves))
+def _lint(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+    numbers = _kept(one, "lint", one.index.revision, lambda: number_findings(one.index))
     return lint(one.index, numbers, viewer.text_lint(one)) | {"waiting": one.index.waiting}
 
 

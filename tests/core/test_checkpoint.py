@@ -15,6 +15,7 @@ from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
 
 from shoal.model.parameters import Parameters, shardings
+from shoal.run.compilation import CompilationCounter
 from shoal.trainer.checkpoint import Checkpoints, find_checkpoint, load_parameters
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
@@ -76,6 +77,16 @@ def test_what_else_is_saved(run):
     file = run / "checkpoints" / "10" / "extra" / "metadata"
     saved = json.loads(file.read_text())
     assert saved["cursor"] == 30 and saved["source"] == {"pending": []} and saved["published"] == []
+
+
+def test_a_checkpoint_with_other_versions_compiles_nothing(tmp_path):
+    """Published weights of two versions, whose numbers differ from checkpoint to checkpoint."""
+    checkpoints, state = Checkpoints(tmp_path / "checkpoints", keep_last=1), state_on((1, 1, 1))
+    for version in (2, 5):
+        counter = CompilationCounter()
+        checkpoints.save(version, state, {}, {version - 1: state.trainable, version - 2: state.trainable})
+    assert counter.read() == 0
+    checkpoints.close()
 
 
 def test_one_device_to_eight(tmp_path):

@@ -75,7 +75,8 @@ class Checkpoints:
         if published:
             items["published"] = {str(number): params for number, params in sorted(published.items())}
         # Orbax notices a lost or shortened file, but not every flipped bit.
-        sums = {name: int(checksum(tree)) for name, tree in items.items()}
+        # Of leaves: a tree with the numbers of its versions would be traced and compiled anew each time.
+        sums = {name: int(checksum(jax.tree.leaves(tree))) for name, tree in items.items()}
         saves = {name: self._args.StandardSave(tree) for name, tree in items.items()}
         layouts = {name: layout(tree) for name, tree in items.items()}
         extra = {**extra, "checksums": sums, "layouts": layouts, "published": sorted(published or {})}
@@ -176,7 +177,7 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
                          "optimizer.clip_grad_norm and weight_decay, 0 or not")
     found = {name: _read_everywhere(path, name, partial(read_arrays, name), world) for name in wanted}
     for name, tree in found.items():
-        if (now := int(checksum(tree))) != checksums[name]:
+        if (now := int(checksum(jax.tree.leaves(tree)))) != checksums[name]:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged ({name} has checksum {now:#010x}, saved was "
                                     f"{checksums[name]:#010x})")
     state, published = TrainState(**found["state"]), found.get("published", {})

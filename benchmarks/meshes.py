@@ -80,10 +80,10 @@ class Trial:
     def learner(self, role: Any, dtype: Any = None) -> Any:
         from shoal.config.schema import AlgorithmSection, OptimizerSection
         from shoal.model.transformer import Model
-        from shoal.trainer.loss import Objective
+        from shoal.trainer.loss import make_objective
         from shoal.trainer.step import Learner
 
-        return Learner(Model(self.architecture, role, dtype or self.dtype), Objective.of(AlgorithmSection()),
+        return Learner(Model(self.architecture, role, dtype or self.dtype), make_objective(AlgorithmSection()),
                        OptimizerSection(), 10)
 
     def state(self, learner: Any) -> Any:

@@ -133,7 +133,7 @@ def test_files_and_functions_stay_short():
 
 def make_tree(root: Path, files: dict[str, str]) -> Path:
     """A package of given files, with an empty module for each noun that they name."""
-    defaults = {"types.py": "", "mesh.py": "", "config/schema.py": "", "model/linear.py": "", "algorithm/kl.py": "",
+    defaults = {"types.py": "", "mesh.py": "", "config/schema.py": "", "model/linear.py": "", "algorithm/loss.py": "",
                 "report/sink.py": "", "sampler/engine.py": "", "tasks/words.py": "", "rollout.py": "",
                 "trainer/loop.py": "", "rollout/source.py": "", "rollout/cluster.py": "", "cli.py": "",
                 "__init__.py": "", "trainer/checkpoint.py": "",
@@ -149,7 +149,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     ("types.py", "import shoal.mesh", "one layer"),
     ("types.py", "from shoal.model import linear", "layer 1"),
     ("config/schema.py", "from shoal import mesh", "one layer"),
-    ("model/linear.py", "from shoal.algorithm.kl import k3", "one layer"),
+    ("model/linear.py", "from shoal.algorithm.loss import k3", "one layer"),
     ("model/linear.py", "from shoal import ShoalError", "__init__"),
     ("report/sink.py", "def f():\n    from shoal.tasks import words", "layer 2"),
     ("sampler/engine.py", "from ..tasks import words", "one layer"),

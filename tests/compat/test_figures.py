@@ -27,7 +27,7 @@ from shoal.config.algorithm_parts import AGGREGATIONS as PARTS
 from shoal.config.loading import compose
 from shoal.config.schema import Config, RewardSection, TaskSection
 from shoal.tasks.gsm8k import blank
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 from shoal.trainer.step_table import step_advantages
 from shoal.types import Example, ShoalError
 
@@ -153,9 +153,9 @@ def by_flags(system: str, case: dict[str, Any]) -> Ours:
                                sampler[p, g, :n], p) for g, n in enumerate(lengths[p])] for p in range(P)]
     entropies = [[entropy[p, g, :n] for g, n in enumerate(lengths[p])] for p in range(P)]
     update = Update(rows, entropies, valid, np.ones((P, G), bool), cut & a.mask_truncated)
-    use_old = Objective.of(a).use_old or "old" in case or system == "verl" or (
+    use_old = make_objective(a).use_old or "old" in case or system == "verl" or (
         uses_vllm(case) and a.correction != "none")  # only then, or for several updates, TRL keeps old log-probs
-    got = by_shoal(layout(update, dtype=np.float32, grid=(16, 6)), replace(Objective.of(a), use_old=use_old))
+    got = by_shoal(layout(update, dtype=np.float32, grid=(16, 6)), replace(make_objective(a), use_old=use_old))
     return Ours(config, advantages, update, got)
 
 
@@ -282,7 +282,7 @@ def test_updates_of_a_generation_are_as_many_as_trls(name):
     batch = config.batch  # generation_batch_size counts all devices: one here
     assert (batch.prompts_per_device or batch.prompts_per_step) == theirs["prompts_per_generation"]
     assert a.num_epochs * a.num_minibatches == updates // len(generations)
-    assert Objective.of(a).use_old == theirs["keeps_old_logprobs"]
+    assert make_objective(a).use_old == theirs["keeps_old_logprobs"]
 
 
 @pytest.mark.parametrize(("typed", "key", "value"), [

@@ -23,7 +23,7 @@ from shoal.config.loading import compose
 from shoal.config.schema import AlgorithmSection, Config
 from shoal.config.values import leaves_of
 from shoal.run.preflight.settings import algorithm_warnings
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 from shoal.trainer.step_table import step_advantages
 from shoal.types import ShoalError
 
@@ -162,7 +162,7 @@ def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[floa
     entropies = [[b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)] for p in range(P)]
     every = np.ones((P, G), bool)
     update = Update(grouped, entropies, every, every, ~every)
-    objective = replace(Objective.of(a), use_old=True) if use_old else Objective.of(a)
+    objective = replace(make_objective(a), use_old=True) if use_old else make_objective(a)
     got = by_shoal(layout(update, per_row=2, dtype=np.float32), objective)
     weights = token_weights(AGGREGATIONS[a.aggregation].load(), update.lengths, every, every, a.aggregation_tokens or T)
     gradient = np.zeros((P * G, T))

@@ -21,11 +21,8 @@ from proof_data import loss_by_name
 from shoal.algorithm.advantage import grpo as grpo_advantage
 from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
-from shoal.algorithm.correction import correction_weights
-from shoal.algorithm.kl import k3, token_kl
 from shoal.algorithm.logprobs import chunk_size, sliced_logprobs, token_logprobs
-from shoal.algorithm.policy_loss import policy_loss
-from shoal.algorithm.segments import segment_mean
+from shoal.algorithm.loss import correction_weights, k3, policy_loss, segment_mean, token_kl
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 from shoal.model.transformer import head_slices

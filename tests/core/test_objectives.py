@@ -13,7 +13,7 @@ from small import learner, random_groups, whole
 from test_sampler import SMALL, make, model, play, request, weights
 
 from shoal.algorithm.advantage import Rewards, Valid
-from shoal.algorithm.policy_loss import Mask, Segments, Tokens
+from shoal.algorithm.loss import Mask, Segments, Tokens
 from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES, Advantage, PolicyLoss
 from shoal.config.keys import keys_of
 from shoal.config.loading import compose
@@ -29,7 +29,7 @@ from shoal.tasks.task import Task
 from shoal.trainer.batch import pack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
-from shoal.trainer.loss import Objective, batch_logprobs
+from shoal.trainer.loss import batch_logprobs, make_objective
 from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
@@ -266,7 +266,7 @@ def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
         compose("train", ["algorithm.advantage=mean"])
     [(_, warning)] = algorithm_warnings(config)
     assert "algorithm.clip_high=0.3 cannot act" in warning
-    one = learner(SMALL, Objective.of(config.algorithm))
+    one = learner(SMALL, make_objective(config.algorithm))
     state, made = one.init(weights(SMALL)), random_groups(SMALL, 2, 2, 9, 8)
     after, result = Updater(one, config.algorithm, BatchSection(2, 2), 1.0, 0).update(state, made, 0)
     assert int(after.updates) == 1 and result.metrics.result()["grad_norm"] > 0

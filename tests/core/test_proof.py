@@ -18,12 +18,11 @@ from oracle import Settings
 from proof_data import Key, Update, UpdateResult, by_shoal, draw_update, layout, loss_by_name, objective
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.algorithm.correction import correction_weights
-from shoal.algorithm.kl import token_kl
 from shoal.algorithm.logprobs import token_logprobs
+from shoal.algorithm.loss import correction_weights, token_kl
 from shoal.config.algorithm_parts import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 
 LOSSES = {
     "grpo": Settings("grpo"), "grpo, dual": Settings("grpo", dual=1.25), "gspo": Settings("gspo"),
@@ -413,11 +412,11 @@ def test_corrections_worked_by_hand(kind: str, level: str, bounds: tuple[float, 
 
 def test_the_bounds_of_a_correction_by_kind():
     """IcePop's floor is its paper's, the others have none; a floor that is set is used as it is, 0 included."""
-    got = {kind: Objective.of(AlgorithmSection(correction=kind)).correction_bounds for kind in KINDS}
+    got = {kind: make_objective(AlgorithmSection(correction=kind)).correction_bounds for kind in KINDS}
     assert got == {"tis": (2.0, 0.0), "mis": (2.0, 0.0), "icepop": (2.0, 0.5)}
     for kind, floor in itertools.product(KINDS, (0.0, 0.3)):
         a = AlgorithmSection(correction=kind, correction_cap=np.inf, correction_floor=floor)
-        assert Objective.of(a).correction_bounds == (np.inf, floor)
+        assert make_objective(a).correction_bounds == (np.inf, floor)
 
 
 def test_the_bias_of_truncated_sampling_is_the_kept_mass():

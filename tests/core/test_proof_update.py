@@ -22,7 +22,7 @@ from tiny_runs import forget_programs
 from shoal.config.schema import AlgorithmSection, BatchSection, OptimizerSection
 from shoal.model.transformer import Model
 from shoal.trainer.batch import pack
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner, ParameterScorer
 from shoal.trainer.update import Updater, UpdateResult, needs_all_groups, num_scorings
 from shoal.types import Group, StopReason
@@ -153,7 +153,7 @@ class Watched(Learner):
 def run(a: AlgorithmSection, micro_tokens: int = 10**9, teacher: bool = False, **mesh: int) -> tuple[
         list[Done], UpdateResult, Updater]:
     model = MODEL if not mesh else Model(ARCHITECTURE, roles(**mesh).trainer)
-    learner = Watched(model, Objective.of(a), OptimizerSection(lr=2e-3, warmup_steps=0), 10)
+    learner = Watched(model, make_objective(a), OptimizerSection(lr=2e-3, warmup_steps=0), 10)
     learner.done = []
 
     def put(seed: int) -> Any:
@@ -288,7 +288,7 @@ def test_devices_and_micro_batches_change_no_update():
 @pytest.mark.usefixtures("table")
 def test_lengths_that_drift_over_200_steps_compile_few_updates():
     """Completions grow from 3 tokens to 60 while prompts shrink from 30 to 5."""
-    learner = Learner(MODEL, Objective.of(AlgorithmSection()), OptimizerSection(), 200)
+    learner = Learner(MODEL, make_objective(AlgorithmSection()), OptimizerSection(), 200)
     updater = Updater(learner, AlgorithmSection(), BatchSection(4, group_size=2, micro_tokens=400), 1.0, 0, longest=90)
     state, rng = learner.init(parameters(0)), np.random.default_rng(0)
     for step in range(200):

@@ -27,14 +27,15 @@ from small import (
 )
 from tiny_runs import forget_programs
 
-from shoal.algorithm.policy_loss import clipped
+from shoal.algorithm.loss import clipped
 from shoal.config.schema import AlgorithmSection, OptimizerSection
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
+from shoal.model.linear import broadcast
 from shoal.model.parameters import shardings
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
-from shoal.trainer.loss import Objective, batch_loss
+from shoal.trainer.loss import batch_loss, make_objective
 from shoal.trainer.step import Learner, TrainState
 
 pytestmark = pytest.mark.compile_quickly
@@ -183,7 +184,7 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
     (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
 
     def norm() -> tuple[float, int]:
-        one = learner(QWEN3, Objective.of(AlgorithmSection()))
+        one = learner(QWEN3, make_objective(AlgorithmSection()))
         state = one.init(parameters)
         total, _ = one.accumulate(None, state, batch)
         _, applied = one.apply(state, total)
@@ -196,12 +197,12 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
         token_loss, low, high = clipped(*arguments, **settings)
         return 2 * token_loss, low, high
 
-    monkeypatch.setattr("shoal.algorithm.policy_loss.clipped", doubled)
+    monkeypatch.setattr("shoal.algorithm.loss.clipped", doubled)
     assert norm()[0] == pytest.approx(2 * first[0], rel=1e-6)
 
 
 def test_log_probs_are_one_program_whatever_the_type_of_gradients():
-    model, objective = Model(QWEN3, roles().trainer, jnp.bfloat16), Objective.of(AlgorithmSection())
+    model, objective = Model(QWEN3, roles().trainer, jnp.bfloat16), make_objective(AlgorithmSection())
     one, other = (Learner(model, objective, OptimizerSection(reduce_dtype=name), 10).programs
                   for name in ("float32", "bfloat16"))
     assert one["accumulate"] is not other["accumulate"] and one["score"] is other["score"]
@@ -245,7 +246,7 @@ def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
     x = np.random.default_rng(0).normal(size=(64, 8, 16))
 
     def loss(weight: jax.Array) -> jax.Array:
-        return (spread(weight, jnp.asarray(x, dtype)) * jnp.asarray(x, dtype)).astype(jnp.float32).sum()
+        return (broadcast(weight, jnp.asarray(x, dtype)) * jnp.asarray(x, dtype)).astype(jnp.float32).sum()
 
     gradient = jax.grad(loss)(jnp.ones(16, jnp.float32))
     assert gradient.dtype == jnp.float32

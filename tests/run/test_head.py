@@ -28,7 +28,7 @@ from shoal.run.preflight import memory
 from shoal.run.preflight.memory import AvailableMemory
 from shoal.run.sampler_size import run_roles
 from shoal.tasks.task import DataReport, Task
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 from shoal.types import ShoalError
 
 
@@ -231,4 +231,4 @@ def test_the_age_of_samples_and_its_correction_are_said(words, own, said):
 def test_samples_of_older_weights_are_corrected_unless_given_otherwise(words, correction):
     config = for_devices(compose("train", words)[0], 1, "cpu")
     assert config.algorithm.correction == correction
-    assert (Objective.of(config.algorithm).correction is None) == (correction == "none")
+    assert (make_objective(config.algorithm).correction is None) == (correction == "none")

@@ -30,7 +30,7 @@ from shoal.run.plan.groups import device_groups, groups_text
 from shoal.run.plan.hlo import Instruction, Module
 from shoal.sampler.engine import Engine
 from shoal.trainer.batch import Shape, pack
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
 
 SMALL = Architecture(vocab_size=4096, hidden_size=128, intermediate_size=512, num_layers=4, num_heads=4, num_kv_heads=4,
@@ -61,7 +61,7 @@ def compiled_update(devices: Sequence[Any], dtype: str, reduce_dtype: str = "flo
                     **changes: Any) -> Any:
     """`accumulate` of a small model with full recomputation; nothing is allocated."""
     role = make_roles(MeshSection(fsdp=-1, tensor=tensor), devices).trainer
-    objective = replace(Objective.of(AlgorithmSection()), chunk_elements=CHUNK * SMALL.vocab_size)
+    objective = replace(make_objective(AlgorithmSection()), chunk_elements=CHUNK * SMALL.vocab_size)
     learner = Learner(Model(replace(SMALL, **changes), role, jnp.dtype(dtype).type, "full"), objective,
                       OptimizerSection(reduce_dtype=reduce_dtype), 10)  # type: ignore[arg-type]
     (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(role.row_shards, 80)], 1.0)

@@ -12,11 +12,11 @@ import numpy as np
 import oracle
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.algorithm.policy_loss import policy_log_ratio, policy_loss
+from shoal.algorithm.loss import Objective, policy_log_ratio, policy_loss, token_losses
 from shoal.config.algorithm_parts import AGGREGATIONS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.loss import Objective, token_losses
+from shoal.trainer.loss import make_objective
 
 Key = tuple[int, int]
 """(prompt, sibling)"""
@@ -130,7 +130,7 @@ def objective(s: oracle.Settings, **changes: Any) -> Objective:
         sapo_positive=s.positive, sapo_negative=s.negative, kl=s.kl, kl_coef=s.kl_coef, kl_clamp_input=s.clamp_input,
         kl_clamp_value=s.clamp_value, kl_weighted=s.weighted, entropy_coef=s.entropy_coef, correction=s.correction,
         correction_level=s.level, correction_cap=s.cap, correction_floor=s.floor)  # type: ignore[arg-type]
-    return replace(Objective.of(a), **{"use_old": True, **changes})
+    return replace(make_objective(a), **{"use_old": True, **changes})
 
 
 def loss_by_name(name: str, lp: jax.Array, old_logprobs: jax.Array, advantage: jax.Array, mask: jax.Array,
@@ -163,9 +163,12 @@ class UpdateResult:
         return tuple(self.laid.take(x) for x in pulled)  # type: ignore[return-value]
 
 
+ARRAYS = ("advantage", "weight", "loss_mask", "segment", "old_logprobs", "sampler_logprobs", "ref_logprobs")
+
+
 def by_shoal(laid: Layout, o: Objective) -> UpdateResult:
     def run(lp: jax.Array, entropy: jax.Array) -> Any:
-        tokens, sums, maxima = token_losses(o, lp, entropy, laid.batch)
+        tokens, sums, maxima = token_losses(o, lp, entropy, **{name: getattr(laid.batch, name) for name in ARRAYS})
         return tokens, (sums, maxima)
 
     tokens, pull, (sums, maxima) = jax.vjp(run, jnp.asarray(laid.lp), jnp.asarray(laid.entropy), has_aux=True)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.algorithm.loss import Objective
 from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
 from shoal.mesh import Roles, make_roles
 from shoal.model.architecture import Architecture, RopeScaling
@@ -16,7 +17,7 @@ from shoal.model.attention import attend
 from shoal.model.parameters import Parameters, ParamSpec, param_specs
 from shoal.model.transformer import Model, forward, logits
 from shoal.trainer.batch import LearnerBatch, Shape, fill_rows, pack
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
 from shoal.types import Completion, Example, Group, Purpose, StopReason
 
@@ -27,7 +28,7 @@ LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
 """The families' parts: none of them, and all. (Each family as it is: test_parity.py and test_hf.py.)"""
-ON_POLICY = Objective.of(AlgorithmSection())
+ON_POLICY = make_objective(AlgorithmSection())
 
 
 def roles(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Roles:

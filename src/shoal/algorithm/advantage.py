@@ -32,6 +32,13 @@ def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
     return (valid.sum(axis=1) >= 2) & ~(largest == smallest)
 
 
+def has_variance(valid: Bool[np.ndarray, "G"], values: Float[np.ndarray, "N G"]) -> bool:
+    """True if the valid siblings of one group differ in any of N values; a NaN leaves its sibling out of that value.
+    Dynamic sampling replaces groups without: all right or all wrong, they have no gradient (DAPO, arXiv 2503.14476,
+    eq. 11)."""
+    return bool(nonzero_std(values, valid & ~np.isnan(values)).any())
+
+
 def grpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
          **unread: object) -> Rewards:
     """(r - mean) / (std + std_eps) within each group; `std_eps_mode="max"`: / max(std, std_eps).

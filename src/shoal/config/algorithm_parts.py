@@ -75,8 +75,8 @@ class Correction(Part):
 _DEVIATION = ("std_ddof", "std_eps", "std_eps_mode")
 _WHITENED = (*_DEVIATION, "whiten_over")
 _CLIP = ("clip_low", "clip_high", "clip_dual")
-_ADVANTAGE, _LOSS = "shoal.algorithm.advantage", "shoal.algorithm.policy_loss"
-_AGGREGATION, _CORRECTION = "shoal.algorithm.aggregation", "shoal.algorithm.correction"
+_ADVANTAGE, _AGGREGATION = "shoal.algorithm.advantage", "shoal.algorithm.aggregation"
+_LOSS = "shoal.algorithm.loss"
 
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": Advantage(f"{_ADVANTAGE}:grpo", _DEVIATION),
@@ -105,9 +105,9 @@ RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
 """Numbers that change nothing where every ratio is 1: a run with one update a step warns of them."""
 
 KL_ESTIMATORS: dict[str, KL] = {
-    "k1": KL("shoal.algorithm.kl:k1", in_loss=False, in_reward=True),
-    "k2": KL("shoal.algorithm.kl:k2"),
-    "k3": KL("shoal.algorithm.kl:k3"),
+    "k1": KL(f"{_LOSS}:k1", in_loss=False, in_reward=True),
+    "k2": KL(f"{_LOSS}:k2"),
+    "k3": KL(f"{_LOSS}:k3"),
 }
 """By the names of `algorithm.kl`."""
 
@@ -123,8 +123,8 @@ AGGREGATIONS: dict[str, Part] = {
 CORRECTIONS: dict[str, Correction] = {
     "auto": Correction(""),  # one of the others, once it is known whether samples are of older weights
     "none": Correction(""),  # nothing is computed
-    "tis": Correction(f"{_CORRECTION}:tis"),
-    "mis": Correction(f"{_CORRECTION}:mis"),
-    "icepop": Correction(f"{_CORRECTION}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
+    "tis": Correction(f"{_LOSS}:tis"),
+    "mis": Correction(f"{_LOSS}:mis"),
+    "icepop": Correction(f"{_LOSS}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
 }
 """By the names of `algorithm.correction`."""

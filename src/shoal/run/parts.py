@@ -15,8 +15,9 @@ from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.trainer.batch import Shape
 from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
+from shoal.trainer.loss import make_objective
 from shoal.trainer.schedule import Schedule
-from shoal.trainer.step import Learner, ModelScorer, Objective
+from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import Updater, update_shapes
 from shoal.types import Params, ShoalError
 
@@ -29,7 +30,7 @@ def schedule_of(t: TrainSection) -> Schedule:
 
 
 def make_learner(config: Config, model: Model) -> Learner:
-    return Learner(model, Objective.of(config.algorithm), config.optimizer, num_updates(config))
+    return Learner(model, make_objective(config.algorithm), config.optimizer, num_updates(config))
 
 
 def open_reference(config: Config, spec: ModelSpec, model: Model, role: Role,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shoal.algorithm.loss import Objective, metric_shapes
 from shoal.config.schema import OptimizerSection
 from shoal.mesh import Program, Role, put
 from shoal.mesh.programs import UPDATE_OPTIONS
@@ -22,7 +23,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import ParamSpec, param_specs, shardings
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.loss import Objective, batch_logprobs, batch_loss, metric_shapes
+from shoal.trainer.loss import batch_logprobs, batch_loss
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 from shoal.types import Params
 

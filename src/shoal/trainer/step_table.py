@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.algorithm.advantage import nonzero_std
-from shoal.algorithm.filtering import has_variance
+from shoal.algorithm.advantage import has_variance, nonzero_std
 from shoal.config.algorithm_parts import ADVANTAGES
 from shoal.config.schema import AlgorithmSection
 from shoal.rewards.scores import weighted_sum

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.algorithm.kl import token_kl
+from shoal.algorithm.loss import token_kl
 from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes
-from shoal.trainer.loss import Objective
+from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
 from shoal.types import Address, Group, Params, Scorer, StopSignal
@@ -38,7 +38,7 @@ def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
     """True if the trainer's log-probs are needed before the first update: for several updates a step, a KL in the
     reward, or a teacher."""
-    return Objective.of(a).use_old or (a.kl_placement == "reward" and a.kl_coef > 0) or has_teacher
+    return make_objective(a).use_old or (a.kl_placement == "reward" and a.kl_coef > 0) or has_teacher
 
 
 def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shoal.algorithm.loss import Objective
 from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of
@@ -50,7 +51,6 @@ from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
 from shoal.trainer.batch import LearnerBatch, Shape, in_batches
-from shoal.trainer.loss import Objective
 from shoal.trainer.step import Learner, score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 

@@ -143,12 +143,11 @@ def test_failures_are_counted_apart_from_none(run, policy, nothing, unscorable):
         under(run, "broken")
 
 
-@pytest.mark.parametrize("call", ["group", "step"])
-def test_functions_see_the_step_that_was(run, call):
+def test_functions_see_the_step_that_was(run):
     for step, seen in ((1, 0), (2, 0.25)):
-        groups = under(run, "when", "one", call=call, step=step)["groups"]
+        groups = under(run, "when", "one", step=step)["groups"]
         assert [group["components"]["when"][0] for group in groups] == [seen, seen]
-    assert under(run, "when", step=2, call=call)["steps"] == [2]
+    assert under(run, "when", step=2)["steps"] == [2]
 
 
 def test_old_advantages_are_the_stored_ones(run, capsys):

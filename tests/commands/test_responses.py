@@ -233,13 +233,12 @@ def plain(completions: Any, answer: Any, **_: Any) -> list[float | None]:
     return [len(text) / 10 + int(gold) if text else None for text, gold in zip(completions, answer, strict=True)]
 
 
-@pytest.mark.parametrize("call", ["group", "step"])
-def test_reward_functions_are_called_where_given(loads, tmp_path, call):
+def test_reward_functions_are_called_where_given(loads, tmp_path):
     rows = [{"question": "4 + 4 = ?", "response": "8"}, {"question": "2 + 3 = ?", "response": "it is 5"},
             {"question": "none", "response": "5"}]
     output = tmp_path / "out.json"
     figures = shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=rewards, output=str(output),
-                             reward__call=call, reward__workers=0)
+                             reward__workers=0)
     assert figures["mean_reward"] == figures["rewards/rewards"] == pytest.approx((8.1 + 5.7) / 2)
     assert figures["accuracy"] == 0.5
     result = json.loads(output.read_text())["rows"]

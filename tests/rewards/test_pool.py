@@ -317,17 +317,6 @@ def test_tickets_get_their_own_scores_in_any_order() -> None:
     assert all((scores.rewards == ticket).all() for ticket, scores in order)
 
 
-def test_a_call_a_step_sees_all_groups() -> None:
-    def checker(completions: Any, **kwargs: Any) -> list[float]:
-        return [float(len(completions))] * len(completions)
-
-    with RewardPool(name_functions([checker]), section(call="step")) as pool:
-        assert pool.by_step
-        pool.submit("step", EXAMPLES, TEXTS, IDS, step=1)
-        [(_, scores)] = pool.collect(wait=True)
-    np.testing.assert_array_equal(scores.rewards, np.full((2, 2), 4.0))
-
-
 def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
     rewards = load_task(TaskSection(num_eval_questions=1)).rewards
     assert all(one.runs_in_process for one in rewards)
@@ -369,7 +358,7 @@ def test_asynchronous_calls_of_a_step_run_together() -> None:
         return [1.0] * len(completions)
 
     for workers in (0, 1):
-        with RewardPool(name_functions([slow, Slow(), plain]), section(workers=workers, call="step")) as pool:
+        with RewardPool(name_functions([slow, Slow(), plain]), section(workers=workers)) as pool:
             started = time.monotonic()
             pool.submit(0, EXAMPLES * 4, TEXTS * 4, IDS * 4, step=1)
             if workers:
@@ -933,53 +922,6 @@ def test_none_for_everything_ends_the_run(workers: int) -> None:
         judge(["none"], trial=True)
     assert judge((["none"] * 31 + ["good"]) * 2) == 64
     assert judge(["none"] * 40, max_failed_share=1.0) == 40
-
-
-count_of_calls = 0
-
-
-class Grader:
-    def __init__(self) -> None:
-        self.seen, self.model = {"calls": [0]}, None
-
-    def __call__(self, completions: Any, **kwargs: Any) -> list[float]:
-        self.model = object()  # made when first needed: no state
-        self.seen["calls"].append(1)
-        return [0.0] * len(completions)
-
-
-def test_state_that_stays_in_a_worker_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    total = 0
-
-    def closure(completions: Any, **kwargs: Any) -> list[float]:
-        nonlocal total
-        total += 1
-        return [0.0] * len(completions)
-
-    def by_a_global(completions: Any, **kwargs: Any) -> list[float]:
-        global count_of_calls
-        count_of_calls += 1
-        return [0.0] * len(completions)
-
-    async def by_a_default(completions: Any, made: list[int] = [], **kwargs: Any) -> list[float]:  # noqa: B006
-        made.append(1)
-        return [0.0] * len(completions)
-
-    def pure(completions: Any, **kwargs: Any) -> list[float]:
-        return [float(len(EXAMPLES)) for _ in texts_of(completions)]
-
-    functions = name_functions([closure, by_a_global, by_a_default, functools.partial(Grader()), pure])
-    for workers, reported in ((1, {"closure": "total", "by_a_global": "count_of_calls", "by_a_default": "made",
-                                   "Grader": "seen"}), (0, {})):
-        with RewardPool(functions, section(workers=workers)) as pool:
-            for ticket in range(4):
-                pool.submit(ticket, EXAMPLES, TEXTS, IDS, 3)
-                pool.collect(wait=True)
-        lines = capsys.readouterr().err.splitlines()
-        matches = [re.match(r"warning: reward function '(\w+)' changes '(\w+)' when.*reward.workers=0", line)
-                   for line in lines]
-        assert {match[1]: match[2] for match in matches if match} == reported
-        assert len(lines) == len(reported)
 
 
 @pytest.mark.parametrize("blocks", [False, True])

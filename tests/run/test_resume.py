@@ -164,7 +164,7 @@ def test_a_run_of_several_updates_a_step(workshop, several, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [
-    ("train.retire_above=0.1", "batch.prompts_per_step=7", "reward.call=step", *PROGRAMS_OF_TWO),
+    ("train.retire_above=0.1", "batch.prompts_per_step=7", *PROGRAMS_OF_TWO),
     ("mesh.fsdp=4", "mesh.tensor=2", "steps=4", "train.evaluate_every=2"),
 ])
 def test_other_kinds_of_run(workshop, monkeypatch, words):

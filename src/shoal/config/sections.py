@@ -133,9 +133,6 @@ class RewardSection:
     64 completions, or of fewer where nothing else came in 3 minutes of waiting; 1 for no limit."""
     workers: int = 2
     """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
-    call: Literal["group", "step"] = "group"
-    """When reward functions are called: for each group as soon as it is sampled, while sampling continues, or once for
-    all groups of a step."""
 
     def __post_init__(self) -> None:
         require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")

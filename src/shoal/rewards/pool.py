@@ -92,11 +92,6 @@ class RewardPool:
             handler = CallHandler(self._remote, section.timeout_seconds)
             self._workers = WorkerPool(handler.call, self._limits, handler.call_async)
 
-    @property
-    def by_step(self) -> bool:
-        """True if all groups of a step are to be submitted at once."""
-        return self.section.call == "step"
-
     def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
                completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
                trial: bool = False) -> None:
@@ -188,7 +183,6 @@ class RewardPool:
     def _take(self, number: int, reply: Header) -> None:
         """Enters the reply to a call; where one for several completions failed, each is to be called alone."""
         job, one, i = self._calls.pop(number)
-        self._watch.add_change(one, reply.pop("changed", ""))
         if job.done or number not in job.open[one.name]:
             return
         job.open[one.name].discard(number)

@@ -1,8 +1,7 @@
-"""Notices rewards that cannot work: functions that fail for everything, judge nothing, or keep what is lost."""
+"""Notices rewards that cannot work: functions that fail for everything, or judge nothing."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ class RewardWatch:
         self._waited = self._since = 0.0  # seconds waited, and when the wait under way began
         self._returned = dict.fromkeys(self._recent, 0.0)  # seconds waited when a call last returned
         self._unscored = 0
-        self._changing: set[str] = set()  # functions that were warned of
 
     def begin_wait(self) -> None:
         self._since = time.monotonic()
@@ -75,11 +73,3 @@ class RewardWatch:
             raise ShoalError(f"{names} returned None for every completion of {self._unscored} groups in a row, the "
                              f"last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a number for "
                              "what can be judged, or set reward.max_failed_share=1 (no limit)")
-
-    def add_change(self, one: RewardFunction, name: str) -> None:
-        """Warns, once a function, that a call has changed the value of this name in a worker."""
-        if name and one.name not in self._changing:
-            self._changing.add(one.name)
-            print(f"warning: reward function {one.name!r} changes {name!r} when it is called. Worker processes call "
-                  "copies of it, from which nothing comes back: reward.workers=0 calls it in this process, "
-                  "reward.workers=1 has one copy", file=sys.stderr, flush=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 from shoal.rewards.calls import WRONG, Batch, CallResult, call, call_async
 from shoal.rewards.event_loop import Loop
-from shoal.rewards.state import changed_name, state_of
 from shoal.types import RewardFunction, ShoalError
 from shoal.workers.process import Header
-
-CHECKED_CALLS = 3
-"""Of so many first calls, each worker looks whether the function keeps something between them."""
 
 
 class CallHandler:
@@ -24,29 +17,20 @@ class CallHandler:
     def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
         self.functions, self.timeout_seconds = functions, timeout_seconds
         self.loop = Loop()
-        self.num_calls: Counter[str] = Counter()
 
     def call(self, header: Header, body: bytes) -> Header:
-        one, before = self._begin(header)
         batch = _unpickled(body)
-        result = batch if isinstance(batch, CallResult) else call(one, batch, self.loop.run)
-        return self._reply(one, before, result)
+        return _reply(batch if isinstance(batch, CallResult) else
+                      call(self.functions[header["function"]], batch, self.loop.run))
 
     async def call_async(self, header: Header, body: bytes) -> Header:
-        one, before = self._begin(header)
         batch = _unpickled(body)
-        result = batch if isinstance(batch, CallResult) else await call_async(one, batch, self.timeout_seconds)
-        return self._reply(one, before, result)
+        return _reply(batch if isinstance(batch, CallResult) else
+                      await call_async(self.functions[header["function"]], batch, self.timeout_seconds))
 
-    def _begin(self, header: Header) -> tuple[RewardFunction, dict[str, Any] | None]:
-        """The function, and what it holds before one of its first calls."""
-        one = self.functions[header["function"]]
-        self.num_calls[one.name] += 1
-        return one, _tried(state_of, one.function) if self.num_calls[one.name] <= CHECKED_CALLS else None
 
-    def _reply(self, one: RewardFunction, before: dict[str, Any] | None, result: CallResult) -> Header:
-        changed = _tried(lambda: changed_name(before, state_of(one.function))) if before else ""
-        return {**result.as_json(), "changed": changed or "", "spent": isinstance(result.cause, MemoryError)}
+def _reply(result: CallResult) -> Header:
+    return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
 
 
 def pickled(batch: Batch) -> bytes:
@@ -70,10 +54,3 @@ def _unpickled(body: bytes) -> Batch | CallResult:
     except Exception as error:
         return CallResult(kind=WRONG, text=f"cannot be sent its batch: {type(error).__name__}: {error}; "
                                            f"reward.workers=0 calls it in this process")
-
-
-def _tried(look: Callable[..., Any], *args: Any) -> Any:
-    """None where a user's object cannot be looked into."""
-    with contextlib.suppress(Exception):
-        return look(*args)
-    return None

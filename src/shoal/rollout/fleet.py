@@ -272,9 +272,9 @@ class Fleet:
                     for id, completions in (self._ask(member, lambda host: host.poll()) or {}).items():
                         if member.host is not None:  # else an answer before this one was wrong
                             ready.append(self._enter(member, id, completions))
-        for entries in filter(None, ready):
+        for entry in filter(None, ready):
             with guard(), self.timeline.span("rewards", "submit"):
-                self.rewards.submit(entries)
+                self.rewards.submit(entry)
         with guard(), self.timeline.span("rewards", "collect"):
             found = self.rewards.collect(wait)
         with self._changed:
@@ -283,9 +283,9 @@ class Fleet:
 
     # -- what is done with the ledger's lock held
 
-    def _enter(self, member: Member, id: int, completions: Sequence[Completion]) -> list[Entry]:
-        """Enters a host's answer; the groups that can be rewarded now. A host whose answer is wrong is lost, with all
-        that it has."""
+    def _enter(self, member: Member, id: int, completions: Sequence[Completion]) -> Entry | None:
+        """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose answer is wrong is
+        lost, with all that it has."""
         member.given.pop(id, None)
         if (entry := self.ledger.entries.get(id)) is not None:
             # While a version is copied, the one that hosts sample from may be released already.
@@ -296,12 +296,12 @@ class Fleet:
                 wrong_answer(request, completions, self.publisher.model.architecture.vocab_size, newest)
             if reason:
                 self._lose(member, f"it answered with {reason}")
-                return []
+                return None
         if (entry := self.ledger.answer(id, completions)) is None:
-            return []
+            return None
         member.answers(sum(map(len, completions)))
         self._show_progress(entry)
-        return self.rewards.ready(entry, self.ledger)
+        return entry
 
     def _assign(self) -> None:
         """Gives what waits to hosts with room, each to the one that should end it first: training's groups, the oldest

@@ -104,7 +104,7 @@ class Ledger:
         entry.completions = completions
         return entry
 
-    def reward(self, entry: Entry, group: Group, scores: Scores | None) -> None:
+    def reward(self, entry: Entry, group: Group, scores: Scores) -> None:
         entry.move(Stage.REWARDED)
         entry.group, entry.scores = group, scores
 

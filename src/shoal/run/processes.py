@@ -43,9 +43,6 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
     """
     world, config = join(config.mesh), replace(config, mesh=replace(config.mesh, **NO_SECTION))
     if world.count > 1:
-        if config.reward.call == "step":
-            raise ShoalError("reward.call=step: its functions are called with all groups of a step, but each of "
-                             "several processes has only some of them; start one process")
         devices = jax.local_devices()
         check_same(world, "versions", {name: version for name, version in machine().items() if name in SAME})
         check_same(world, "devices", {"number of devices": len(devices), "kind of devices": devices[0].device_kind})

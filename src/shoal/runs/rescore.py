@@ -147,24 +147,23 @@ def score_texts(pool: RewardPool, examples: Sequence[Example], texts: Sequence[S
                 progress: Callable[[int, int], None] = lambda done, total: None
                 ) -> tuple[list[Scored], list[Failure]]:
     """The scores of each group and all failures; `progress` is called with the calls done and their number."""
-    everything = range(len(examples))
-    batches = [everything] if pool.by_step else [range(n, n + 1) for n in everything]
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
         for ticket, found in pool.collect(wait=wait):
             scores[ticket] = found
-            progress(len(scores), len(batches))
+            progress(len(scores), len(examples))
 
-    for ticket, batch in enumerate(batches):  # all before the first wait: remote rewards get many at once
-        one = slice(batch.start, batch.stop)
+    for ticket in range(len(examples)):  # all before the first wait: remote rewards get many at once
+        one = slice(ticket, ticket + 1)
         pool.submit(ticket, examples[one], texts[one], token_ids[one], step)
         take(wait=False)
-    while len(scores) < len(batches):
+    while len(scores) < len(examples):
         take(wait=True)
-    found = [Scored(own.rewards[n], {name: values[n] for name, values in own.components.items()}, own.valid[n])
-             for ticket, batch in enumerate(batches) for own in [scores[ticket]] for n in range(len(batch))]
-    return found, [failure for ticket in range(len(batches)) for failure in scores[ticket].failures]
+    in_order = [scores[ticket] for ticket in range(len(examples))]
+    found = [Scored(own.rewards[0], {name: values[0] for name, values in own.components.items()}, own.valid[0])
+             for own in in_order]
+    return found, [failure for own in in_order for failure in own.failures]
 
 
 # ---- the stored reward and the new one

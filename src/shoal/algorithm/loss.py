@@ -1,0 +1,315 @@
+"""The loss of GRPO and its kin for each token, from log-probs and advantages; pure and differentiable.
+
+    ratio       = exp(lp - old)                                          policy_log_ratio: of a token, or a completion
+    policy loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)        `clipped`, or another below
+    w           = exp(sg(old - sampler)), truncated or masked            correction_weights
+    token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
+    loss        = sum(weight x token loss)                               weights of a whole update: `aggregation`
+
+`lp` are the log-probs of the policy that is trained, `old` the trainer's from before the first update on this batch,
+`sampler` those that the tokens were sampled with, `ref` the reference's; A is the completion's advantage (`advantage`).
+If a batch gets one update only, `old` is lp itself without gradient: every ratio is 1, and clipping never acts.
+
+Arrays are [R, T], in nats: rows of prompts and completions. `mask` is True at tokens that the model sampled; `segment`
+numbers the prompts and completions within a row from 1, 0 is padding. Where the mask is False every part and its
+gradient are exactly 0, whatever the inputs hold. Where it is True nothing is guarded: a log-prob that is not finite
+shows in the loss.
+
+Policy losses, KL estimators and corrections have rows in `shoal.config.algorithm_parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Metrics: TypeAlias = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
+"""Name -> (sum, count): the value is sum / count, after sums and counts of all micro-batches are added."""
+
+Tokens = Float[Array, "R T"]
+Mask = Bool[Array, "R T"]
+Segments = Int[Array, "R T"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an update minimises: static, a key of the compiled programs."""
+
+    loss: Callable[..., Any]  # `clipped`, ...
+    kl: Callable[..., Any]  # `k3`, ...
+    settings: tuple[tuple[str, Any], ...] = ()  # of the loss, by name
+    ratio: str = "token"  # the level of the loss's ratio
+    kl_coef: float = 0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
+    use_old: bool = False  # the batch holds old_logprobs; else they are this update's own, and clipping never acts
+    kl_clamps: tuple[float, float] = (0.0, 0.0)  # of input and value; 0 for none
+    kl_weighted: bool = False
+    entropy_coef: float = 0.0
+    correction: Callable[..., Any] | None = None
+    correction_level: str = "token"
+    correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
+    chunk_elements: int = 0  # logits at once; 0: by device, see CHUNK_ELEMENTS
+
+
+def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens, weight: Tokens, loss_mask: Mask,
+                 segment: Segments, old_logprobs: Tokens, sampler_logprobs: Tokens,
+                 ref_logprobs: Tokens) -> tuple[Tokens, Metrics, Metrics]:
+    """(token losses, sums, maxima) of a micro-batch; sums and maxima of 0 or more are (value, count) by metric.
+
+    Tokens of weight 0 (with `mask_truncated` those of truncated completions) count in the metrics of sampler and
+    trainer's difference and in no other; completions without a reward are not in a batch at all.
+    """
+    # Weight 0 is not enough: a NaN of a masked token would survive the product with 0.
+    mask = loss_mask & (weight > 0)
+    # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute nothing new.
+    old_logprobs = old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
+    count = mask.sum(dtype=jnp.float32)
+    log_ratio = policy_log_ratio(o.ratio, lp, old_logprobs, mask, segment)
+    token_loss, sums = policy_loss(o.loss, log_ratio, lp, advantage, mask, segment, **dict(o.settings))
+    sums["entropy"] = (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count)
+    if o.correction:
+        w = correction_weights(o.correction, o.correction_level, old_logprobs, sampler_logprobs, mask, segment,
+                               *o.correction_bounds)
+        # The correction multiplies the policy term alone: KL and entropy are of the trainer's own distribution.
+        token_loss = w * token_loss
+        sums["correction/weight"] = (w.sum(), count)
+        sums["correction/zero"] = ((mask & (w == 0)).sum(dtype=jnp.float32), count)
+    if o.kl_coef:
+        kl = token_kl(o.kl, lp, ref_logprobs, mask, *o.kl_clamps)
+        sums["kl"] = (kl.sum(), count)
+        if o.kl_weighted:
+            kl *= jnp.exp(log_ratio)
+        token_loss += o.kl_coef * kl
+    if o.entropy_coef:
+        token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
+    gap_sums, gap_maxima = sampler_gap(old_logprobs, sampler_logprobs, loss_mask)
+    return token_loss, sums | gap_sums, gap_maxima
+
+
+# ---- the ratio, and policy losses of it
+
+
+def policy_log_ratio(level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments) -> Tokens:
+    """The logarithm of the ratio of policy and old policy, 0 outside the mask at the level of tokens.
+
+    `token`: lp - old. `sequence`: its mean over the completion's sampled tokens, GSPO, arXiv 2507.18071, eqs. 5 to 7.
+    `sequence-token`: the same in value, with the gradient of the token's own: sg(mean) + lp - sg(lp), GSPO-token, eqs.
+    13 and 14.
+    """
+    # Before the maths, not only after: the derivative of exp at infinity times 0 would be NaN.
+    lp, old_logprobs = jnp.where(mask, lp, 0), jnp.where(mask, old_logprobs, 0)
+    if level == "token":
+        return lp - old_logprobs
+    mean = segment_mean(lp - old_logprobs, segment, mask)
+    return mean if level == "sequence" else lp - jax.lax.stop_gradient(lp) + jax.lax.stop_gradient(mean)
+
+
+def policy_loss(loss: Callable[..., Any], log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask,
+                segment: Segments, **settings: Any) -> tuple[Tokens, Metrics]:
+    """The token losses of one of the functions below, and the metrics of its bounds.
+
+    Each of them takes (log_ratio, lp, advantage, mask, segment) and its settings, and gives (token losses, True where
+    the lower bound is active, True where the upper one is); outside the mask, `lp` and `advantage` are 0 there and what
+    it gives is dropped.
+    """
+    lp, advantage = jnp.where(mask, lp, 0), jnp.where(mask, advantage, 0)
+    token_loss, low, high = loss(log_ratio, lp, advantage, mask, segment, **settings)
+    low, high, ratio = mask & low, mask & high, jnp.exp(jax.lax.stop_gradient(log_ratio))
+    count = mask.sum(dtype=ratio.dtype)
+    metrics = {"clip/fraction": low | high, "clip/low": low, "clip/high": high, "ratio/mean": jnp.where(mask, ratio, 0)}
+    return jnp.where(mask, token_loss, 0), {
+        name: (value.sum(dtype=ratio.dtype), count) for name, value in metrics.items()}
+
+
+def clipped(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, clip_low: float,
+            clip_high: float, clip_dual: float) -> tuple[Tokens, Mask, Mask]:
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): the loss of GRPO with the token's ratio, of GSPO with the
+    completion's.
+
+    PPO, arXiv 1707.06347, eq. 7, as in GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3 (without its KL term, which is
+    `kl`). With high > low it is the clip-higher of DAPO, arXiv 2503.14476, eq. 10. GSPO's paper clips at 3e-4 below
+    and 4e-4 above: a completion's ratio moves far less than a token's does. With `clip_dual` c, where A < 0 the loss is
+    at most -c A: arXiv 1912.09729, eq. 5; 0 turns it off.
+
+    Where the clipped loss is strictly above the unclipped one its gradient is 0; at a tie the gradient is whole.
+    """
+    # Not jnp.minimum and jnp.clip: at a tie, the common case of ratio 1, both would halve the gradient.
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    constant, unclipped = -jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage, -ratio * advantage
+    active = constant > unclipped
+    high, low = active & (ratio > 1), active & (ratio < 1)
+    if clip_dual:
+        capped = (advantage < 0) & (jnp.where(active, constant, unclipped) > -clip_dual * advantage)
+        constant, active = jnp.where(capped, -clip_dual * advantage, constant), active | capped
+        high = high | capped
+    # Where a bound is active the exponent is 0, so that a ratio of inf leaves no NaN in the gradient.
+    live = -jnp.exp(jnp.where(active, 0, log_ratio)) * advantage
+    return jnp.where(active, constant, live), low, high
+
+
+def cispo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, clip_low: float,
+          clip_high: float, cispo_bound: str) -> tuple[Tokens, Mask, Mask]:
+    """-sg(bounded ratio) A lp: the weight is bounded, and no token loses its gradient. MiniMax-M1, arXiv 2506.13585,
+    eqs. 4 and 5.
+
+    `cispo_bound`: `paper`, at most 1 + high; `absolute`, at most high (TRL); `both`, also at least 1 - low (verl). A
+    bound is active where it changed the weight.
+    """
+    # Without the stop-gradient the bounded tokens would have none at all: the fault of a port that clips the ratio
+    # and forgets the log-prob.
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    top = clip_high if cispo_bound == "absolute" else 1 + clip_high
+    weight = jnp.clip(ratio, 1 - clip_low if cispo_bound == "both" else None, top)
+    return -weight * advantage * lp, weight > ratio, weight < ratio
+
+
+def gmpo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, clip_low: float,
+         clip_high: float) -> tuple[Tokens, Mask, Mask]:
+    """-A times the geometric mean over a completion of its tokens' clipped ratios, gradient through those not clipped.
+
+    Ratios are clipped in logarithms, from above at `clip_high` where A > 0, from below at -`clip_low` where A < 0; the
+    paper has 0.4 for both. Every token has its completion's loss. GMPO, arXiv 2507.20673.
+    """
+    # The bounds are decided by the value: a comparison has no gradient, but a clipped term must not carry one either.
+    value = jax.lax.stop_gradient(log_ratio)
+    above, below = (advantage > 0) & (value > clip_high), (advantage < 0) & (value < -clip_low)
+    clipped = jnp.where(above, clip_high, jnp.where(below, -clip_low, log_ratio))
+    return -advantage * jnp.exp(segment_mean(clipped, segment, mask)), below, above
+
+
+def sapo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, sapo_positive: float,
+         sapo_negative: float) -> tuple[Tokens, Mask, Mask]:
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of the advantage: in place of a clip, a gate that closes
+    smoothly on both sides. SAPO, arXiv 2511.20347."""
+    # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0, would be NaN.
+    ratio = jnp.exp(jnp.minimum(log_ratio, 80.0))
+    tau = jnp.where(advantage > 0, sapo_positive, sapo_negative)
+    never = jnp.zeros_like(mask)
+    return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantage, never, never
+
+
+# ---- KL(policy || reference), estimated from the sampled tokens: functions of log_ratio = ref - lp
+# J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
+
+
+def token_kl(
+    estimator: Callable[[Array], Array], lp: Float[Array, "*tokens"], ref_logprobs: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"], clamp_input: float = 0.0, clamp_value: float = 0.0,
+) -> Float[Array, "*tokens"]:
+    """The estimate where `mask` is True; elsewhere value and gradient are exactly 0, whatever the inputs hold.
+
+    `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0 sets no limit.
+    Beyond a limit the gradient is 0.
+    """
+    # Each side is masked before the difference: -inf minus -inf at padding would be NaN, and 0 * NaN stays NaN.
+    log_ratio = jnp.where(mask, ref_logprobs, 0) - jnp.where(mask, lp, 0)
+    if clamp_input:
+        log_ratio = jnp.clip(log_ratio, -clamp_input, clamp_input)
+    value = estimator(log_ratio)
+    if clamp_value:
+        value = jnp.clip(value, -clamp_value, clamp_value)
+    return jnp.where(mask, value, 0)
+
+
+def k1(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """lp - ref: unbiased, of either sign. Subtracted from the reward it regularises; as a term of the loss its
+    on-policy gradient is zero in expectation."""
+    return -log_ratio
+
+
+def k2(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the true KL."""
+    # The score function's part of KL's gradient is E[(lp - ref) grad lp]: exactly this value's own derivative.
+    return log_ratio**2 / 2
+
+
+def k3(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """exp(ref - lp) - (ref - lp) - 1: unbiased, never negative, 0 with gradient 0 where both agree.
+
+    DeepSeekMath, arXiv 2402.03300, eq. 4.
+    """
+    # Near 0, where policy and reference are for most of a run, exp(x) - 1 in float32 would be rounding only.
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+# ---- importance weights for what separates sampler and trainer: functions of w = exp(old - sampler)
+
+
+def correction_weights(
+    kind: Callable[[Array, float, float], Array], level: str, old_logprobs: Float[Array, "R T"],
+    sampler_logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"], segment: Int[Array, "R T"], cap: float,
+    floor: float,
+) -> Float[Array, "R T"]:
+    """The weight of each token where `mask` is True, 0 elsewhere.
+
+    `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its completion;
+    `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
+    """
+    log_ratio = jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0))
+    # TRL calls its `sequence_*` modes what `sequence` is here, the product; papers on GSPO mean `geometric`.
+    if level == "sequence":
+        log_ratio = segment_sum(log_ratio, segment)
+    elif level == "geometric":
+        log_ratio = segment_mean(log_ratio, segment, mask)
+    # Completions that a correction drops keep their place in every denominator, as in verl and TRL.
+    return jnp.where(mask, kind(jnp.exp(log_ratio), cap, floor), 0)
+
+
+def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
+    """w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training" (2025); the lower bound is TRL's."""
+    return jnp.clip(w, floor, cap)
+
+
+def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
+    """w where floor <= w <= cap, else 0: masked importance sampling. J. Liu et al., "When Speed Kills Stability"
+    (2025), without a floor; with one it is IcePop, in "Every Step Evolves", arXiv 2510.18855."""
+    return jnp.where((w >= floor) & (w <= cap), w, 0)
+
+
+# ---- sums over the segments of a row, and metrics
+
+
+def segment_sum(x: Float[Array, "*rows T"], segment: Int[Array, "*rows T"]) -> Float[Array, "*rows T"]:
+    """The sum of `x` over a token's segment, at each of its tokens, in x's type. Segment numbers are at most T."""
+
+    def in_row(x: jax.Array, segment: jax.Array) -> jax.Array:
+        # Number 0, padding, has a bucket of its own: its sum is computed and read by nobody.
+        return jax.ops.segment_sum(x, segment, num_segments=segment.shape[0] + 1)[segment]
+
+    # A matrix of which token belongs to which segment would be T x T a row: 64 MiB at 4,096 tokens, for each row.
+    return jnp.vectorize(in_row, signature="(t),(t)->(t)")(x, segment)
+
+
+def segment_mean(
+    x: Float[Array, "*rows T"], segment: Int[Array, "*rows T"], mask: Bool[Array, "*rows T"]
+) -> Float[Array, "*rows T"]:
+    """The mean of `x` over the tokens of a segment where `mask` is True, at each token of the segment (masked-out ones
+    too); 0 where the mask has none."""
+    total = segment_sum(jnp.where(mask, x, 0), segment)
+    return total / jnp.maximum(segment_sum(mask.astype(x.dtype), segment), 1)
+
+
+def sampler_gap(old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask) -> tuple[Metrics, Metrics]:
+    """(sums, maxima): how far the trainer's log-probs are from the sampler's, over all sampled tokens."""
+    log_ratio = jnp.where(loss_mask, old_logprobs - sampler_logprobs, 0.0)
+    difference, w = jnp.abs(log_ratio), jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)
+    count = loss_mask.sum(dtype=jnp.float32)
+    sums = {
+        "sampler_gap/logprob_mean": (difference.sum(), count),
+        "sampler_gap/w": (w.sum(), count),
+        "sampler_gap/w2": ((w * w).sum(), count),
+    }
+    return sums, {"sampler_gap/logprob_max": (difference.max(), count)}
+
+
+def metric_shapes(o: Objective) -> tuple[Any, Any]:
+    """Names and shapes of the sums and maxima that `token_losses` returns: they are named there alone."""
+    real, whole, truth = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_))
+    return jax.eval_shape(partial(token_losses, o), real, real, advantage=real, weight=real, loss_mask=truth,
+                          segment=whole, old_logprobs=real, sampler_logprobs=real, ref_logprobs=real)[1:]

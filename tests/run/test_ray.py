@@ -27,11 +27,12 @@ from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
 from shoal.config.device_sections import SamplerSection
-from shoal.config.schema import Config
+from shoal.config.schema import Config, MeshSection
+from shoal.mesh import role_devices
 from shoal.rollout import cluster, member
 from shoal.rollout.proof import Proof
 from shoal.run.preflight import settings
-from shoal.run.workers import open_cluster
+from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.types import HostProgress, HostRefused, ShoalError
 
 pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
@@ -268,25 +269,92 @@ def proof(facts: dict[str, str] | None = None, token: int = 3, logprob: float = 
                  np.array([-0.5, logprob], np.float32))
 
 
-def test_a_host_that_draws_otherwise_is_refused_or_counted():
+def judging(strict: bool = True, trainer: Proof | None = None, alive: Sequence[str] = (), said: Any = print,
+            python: str = "3.11") -> cluster.Cluster:
+    return cluster.Cluster(cluster.Connection(""), 3, {}, 1.0, {}, strict, {"python": python}, said, trainer=trainer,
+                           alive=set(alive))
+
+
+def joined(made: cluster.Cluster, name: str, shown: Proof) -> bool | None:
+    made.proofs[name] = shown
+    return made.judge(name)
+
+
+def test_a_proof_says_how_it_differs():
     assert not proof().difference(proof())
     other = proof({"device": "gpu"}, logprob=-1.0000001)
     assert proof().difference(other) == "device is gpu, not cpu, it draws with other log-probs (by up to 1.2e-07)"
     assert proof().difference(proof(token=4)) == "it draws other tokens"
+
+
+@pytest.mark.parametrize("first", [proof(token=4), proof(logprob=-1.0000001), proof({"device": "gpu"})])
+def test_an_odd_worker_is_refused_although_it_joins_first(first):
+    """With fixed versions the trainer is the measure: the workers that have its numbers stay."""
+    made = judging(trainer=proof(), alive=["worker 0", "worker 1", "worker 2"])
+    try:
+        assert joined(made, "worker 0", first) is None  # of another device: perhaps all of them are
+    except HostRefused as error:
+        assert "worker 0 differs from the trainer" in str(error)
+    assert joined(made, "worker 1", proof({"threads": "2"})) is False
+    assert joined(made, "worker 2", proof()) is False
+    with pytest.raises(HostRefused, match=r"worker 0 differs from the trainer: (device is gpu, not cpu|it draws)"):
+        made.judge("worker 0")
+
+
+def test_where_no_worker_is_like_the_trainer_the_first_is_the_measure():
+    made = judging(trainer=proof(), alive=["worker 0", "worker 1"])
+    assert joined(made, "worker 0", proof({"device": "gpu"}, token=5)) is None
+    assert joined(made, "worker 1", proof({"device": "gpu"}, token=5)) is False
+    assert made.judge("worker 0") is False
+    with pytest.raises(HostRefused, match="worker 2 differs from worker 1: device is cpu, not gpu, it draws other to"):
+        joined(made, "worker 2", proof())
+
+
+def test_a_host_that_draws_otherwise_is_refused_or_counted():
     said: list[str] = []
     for strict in (True, False):
-        made = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, strict, {"python": "3.11"}, said.append)
-        assert not made.join("worker 0", proof())
-        assert not made.join("worker 1", proof())
+        made, other = judging(strict, said=said.append), proof({"device": "gpu"}, logprob=-1.0000001)
+        assert joined(made, "worker 0", proof()) is joined(made, "worker 1", proof()) is False
         assert not said
         if strict:
             with pytest.raises(HostRefused, match=r"worker 2 differs from worker 0: device is gpu, not cpu, .*; "
                                                   r"refused, as train.versions=fixed promises"):
-                made.join("worker 2", other)
+                joined(made, "worker 2", other)
         else:
-            assert made.join("worker 2", other)
-            assert made.join("worker 2", other)  # started again
+            assert joined(made, "worker 2", other) is joined(made, "worker 2", other) is True  # started again
             assert made.different == {"worker 2"} and len(said) == 1
-    fresh = cluster.Cluster(cluster.Connection(""), 2, {}, 1.0, {}, True, {"python": "3.12"}, said.append)
     with pytest.raises(HostRefused, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"):
-        fresh.join("worker 0", proof())
+        joined(judging(python="3.12"), "worker 0", proof())
+
+
+@pytest.mark.parametrize(("trainer", "here", "elsewhere", "wanted", "held"), [
+    ("", 4, 0, 1, 3), ("", 4, 0, 2.5, 1), ("", 4, 8, 8, 4), ("", 4, 2, 3, 3), ("0.5", 4, 0, 2, 2),
+    ("[0,2]", 4, 0, 2, 2), ("3", 4, 0, 1, 3), ("1.0", 4, 4, 4, 4), ("", 4, 0, 4, 0)])
+def test_the_trainer_holds_its_share_of_this_machines_accelerators(monkeypatch, trainer, here, elsewhere, wanted, held):
+    """mesh.trainer of them, in any form; else those that the workers leave."""
+    asked: dict[str, Any] = {}
+
+    class Holder:
+        def __init__(self) -> None:
+            self.ids = SimpleNamespace(remote=lambda kind: [str(number) for number in range(asked["num_gpus"])])
+
+        def options(self, **options: Any) -> Any:
+            asked.update(options)
+            return SimpleNamespace(remote=lambda: self)
+
+    machines = [{"NodeID": name, "Alive": True, "Resources": {"GPU": float(count)}}
+                for name, count in (("here", here), ("far", elsewhere))]
+    monkeypatch.setattr(cluster, "ray", SimpleNamespace(
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"), nodes=lambda: machines,
+        remote=lambda _: Holder(), get=lambda found, timeout: found))
+    monkeypatch.setattr(cluster, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if not held:
+        with pytest.raises(ShoalError, match="the workers ask for 4 GPU, which are all 4 of this machine"):
+            cluster.hold_accelerators("GPU", trainer, wanted, 1.0)
+        return
+    holder, count = cluster.hold_accelerators("GPU", trainer, wanted, 1.0)
+    assert holder is not None and count == asked["num_gpus"] == held
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(held)))
+    config = trainer_mesh(Config(mesh=MeshSection(trainer=trainer)), SimpleNamespace(trainer_devices=count))
+    assert role_devices(config.mesh, held).trainer == list(range(held))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from ray._private import worker as _ray_worker  # there is no public name for th
 from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from shoal.mesh import devices_asked
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Proof
@@ -134,6 +136,7 @@ class RayHost:
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._manifests: dict[int, StoredManifest] = {}
+        self._ready = -1  # its capacity, once it is known
         self._progress, self._capacity, self._differs = HostProgress(), -1, False  # no room for requests
 
     def load(self, manifest: Manifest) -> None:
@@ -182,19 +185,23 @@ class RayHost:
         return True
 
     def _join(self) -> None:
-        """Takes the worker in once it is ready to sample."""
-        try:
-            joined = self._result(self._joining)
-        except (HostLost, ShoalError) as error:
-            raise HostLost(f"it could not start: {error}") from error
-        self._differs = self._cluster.join(self.name, joined.proof)
-        self._capacity, self._is_ready = joined.capacity, True
+        """Takes the worker in once it is ready to sample and its numbers are found right."""
+        if self.name not in self._cluster.proofs:
+            try:
+                proof, self._ready = self._result(self._joining)
+            except (HostLost, ShoalError) as error:
+                raise HostLost(f"it could not start: {error}") from error
+            self._cluster.proofs[self.name] = proof
+        if (differs := self._cluster.judge(self.name)) is None:
+            return
+        self._differs, self._capacity, self._is_ready = differs, self._ready, True
         for manifest in self._manifests.values():
             if manifest.exists:
                 self._sent.append(self._call(self._worker.load, manifest, list(self._manifests)))
 
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
+        self._cluster.proofs.pop(self.name, None)
         with contextlib.suppress(RayError):
             ray.kill(self._worker)
         # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
@@ -233,7 +240,7 @@ class Connection(NamedTuple):
 
 @dataclass
 class Cluster:
-    """The Ray cluster that a run's workers are in. `strict`: a host whose numbers differ is refused."""
+    """The Ray cluster that a run's workers are in. `strict`: a worker whose numbers differ is refused."""
 
     connection: Connection
     workers: int
@@ -246,8 +253,11 @@ class Cluster:
     wake: Callable[[], None] = lambda: None
     make: Callable[[], tuple[EngineHost, Proof]] | None = None  # what a worker is made by
     alive: set[str] = field(default_factory=set)  # hosts that have a process
-    different: set[str] = field(default_factory=set)  # hosts that draw otherwise
-    _first: tuple[str, Proof] | None = None
+    trainer_devices: int = 0  # that are held for the trainer; 0 where it has those that it finds
+    trainer: Proof | None = None  # as the trainer samples; None where it cannot sample as a worker does
+    proofs: dict[str, Proof] = field(default_factory=dict)  # of the workers that are ready
+    different: set[str] = field(default_factory=set)  # workers that sample otherwise
+    _measure: tuple[str, Proof] | None = None  # whose numbers all must have
     _late: bool = False
 
     @property
@@ -265,12 +275,23 @@ class Cluster:
         return ray.remote(Worker).options(**options, max_restarts=0, max_task_retries=0, runtime_env={
             "env_vars": dict(self.environment)}).remote(name, self.make)
 
-    def join(self, name: str, proof: Proof) -> bool:
-        """Takes a host in; whether its numbers differ from those of the first. HostRefused where they must not."""
-        who, first = self._first or ("the trainer", None)
-        others = {key: value for key, value in self.facts.items() if proof.facts.get(key) != value}
-        difference = ", ".join(f"{key} is {proof.facts.get(key)}, not {value}" for key, value in others.items()) \
-            if first is None else first.difference(proof)
+    def judge(self, name: str) -> bool | None:
+        """True if a worker's numbers differ from what they should be; None while that cannot be decided. HostRefused
+        where they must not.
+
+        They should be the trainer's, where it has such devices as one of the workers; else the first worker's."""
+        proof = self.proofs[name]
+        who, difference = "the trainer", proof.other_facts(self.facts)
+        if not difference:
+            if self._measure is None:
+                if self.trainer and any(not one.other_facts(self.trainer.facts) for one in self.proofs.values()):
+                    self._measure = who, self.trainer
+                elif self.trainer and self.alive - self.proofs.keys():
+                    return None
+                else:
+                    self._measure = name, proof
+            who, measure = self._measure
+            difference = measure.difference(proof)
         if difference:
             text = f"{name} differs from {who}: {difference}"
             if self.strict:
@@ -279,7 +300,6 @@ class Cluster:
             if name not in self.different:
                 self.say(f"{text}; it samples nevertheless (train.versions=newest)")
             self.different.add(name)
-        self._first = self._first or (name, proof)
         return bool(difference)
 
     def check_late(self, host: RayHost) -> None:
@@ -382,24 +402,31 @@ class _Holder:
         return ray.get_runtime_context().get_accelerator_ids().get(kind, [])
 
 
-def hold_accelerators(kind: str, most: int, seconds: float) -> Any:
-    """An actor that holds up to `most` accelerators of this machine (0: all that are free) until it is forgotten; this
-    process sees no others. None where the machine has none of this kind, or Ray chose those of this process already."""
-    node = ray.get_runtime_context().get_node_id()
-    here = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
-    count = min(most or int(here.get(kind, 0)), int(here.get(kind, 0)))
-    if kind not in VISIBLE or not count or os.environ.get(VISIBLE[kind]):
-        return None
+def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) -> tuple[Any, int]:
+    """An actor that holds the trainer's accelerators of this machine until it is forgotten, and how many; this process
+    sees no others. `trainer`: mesh.trainer; empty for those that the `wanted` ones of the workers leave, which take
+    those of other machines first. None and 0 where the machine has none of this kind, or Ray chose those of this
+    process already."""
+    node, nodes = ray.get_runtime_context().get_node_id(), [one for one in ray.nodes() if one["Alive"]]
+    here = next(int(one["Resources"].get(kind, 0)) for one in nodes if one["NodeID"] == node)
+    if kind not in VISIBLE or not here or os.environ.get(VISIBLE[kind]):
+        return None, 0
+    elsewhere = sum(one["Resources"].get(kind, 0) for one in nodes if one["NodeID"] != node)
+    asked = devices_asked("mesh.trainer", trainer, here) if trainer else \
+        here - math.ceil(min(here, max(0, wanted - elsewhere)))
+    if not (count := len(asked) if isinstance(asked, list) else asked):
+        raise ShoalError(f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the trainer "
+                         "would have none; lower sampler.workers or sampler.devices_per_worker, or set mesh.trainer")
     needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
     holder: Any = ray.remote(_Holder).options(**needs, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
         node, soft=False)).remote()
     try:
         found = ray.get(holder.ids.remote(kind), timeout=seconds)
     except RayError as error:
-        raise ShoalError(f"the trainer asks for {count} {kind} of this machine, which others of the cluster hold: "
-                         "lower mesh.trainer, or wait for them") from error
+        raise ShoalError(f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of the "
+                         "cluster hold some: lower mesh.trainer, or wait for them") from error
     os.environ[VISIBLE[kind]] = ",".join(found)
-    return holder
+    return holder, count
 
 
 def worker_environment(devices: int, kind: str) -> dict[str, str]:

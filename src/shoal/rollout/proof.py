@@ -33,10 +33,14 @@ class Proof:
     tokens: np.ndarray
     logprobs: np.ndarray
 
+    def other_facts(self, wanted: Mapping[str, str]) -> str:
+        """Which facts are not as wanted; empty where all are."""
+        return ", ".join(f"{name} is {self.facts.get(name) or 'not set'}, not {value or 'not set'}"
+                         for name, value in wanted.items() if self.facts.get(name) != value)
+
     def difference(self, other: Proof) -> str:
         """How another host's numbers differ, and what may be why; empty where they do not."""
-        facts = [f"{name} is {other.facts.get(name) or 'not set'}, not {value or 'not set'}"
-                 for name, value in self.facts.items() if other.facts.get(name) != value]
+        facts = [text] if (text := other.other_facts(self.facts)) else []
         if not np.array_equal(self.tokens, other.tokens):
             facts.append("it draws other tokens")
         elif not np.array_equal(self.logprobs.view(np.uint32), other.logprobs.view(np.uint32)):

@@ -64,7 +64,7 @@ from shoal.run.remat import trained_model
 from shoal.run.resume import restore_latest
 from shoal.run.sampler_size import run_roles
 from shoal.run.task import load_task, with_overlong
-from shoal.run.workers import open_cluster
+from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating, showing_progress
 from shoal.tasks.task import Task
@@ -205,7 +205,8 @@ class Job:
         given = self.given.mesh
         if not self.trains:
             return make_roles(given, self.devices)
-        roles = run_roles(self.given, self.spec.architecture, self.devices)
+        # Not `self.cluster`: a plan joins none.
+        roles = run_roles(trainer_mesh(self.given, self.opened.get("cluster")), self.spec.architecture, self.devices)
         if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
             self.console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit "
                               "fewer devices")

@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from shoal.config.schema import Config, MeshSection
 from shoal.mesh import available_devices, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group_rewards import GroupRewards
@@ -51,11 +54,19 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
         joined, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
         cluster.worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning)
     stack.callback(made.close)
-    wanted = int(config.mesh.trainer) if config.mesh.trainer.isdigit() else 0
-    stack.callback(lambda holder: None, cluster.hold_accelerators(kind, wanted, config.ray.wait_seconds))
+    holder, made.trainer_devices = cluster.hold_accelerators(
+        kind, config.mesh.trainer, sampler.workers * made.resources.get(kind, 0), config.ray.wait_seconds)
+    stack.callback(lambda holder: None, holder)
     shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
     console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {joined.address}{shown}")
     return made
+
+
+def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
+    """The configuration with `mesh.trainer` for the devices that this process sees: all those that Ray holds for it."""
+    if cluster is None or not cluster.trainer_devices:
+        return config
+    return replace(config, mesh=replace(config.mesh, trainer=str(cluster.trainer_devices)))
 
 
 def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, rewards: GroupRewards, stop: StopSignal,
@@ -67,9 +78,27 @@ def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, reward
     cluster.wake = woken.set
     cluster.make = functools.partial(make_worker, config, model.architecture, model.dtype.name, tokenizer)
     hosts = {name: cluster.start(name) for name in (f"worker {number}" for number in range(config.sampler.workers))}
+    if cluster.strict:  # while the workers start, which compile the same
+        cluster.trainer = trainer_proof(config, model, tokenizer, cluster.say)
     return Fleet(publisher, hosts, rewards, config.seed, by_itself=True, restart=cluster.start,
                  restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds, on_note=cluster.say,
                  stop=stop, on_progress=on_progress, woken=woken)
+
+
+def trainer_proof(config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]) -> Proof | None:
+    """What a worker's numbers must be, as this process samples on such devices as a worker's; None where the trainer
+    has too few or no room."""
+    if len(jax.devices()) < config.sampler.devices_per_worker:
+        return None
+    try:
+        _, proof = make_worker(config, model.architecture, model.dtype.name, tokenizer)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        say("the trainer has no room to sample as a worker does: the first worker's numbers are the measure of others'")
+        return None
+    ignored = {"devices"} if model.role.platform == "cpu" else {"devices", "platform", "processor", "threads"}
+    return replace(proof, facts={name: value for name, value in proof.facts.items() if name not in ignored})
 
 
 def make_worker(config: Config, architecture: Architecture, dtype: Any,

@@ -61,7 +61,7 @@ def stored_group(step: int, row: int, rewards: list[float]) -> Group:
     return Group(Purpose.TRAIN, step - 1, step - 1,
                  Example(row, f"prompt {row}", {"answer": str(row), "stored": [0 if x != x else x for x in rewards]}),
                  np.array([71, 72], np.int32), completions, TEXTS, values, {"stored": values}, ~np.isnan(values),
-                 extra={"parsed": list(TEXTS), "step": [1, "two", None, [4]]})
+                 extra={"parsed": list(TEXTS), "step": [1, "two", None, [4]], "depth": [1, 0.5, None, 2]})
 
 
 @pytest.fixture
@@ -233,10 +233,11 @@ def test_rollouts_as_trl_writes_them(exported):
     assert sorted(path.name for path in to.iterdir()) == ["completions_00001.parquet", "completions_00002.parquet"]
     p, d = polars.read_parquet(to / "completions_00002.parquet"), pandas.read_parquet(to / "completions_00002.parquet")
     assert p.columns == list(d.columns) == ["step", "prompt", "completion", "stored", "parsed", "extra_step",
-                                            "advantage"]
+                                            "depth", "advantage"]
     assert p["step"].to_list() == [2] * 8 and p["completion"].to_list() == list(TEXTS) * 2
     assert p["stored"].to_list() == [1, 0, 0, 0, 0, 1, 2, None] and p["stored"].dtype == polars.Float64
     assert p["extra_step"].to_list()[:4] == ["1", '"two"', None, "[4]"]
+    assert p["depth"].to_list()[:4] == [1.0, 0.5, None, 2.0]
     assert p["advantage"].to_list()[:4] == pytest.approx([1.7317, -0.5772, -0.5772, -0.5772], abs=1e-4)
     assert all(isinstance(prompt, str) and prompt for prompt in p["prompt"])
 
@@ -247,7 +248,7 @@ def test_rollouts_as_verl_writes_them(exported):
     rows = [json.loads(line) for line in (to / "2.jsonl").read_text().splitlines()]
     assert len(rows) == 8 and list(rows[0])[:5] == ["input", "output", "gts", "score", "step"]
     assert rows[5] == {"input": rows[0]["input"], "output": "bb", "gts": "21", "score": 1.0, "step": 2, "stored": 1.0,
-                       "parsed": "bb", "extra_step": "two"}
+                       "parsed": "bb", "extra_step": "two", "depth": 0.5}
     assert rows[7]["score"] is None
     assert polars.read_ndjson(to / "1.jsonl").height == 8
 

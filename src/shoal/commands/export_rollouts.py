@@ -8,7 +8,6 @@ Prompts are the text that the model read, special tokens included; steps count f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from shoal.files import appearing, check_new_folder
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
-from shoal.report.groups import StoredGroup, encodable, read_file
-from shoal.report.lines import json_line, json_ready, write_atomically
+from shoal.report.groups import StoredGroup, free_column, read_file
+from shoal.report.lines import json_line, write_atomically
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count
 from shoal.trainer.checkpoint import MODEL_FOLDER
@@ -83,7 +82,7 @@ def _write_trl(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    arrays = {name: _array(json_ready(values)) for name, values in columns.items()}
+    arrays = {name: free_column(_numbers(values))[0] for name, values in columns.items()}
     with appearing(path) as temporary:
         try:
             pq.write_table(pa.table(arrays), temporary)
@@ -91,13 +90,7 @@ def _write_trl(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
             raise ShoalError(f"cannot write {path}: {error}; make room or choose another place") from error
 
 
-def _array(values: list[Any]) -> Any:
-    """A column of numbers, text or booleans; mixed values, lists and objects become JSON text."""
-    import pyarrow as pa
-
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {int, float}:
-        return pa.array(values, pa.float64())
-    if len(kinds) <= 1 and kinds <= {str, int, float, bool}:
-        return pa.array([encodable(value) for value in values])
-    return pa.array([None if value is None else encodable(json.dumps(value, ensure_ascii=False)) for value in values])
+def _numbers(values: Sequence[Any]) -> list[Any]:
+    """Integers among floats as floats, so that they stay numbers."""
+    has_float = any(isinstance(value, float) for value in values)
+    return [float(value) if has_float and type(value) is int else value for value in values]

@@ -203,20 +203,28 @@ def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
 def _add_free_columns(table: dict[str, pa.Array], columns: Mapping[str, list[Any]],
                       rows: pa.Array | None = None) -> list[str]:
     """Adds columns with whatever values the data has; returns the names of those that hold JSON text."""
+    as_json = []
+    for name, values in columns.items():
+        column, is_json = free_column(values)
+        table[name] = column if rows is None else column.take(rows)
+        as_json += [name] if is_json else []
+    return as_json
+
+
+def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
+    """Values of any kind as a column: texts, numbers or booleans where all are of that kind, else, and then True, JSON
+    text."""
     import pyarrow as pa
 
-    types, as_json = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}, []
-    for name, values in columns.items():
-        ready = [json_ready(value) for value in values]
-        kinds = {type(value) for value in ready if value is not None} or {str}
-        is_huge = kinds == {int} and any(not -(2**63) <= value < 2**63 for value in ready if value is not None)
-        if len(kinds) > 1 or is_huge or not kinds <= types.keys():
-            ready = [value if value is None else json.dumps(value, ensure_ascii=False) for value in ready]
-            kinds = {str}
-            as_json.append(name)
-        column = pa.array([encodable(value) for value in ready], types[kinds.pop()])
-        table[name] = column if rows is None else column.take(rows)
-    return as_json
+    types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+    ready = [json_ready(value) for value in values]
+    kinds = {type(value) for value in ready if value is not None} or {str}
+    is_huge = kinds == {int} and any(not -(2**63) <= value < 2**63 for value in ready if value is not None)
+    is_json = len(kinds) > 1 or is_huge or not kinds <= types.keys()
+    if is_json:
+        ready = [value if value is None else json.dumps(value, ensure_ascii=False) for value in ready]
+        kinds = {str}
+    return pa.array([encodable(value) for value in ready], types[kinds.pop()]), is_json
 
 
 def encodable(value: Any) -> Any:

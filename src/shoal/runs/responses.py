@@ -195,12 +195,12 @@ def add_rewards(responses: Sequence[Response], examples: Sequence[Example | str]
                 if isinstance(example, Example) and verdict is not None]
     texts, asked, scored = zip(*scorable, strict=True)
     with RewardPool(task.rewards, section) as pool:
-        found, failures = score_texts(pool, asked, [[text] for text in texts], [[[]] for _ in texts],
-                                      progress=lambda done, total: console.answered("rewards", done, total))
+        found = score_texts(pool, asked, [[text] for text in texts], [[[]] for _ in texts],
+                            progress=lambda done, total: console.answered("rewards", done, total))
     for verdict, one in zip(scored, found, strict=True):
-        verdict["reward"] = float(one.rewards[0])
-        verdict["rewards"] = {name: float(values[0]) for name, values in one.components.items()}
-    return failures
+        verdict["reward"] = float(one.rewards[0, 0])
+        verdict["rewards"] = {name: float(values[0, 0]) for name, values in one.components.items()}
+    return [failure for one in found for failure in one.failures]
 
 
 def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,7 +82,7 @@ class RescoredStep:
     rows: list[int]  # of the data, by group
     old: StepTable  # its advantages are those by the settings on file
     new: StepTable
-    components: list[dict[str, np.ndarray]]  # of the new functions, by group
+    components: list[Mapping[str, np.ndarray]]  # of the new functions, by group
     old_advantages: np.ndarray  # those trained on; by the settings where none were stored
     not_stored: int  # groups without stored advantages
 
@@ -140,13 +140,14 @@ def rescore_step(step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSe
     account.failed_completions.update(one.function for one in failures if one.completion is not None)
     account.first_failure = account.first_failure or next((one.text for one in failures), None)
     weights = {one.name: one.weight for one in pool.functions}
-    components = [{name: values[0] for name, values in one.components.items()} for one in scored]
-    again = [replace(group, rewards=one.rewards[0], reward_components=by_function, valid=one.valid[0],
-                     reward_weights=weights) for group, one, by_function in zip(groups, scored, components, strict=True)]
+    again = [replace(group, rewards=one.rewards[0], valid=one.valid[0], reward_weights=weights,
+                     reward_components={name: values[0] for name, values in one.components.items()})
+             for group, one in zip(groups, scored, strict=True)]
     old, new = StepTable.of(groups, algorithm), StepTable.of(again, algorithm)
     old_advantages = np.stack([old.advantages[n] if entry.advantages is None else entry.advantages
                                for n, entry in enumerate(stored)])
-    return RescoredStep(step, [group.example.row for group in groups], old, new, components, old_advantages,
+    return RescoredStep(step, [group.example.row for group in groups], old, new,
+                        [group.reward_components for group in again], old_advantages,
                         sum(entry.advantages is None for entry in stored))
 
 

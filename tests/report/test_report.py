@@ -415,22 +415,6 @@ def test_about_forty_lines_stay_and_one_a_minute_at_least():
     assert kept(0, 1) == []
 
 
-def test_a_kept_line_shows_the_trend_of_the_mean_rewards_between_the_lines():
-    stream = io.StringIO()
-    with Console(stream, terminal=False, clock=Clock()) as console:
-        for step in range(1, 401):
-            console.step(step, 400, METRICS_OF_A_STEP | {"reward/mean": step / 400 + (step % 2) / 5})
-    lines = stream.getvalue().splitlines()
-    assert "reward 1 ▁▂▃▄▅▆▇█  mixed groups" in lines[-1]
-    assert "reward 0.203  mixed groups" in lines[0]
-    ascii_stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    with Console(ascii_stream, terminal=False, clock=Clock()) as console:
-        for step in range(1, 5):
-            console.step(step, 4, METRICS_OF_A_STEP)
-    ascii_stream.flush()
-    assert b"\\u" not in ascii_stream.buffer.getvalue()  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("value", "text"), [
     (0.41234, "0.412"), (2.17e-14, "0"), (-0.00002, "-0.00002"), (1234.5, "1,234"), (0.0, "0"), (1.0, "1"),
     (0.9999, "1"), (3e-6, "3e-06"), (math.nan, "nan"), (math.inf, "inf"), (5e20, "5e+20")])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from shoal.report.figures import BARS, evaluation_text, one_line, summary_rows, text_table
+from shoal.report.figures import evaluation_text, one_line, summary_rows, text_table
 from shoal.report.progress import AnswerLines, LiveLine, StepLines
 from shoal.report.summary import SolvedProblem
 from shoal.types import Prompt
@@ -35,7 +35,7 @@ class Console:
         self._log: Path | None = None
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
         live = LiveLine(self._rich, self._printable) if self._rich is not None else None
-        self._steps = StepLines(self._write, clock, live, show_trend=self._printable(BARS) == BARS)
+        self._steps = StepLines(self._write, clock, live)
         self._answers = AnswerLines(self._write, clock)
 
     def keep_log(self, path: Path) -> None:

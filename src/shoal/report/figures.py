@@ -46,23 +46,6 @@ def figure(value: Any, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
-BARS = "▁▂▃▄▅▆▇█"
-
-
-def trend(values: Sequence[float]) -> str:
-    """The values as a row of bars, the smallest lowest, the largest highest; nothing for fewer than three.
-
-    >>> trend([0.1, 0.2, 0.15, 0.4])
-    '▁▃▂█'
-    """
-    known = [value for value in values if math.isfinite(value)]
-    if len(known) < 3:
-        return ""
-    # At least a tenth of the largest value is spanned: noise around a level must not look like a trend.
-    low, span = min(known), max(max(known) - min(known), max(map(abs, known)) / 10)
-    return "".join(BARS[round((len(BARS) - 1) * (value - low) / span)] if span else BARS[0] for value in known)
-
-
 def duration(seconds: float) -> str:
     """Minutes and seconds, with hours if any: 0:05, 1:02:03."""
     if not math.isfinite(seconds):

@@ -8,15 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.report.figures import duration, step_figures, trend
+from shoal.report.figures import duration, step_figures
 
 LINES_A_RUN = 40
 FIRST_STEPS = 3
 QUIET_SECONDS = 60.0
 """A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a minute."""
-
-TREND_LINES = 8
-"""Lines whose mean rewards the trend shows."""
 
 
 class Pace:
@@ -44,19 +41,14 @@ class Pace:
 
 
 class StepLines:
-    """Prints steps: lines that stay, at equal distances and with the reward's trend, and on a terminal (`live`) one
-    that is updated in place.
+    """Prints steps: lines that stay, at equal distances, by `write`, and on a terminal (`live`) one that is updated in
+    place."""
 
-    `write` prints a line that stays; `show_trend`: the stream can print the trend's bars."""
-
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float], live: LiveLine | None = None,
-                 show_trend: bool = True) -> None:
-        self._write, self._clock, self._live, self._show_trend = write, clock, live, show_trend
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float], live: LiveLine | None = None) -> None:
+        self._write, self._clock, self._live = write, clock, live
         self._pace = Pace(clock())
         self._printed_at = -math.inf
         self._programs = 0.0
-        self._rewards: list[float] = []  # since the last kept line
-        self._means: deque[float] = deque(maxlen=TREND_LINES)
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """Step `step` (from 1) of `steps` has been made."""
@@ -64,15 +56,13 @@ class StepLines:
         compiled = round(programs - self._programs)
         self._pace.mark(now, step, compiled=compiled > 0)
         self._programs = programs
-        if (reward := metrics.get("reward/mean")) is not None:
-            self._rewards.append(reward)
         times, left = f"{duration(now - self._pace.start)} elapsed", self._pace.left(steps - step)
         if left is not None:
             times += f", {duration(left)} left"
         figures = step_figures(metrics, compiled)
         if self._is_kept(step, steps, now):
             self._printed_at = now
-            self._write("  ".join([f"step {step}/{steps}", times, *self._with_trend(figures)]))
+            self._write("  ".join([f"step {step}/{steps}", times, *figures]))
         if self._live:
             self._live.update(step, steps, [f"{step}/{steps}", times, *figures])
 
@@ -84,14 +74,6 @@ class StepLines:
     def _is_kept(self, step: int, steps: int, now: float) -> bool:
         every = max(1, math.ceil(steps / LINES_A_RUN))
         return step <= FIRST_STEPS or step >= steps or step % every == 0 or now - self._printed_at >= QUIET_SECONDS
-
-    def _with_trend(self, figures: Sequence[str]) -> list[str]:
-        """The figures, and behind the reward the trend of its means between the last kept lines."""
-        if self._rewards:
-            self._means.append(sum(self._rewards) / len(self._rewards))
-            self._rewards = []
-        bars = trend(self._means) if self._show_trend else ""
-        return [f"{figure} {bars}" if bars and figure.startswith("reward ") else figure for figure in figures]
 
 
 def fitting(parts: Sequence[str], width: int) -> str:

@@ -6,14 +6,13 @@ files spread evenly over the run; the finding says how many.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.commands.view.file_pass import FilePass
 from shoal.runs.group_table import GroupFile, GroupTable
 from shoal.tasks.graders.answer import extract_answer
 
@@ -136,34 +135,22 @@ class TextLint:
 
     def __init__(self, index: GroupTable) -> None:
         self._index = index
-        self.done, self.stop, self.read = False, False, 0
         self.completions, self.reward, self.with_answer = 0, 0.0, 0
         self.flags: dict[str, Flagged] = defaultdict(Flagged)
         files = [file for file in sorted(index.files.values(), key=lambda file: file.stem)
                  if file.stem.startswith("step_")]
         places = {round(place * (len(files) - 1) / max(1, TEXT_FILES - 1)) for place in range(TEXT_FILES)}
-        self.files = [files[place] for place in sorted(places)] if files else []
-        self.thread = threading.Thread(target=self._work, name="lint", daemon=True)
-        self.thread.start()
-
-    def _work(self) -> None:
-        for file in self.files:
-            self._index.database.give_way()
-            if self.stop:
-                return
-            with contextlib.suppress(self._index.database.error):  # replaced meanwhile: the index says what is wrong
-                self._add(file)
-            self.read += 1
-        self.done = True
+        chosen = [files[place] for place in sorted(places)] if files else []
+        self._most = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))  # completions of a file
+        self.work = FilePass(index.database, chosen, self._add)
 
     def _add(self, file: GroupFile) -> None:
-        most = max(16, TEXT_COMPLETIONS // max(1, len(self.files)))
         rows = self._index.database.rows(
             f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, "
             'TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS completion, '
             "TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(correct AS BOOLEAN) AS correct "
             'FROM read_parquet(?) WHERE "group" IS NOT NULL AND completion IS NOT NULL '
-            'ORDER BY "group", completion LIMIT ?', str(file.path), most)
+            'ORDER BY "group", completion LIMIT ?', str(file.path), self._most)
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for row in rows:
             by_group[row["group"]].append(row)
@@ -191,7 +178,7 @@ class TextLint:
     def findings(self) -> list[dict[str, Any]]:
         if not self.completions:
             return []
-        over = f"{self.completions:,} completions of {self.read} steps"
+        over = f"{self.completions:,} completions of {self.work.num_read} steps"
         found = []
         for kind, (title, text) in TEXT_CHECKS.items():
             flag = self.flags.get(kind)
@@ -242,6 +229,6 @@ def repeats(text: str) -> bool:
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
     """All findings, what is wrong first."""
     order = {"warning": 0, "note": 1, "ok": 2}
-    done, read = texts.done and not index.waiting, texts.read  # before the findings, which may grow meanwhile
+    done, read = texts.work.is_over and not index.waiting, texts.work.num_read  # first: what follows may grow
     found = sorted([*numbers, *texts.findings()], key=lambda one: order[one["level"]])
-    return {"findings": found, "done": done, "read": read, "files": len(texts.files)}
+    return {"findings": found, "done": done, "read": read, "files": len(texts.work.files)}

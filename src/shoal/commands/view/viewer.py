@@ -100,15 +100,14 @@ class Viewer:
             self._end.wait(0.002 if more else IDLE_POLL_SECONDS if idle else POLL_SECONDS)
 
     def close(self) -> None:
-        """Ends the threads: one that is inside DuckDB when the interpreter ends would abort it."""
         self._end.set()
-        lints = [one.lint for one in self.runs.values() if one.lint]
-        for found in lints:
-            found.stop = True
         self.replays.close()
-        for thread in (self._thread, *(found.thread for found in lints), *self.searches.close()):
-            if thread is not None:
-                thread.join(10)
+        self.searches.close()
+        for one in self.runs.values():
+            if one.lint:
+                one.lint.work.close()
+        if self._thread:
+            self._thread.join(10)
 
     # ---- answering
 
@@ -139,7 +138,7 @@ class Viewer:
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
         with self._lint_lock:
-            if one.lint is None or (one.lint.done and one.lint_revision != one.index.revision):
+            if one.lint is None or (one.lint.work.is_over and one.lint_revision != one.index.revision):
                 one.lint, one.lint_revision = TextLint(one.index), one.index.revision
             return one.lint
 

@@ -230,6 +230,8 @@ def test_two_presets_are_refused():
     ("sampling: {stop: [1]}\n", ["sampling.stop=1", "text"]),
     ("optimizer: 3\n", ["optimizer", "section"]),
     ("report: {groups: 1}\n", ["report.groups=1", "true or false"]),
+    ("reward_funcs: [1, 2]\n", ["reward.functions=1", "text"]),
+    ("epsilon: [1, 2]\nepsilon_high: 0.3\n", ["epsilon=[1,2]", "finite number"]),
 ])
 def test_a_bad_file_is_named(tmp_path, text, parts):
     file = tmp_path / "mine.yaml"

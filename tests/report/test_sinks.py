@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shoal.config.schema import ReportSection, WandbSection
+from shoal.config.sections import ReportSection, WandbSection
 from shoal.report.sink import Background, check_sinks, evaluation_scalars, make_sinks
 from shoal.report.tensorboard import TensorboardSink
 from shoal.report.wandb import WandbSink
@@ -159,7 +159,7 @@ def offline_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from shoal.config.schema import ReportSection, WandbSection
+from shoal.config.sections import ReportSection, WandbSection
 from shoal.report.sink import make_sinks
 section, config = ReportSection(wandb=WandbSection(mode="offline", project="fish")), {"seed": 0, "batch": {"size": 8}}
 (sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print)
@@ -214,7 +214,7 @@ def test_a_resumed_run_is_the_same_run_at_wandb(alone):
 
 def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
     alone.mkdir()
-    code = ("import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.schema import WandbSection\n"
+    code = ("import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.sections import WandbSection\n"
             "from shoal.report.wandb import WandbSink, SECONDS_BETWEEN_FLUSHES\n"
             "sink = WandbSink(Path(sys.argv[1]), WandbSection(mode='offline'), {}, '')\n"
             "sink.write(1, {'lr': 1}); sink.write(2, {'lr': 2})\n"
@@ -227,7 +227,7 @@ def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
 def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
     alone.mkdir()
     code = ("import sys, time\nfrom pathlib import Path\nimport psutil\n"
-            "from shoal.config.schema import ReportSection, WandbSection\nfrom shoal.report.sink import make_sinks\n"
+            "from shoal.config.sections import ReportSection, WandbSection\nfrom shoal.report.sink import make_sinks\n"
             "section = ReportSection(wandb=WandbSection(mode='offline'))\n"
             "(sink,) = make_sinks(Path(sys.argv[1]), section, {}, '', None, print, print)\nsink.write(1, {'lr': 1})\n"
             "for child in psutil.Process().children(recursive=True):\n    child.kill()\n    child.wait()\n"

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shoal.compat.flags import INSTEAD, NOTHING, UNSUPPORTED, Derivation, Flag, 
 from shoal.compat.references import interpolate
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
-from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Setting, Translation
+from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Rule, Setting, Translation
 from shoal.config.keys import dataclass_of, keys_of
 from shoal.config.loading import Resolved
 from shoal.config.schema import Config
@@ -35,7 +36,7 @@ _EXACT = {system: {flag.name: flag for flag in flags if not flag.is_pattern} for
 _PATTERNS = {system: [flag for flag in flags if flag.is_pattern] for system, flags in SYSTEMS.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlagUse:
     """One use of a flag: its row in the table, its system, its entry, and the layer and index of that."""
 
@@ -54,7 +55,7 @@ class FlagUse:
         """A file's line before an error; nothing for a command line, whose flag the error names."""
         return f"{self.entry.origin}: " if ":" in self.entry.origin else ""
 
-    def setting(self, key: str, value: Any, flags: Report) -> Setting:
+    def setting(self, key: str, value: Any, flags: FlagEffect) -> Setting:
         """The setting of a key at the flag's place; a value that yields lies beneath its layer, or all layers."""
         place: Place = (self.layer, 1, self.index)
         if isinstance(value, Yielding):
@@ -63,11 +64,11 @@ class FlagUse:
 
 
 @dataclass(eq=False)
-class Report:
+class FlagEffect:
     """What flags became, for --dry-run; with `has_line` also for a line at the start."""
 
     flags: Given
-    layer: int
+    place: tuple[int, int]  # the layer and index of the last of them
     meaning: str = ""
     has_line: bool = False
     claims: Sequence[Setting] = ()  # the keys that the flags name
@@ -76,22 +77,12 @@ class Report:
     applies: bool = True  # False for a rule that higher settings left nothing to do
 
 
-@dataclass(eq=False)
-class DerivedFlags:
-    """Flags of one rule, to be applied once all layers are merged."""
-
-    derive: Derivation
-    report: Report
-
-    @property
-    def claims(self) -> Sequence[Setting]:
-        return self.report.claims
-
-    def apply(self, get: Get) -> Sequence[Setting]:
-        values, reason = self.derive(self.report.flags, get)
-        settings = [replace(one, value=values[one.key]) for one in self.claims if one.key in values]
-        self.report.settings, self.report.reason, self.report.applies = settings, reason, True
-        return settings
+    def apply(self, derive: Derivation, get: Get) -> Sequence[Setting]:
+        """The settings of a rule, whose keys were claims so far."""
+        values, self.reason = derive(self.flags, get)
+        self.settings = [replace(one, value=values[one.key]) for one in self.claims if one.key in values]
+        self.applies = True
+        return self.settings
 
 
 ENOUGH = 3
@@ -147,7 +138,7 @@ class Translator:
         derived: dict[Derivation, list[FlagUse]] = {}
         for one in found.given:
             if one.text.lower() in NOTHING and not (one.flag.keeps_nothing or one.flag.idle or one.flag.refused):
-                found.report([one], meaning="it stays at its default").flags = {one.entry.name: one.text or "empty"}
+                found.effect([one], meaning="it stays at its default").flags = {one.entry.name: one.text or "empty"}
             elif one.flag.group:
                 groups.setdefault(one.flag.group, []).append(one)
             elif one.flag.late:
@@ -170,7 +161,7 @@ class FlagSettings:
         self.config_type, self.layers = config_type, layers
         self.translation = Translation()
         self.given = self._highest()
-        self.reports: list[tuple[tuple[int, int], Report]] = []
+        self.effects: list[FlagEffect] = []
         self.translation.notes += _recipe_notes(config_type, layers, self.given)
 
     def _highest(self) -> list[FlagUse]:
@@ -198,12 +189,11 @@ class FlagSettings:
         except ShoalError as error:
             self.translation.errors.append(f"{one.where}{error}")
 
-    def report(self, members: Sequence[FlagUse], **more: Any) -> Report:
-        """A report of flags, which stands at the last of them."""
-        last = max(members, key=lambda one: (one.layer, one.index))
-        made = Report({one.entry.name: one.text for one in members}, last.layer, **more)
-        self.reports.append(((last.layer, last.index), made))
-        return made
+    def effect(self, members: Sequence[FlagUse], **more: Any) -> FlagEffect:
+        """What flags become, said at the place of the last of them."""
+        last = max((one.layer, one.index) for one in members)
+        self.effects.append(FlagEffect({one.entry.name: one.text for one in members}, last, **more))
+        return self.effects[-1]
 
     def add_single(self, one: FlagUse) -> None:
         """A flag whose own value says all."""
@@ -213,17 +203,18 @@ class FlagSettings:
                 expected = f"expected {flag.expected}; " if flag.expected else ""
                 colon = ":" if expected or "not supported" in flag.meaning else " is not supported:"
                 raise ShoalError(f"{name}={text}{colon} {expected}{flag.meaning}")
-            self.report([one], meaning=flag.meaning)
+            self.effect([one], meaning=flag.meaning)
             return
         if flag.idle:
-            made = self.report([one], meaning=flag.meaning, has_line=not one.where or not flag.is_quiet)
+            made = self.effect([one], meaning=flag.meaning, has_line=not one.where or not flag.is_quiet)
             made.flags = {name: "..." if name == TOKEN else text}
             return
         is_list = all(keys_of(self.config_type)[key].is_list for key in flag.keys if key in keys_of(self.config_type))
         values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value if is_list else text}
         if flag.item and isinstance(one.entry.value, list):
-            values = {flag.keys[0]: [flag.item(item) for item in one.entry.value]}
-        made = self.report([one], has_line=not flag.is_quiet,
+            items = one.entry.value
+            values = {flag.keys[0]: [flag.item(item) if isinstance(item, str) else item for item in items]}
+        made = self.effect([one], has_line=not flag.is_quiet,
                            meaning=flag.meaning if flag.has_tail and not flag.is_quiet else "")
         self._add(made, [(one, key, value) for key, value in values.items()])
 
@@ -239,7 +230,7 @@ class FlagSettings:
         for key, value in values.items():
             deciding = [one for one in counting if key in one.flag.keys and without[one].get(key) != value]
             settings.append((_owner(deciding or counting, key), key, value))
-        self._add(self._report_of(counting, bool(values)), settings)
+        self._add(self._effect_of(counting, bool(values)), settings)
 
     def add_rule(self, derive: Derivation, members: Sequence[FlagUse]) -> None:
         """Flags whose values need other keys: a rule that claims the keys which they name."""
@@ -248,11 +239,11 @@ class FlagSettings:
             one = _owner(members, key)
             is_lowest = key not in one.flag.keys
             claims.append((one, key, Yielding(None, is_lowest) if one.flag.yields or is_lowest else None))
-        made = self._report_of(members, bool(claims))
+        made = self._effect_of(members, bool(claims))
         made.applies = not claims
         self._add(made, claims)
         if claims:
-            self.translation.rules.append(DerivedFlags(derive, made))
+            self.translation.rules.append(Rule(made.claims, partial(made.apply, derive)))
 
     def _set_in(self, one: FlagUse) -> set[int]:
         """The layers in which a flag's first key is set by its own name, or by a flag that stands for itself."""
@@ -262,18 +253,18 @@ class FlagSettings:
         return own | {other.layer for other in self.given
                       if other.flag.keys[:1] == (first,) and not (other.flag.group or other.flag.late)}
 
-    def _report_of(self, members: Sequence[FlagUse], has_keys: bool) -> Report:
-        return self.report(members, has_line=not has_keys or any(not one.flag.is_quiet for one in members),
+    def _effect_of(self, members: Sequence[FlagUse], has_keys: bool) -> FlagEffect:
+        return self.effect(members, has_line=not has_keys or any(not one.flag.is_quiet for one in members),
                            meaning=next((one.flag.meaning for one in members if not one.flag.is_quiet), ""))
 
-    def _add(self, report: Report, values: Sequence[tuple[FlagUse, str, Any]]) -> None:
+    def _add(self, effect: FlagEffect, values: Sequence[tuple[FlagUse, str, Any]]) -> None:
         """Settings of the keys that the command has; a rule's are claims for now."""
         keys = keys_of(self.config_type)
-        made = [one.setting(key if key in keys else INSTEAD.get(key, ""), value, report) for one, key, value in values
+        made = [one.setting(key if key in keys else INSTEAD.get(key, ""), value, effect) for one, key, value in values
                 if (key if key in keys else INSTEAD.get(key, "")) in keys]
-        report.claims = made
-        if report.applies:
-            report.settings = made
+        effect.claims = made
+        if effect.applies:
+            effect.settings = made
             self.translation.settings += made
 
     def lines(self, settings: Sequence[Setting], top: Mapping[str, Setting], values: Mapping[str, Any]) -> list[
@@ -281,24 +272,24 @@ class FlagSettings:
         """A line for each flag of the user's that is in effect, and whether it is a note of its own; the flags of a
         file that change nothing share one line."""
         found, idle = [], dict[int, list[str]]()
-        for _, report in sorted(self.reports, key=lambda pair: pair[0]):
-            layer = self.layers[report.layer]
-            made = {one.key: one for one in report.settings}
-            overruled = [one for one in report.claims if (one.key in top and top[one.key].place > one.place)
+        for effect in sorted(self.effects, key=lambda one: one.place):
+            layer = self.layers[effect.place[0]]
+            made = {one.key: one for one in effect.settings}
+            overruled = [one for one in effect.claims if (one.key in top and top[one.key].place > one.place)
                          or (one.key in made and top.get(one.key) is not made[one.key])]
-            if not layer.is_users or not report.applies or (report.claims and len(overruled) == len(report.claims)):
+            if not layer.is_users or not effect.applies or (effect.claims and len(overruled) == len(effect.claims)):
                 continue
-            if not report.claims and layer.file and not report.has_line:
-                idle.setdefault(report.layer, []).extend(report.flags)
+            if not effect.claims and layer.file and not effect.has_line:
+                idle.setdefault(effect.place[0], []).extend(effect.flags)
                 continue
-            became = [f"{one.key}={shown(values[one.key]) or repr('')}" for one in report.settings
+            became = [f"{one.key}={shown(values[one.key]) or repr('')}" for one in effect.settings
                       if top.get(one.key) is one and _is_said(one, settings, values, self.config_type)]
             is_whole = not any(one.place[1] for one in overruled)  # else the reason names keys without effect
-            reason = report.meaning if report.reason is None or not is_whole else report.reason
-            flags = ", ".join(f"{name}={text}" for name, text in report.flags.items())
-            effect = f"became {', '.join(became)}" if became else "changes nothing here"
-            found.append((f"{flags} {effect}" + (f": {reason}" if reason else ""),
-                          report.has_line or (bool(reason) and not report.meaning)))
+            reason = effect.meaning if effect.reason is None or not is_whole else effect.reason
+            flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
+            said = f"became {', '.join(became)}" if became else "changes nothing here"
+            found.append((f"{flags} {said}" + (f": {reason}" if reason else ""),
+                          effect.has_line or (bool(reason) and not effect.meaning)))
         for number, names in idle.items():
             file = self.layers[number].file
             assert file is not None

@@ -58,17 +58,12 @@ class Setting:
     flags: object = None  # one object for all settings that the same flags made
 
 
-class Rule(Protocol):
+@dataclass(frozen=True)
+class Rule:
     """Flags whose keys need the values of other keys, known once all layers are merged."""
 
-    @property
-    def claims(self) -> Sequence[Setting]:
-        """The keys that the flags name, each at its flag's place, without values."""
-        ...
-
-    def apply(self, get: Get) -> Sequence[Setting]:
-        """The settings of these keys; a key without one keeps what is beneath it."""
-        ...
+    claims: Sequence[Setting]  # the keys that the flags name, each at its flag's place, without values
+    apply: Callable[[Get], Sequence[Setting]]  # their settings; a key without one keeps what is beneath it
 
 
 @dataclass

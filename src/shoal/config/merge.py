@@ -163,33 +163,28 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
                 notes.append(f"{name} is given more than once: the last one stands, {text}")
         found: dict[str, Setting] = {}
         for one in (one for one in settings if one.place[:2] == (number, 1)):
-            twice = _clash(names, found.pop(one.key, None), one)
+            before = found.pop(one.key, None)
+            if before and _are_two(before, one):
+                if layer.file is None:
+                    notes += _twice(names, before, one, one.key)
+                elif one.key not in merged.top or merged.top[one.key].place[0] <= number:
+                    errors.append(f"{layer.file}: {before.name} and {one.name} both set {one.key}; write one of them")
             if layer.file is None and one.key in PROMPT_KEYS and text_of(one.value) != "0":
                 other = found.pop(PROMPT_KEYS[1 - PROMPT_KEYS.index(one.key)], None)
-                notes += _said(names, other, one, "how many prompts a step has")
+                notes += _twice(names, other, one, "how many prompts a step has") if other else []
             found[one.key] = one
-            if not twice:
-                continue
-            if layer.file is None:
-                notes += _said(names, twice, one, one.key)
-            elif twice.name != one.name and (
-                    one.key not in merged.top or merged.top[one.key].place[0] <= number):
-                errors.append(f"{layer.file}: {twice.name} and {one.name} both set {one.key}; write one of them")
     return notes, errors
 
 
-def _clash(names: Mapping[str, str], before: Setting | None, one: Setting) -> Setting | None:
-    """The earlier setting of a key, if it is another one."""
-    if before is None or (before.value is not None and text_of(before.value) == text_of(one.value)):
-        return None
-    return None if before.flags and before.flags is one.flags else before
+def _are_two(before: Setting, one: Setting) -> bool:
+    """True for two names that give a key different values."""
+    is_same = before.value is not None and text_of(before.value) == text_of(one.value)
+    return not is_same and before.name != one.name and not (before.flags and before.flags is one.flags)
 
 
-def _said(names: Mapping[str, str], before: Setting | None, one: Setting, what: str) -> list[str]:
-    if before is None or before.name == one.name or {before.name, one.name} <= names.keys() or (
-            before.flags and before.flags is one.flags):
-        return []
-    return [f"{before.name} and {one.name} both set {what}: the later one stands, {one.name}"]
+def _twice(names: Mapping[str, str], before: Setting, one: Setting, what: str) -> list[str]:
+    both = f"{before.name} and {one.name} both set {what}: the later one stands, {one.name}"
+    return [] if {before.name, one.name} <= names.keys() else [both]
 
 
 # ---- origins

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.config.schema import WandbSection
+from shoal.config.sections import WandbSection
 from shoal.report.lines import json_ready, write_atomically
 from shoal.report.sink import scalars
 from shoal.types import ShoalError

@@ -31,11 +31,11 @@ from shoal.config.schema import Config, PlanConfig
 from shoal.config.values import get_value
 from shoal.model.architecture import Architecture
 from shoal.model.flops import forward_flops
+from shoal.run.figures import Figures, resolved
+from shoal.run.loading import planned_architecture
 from shoal.run.plan.compilers import Compilers, compilers
-from shoal.run.plan.figures import Figures, resolved
-from shoal.run.plan.job import planned_architecture
 from shoal.run.plan.plan import DEEP, SHALLOW, extrapolate, make_plan
-from shoal.run.preflight.memory import parameter_count
+from shoal.run.size import parameter_count
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
 DECODE, UPDATE = "decode prefill", "accumulate"

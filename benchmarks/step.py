@@ -82,9 +82,9 @@ class Trial:
         from shoal.config.schema import BatchSection, Config, ModelSection, OptimizerSection, SamplingSection
         from shoal.mesh import make_roles
         from shoal.model.architecture import Architecture
+        from shoal.run.fitting import trained_model
         from shoal.run.loading import ModelSpec
         from shoal.run.parts import make_learner, make_updater
-        from shoal.run.remat import trained_model
 
         self.shape, self.computed = shape, 0
         self.architecture = Architecture(

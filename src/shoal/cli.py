@@ -268,7 +268,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         raise
     except Exception as error:
         if command in MEMORY_EXPLAINED:
-            from shoal.run.plan.out_of_memory import explain_out_of_memory
+            from shoal.run.memory import explain_out_of_memory
 
             if explained := explain_out_of_memory(error, config):
                 raise explained from error

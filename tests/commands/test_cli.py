@@ -71,7 +71,7 @@ def calls(monkeypatch):
         replacement = types.ModuleType(f"shoal.commands.{module}")
         setattr(replacement, name, stand_in(name))
         monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
-    memory = types.ModuleType("shoal.run.plan.out_of_memory")
+    memory = types.ModuleType("shoal.run.memory")
     memory.explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, memory.__name__, memory)
     return made
@@ -249,7 +249,7 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
 
 
 def test_what_explains_running_out_of_memory_exists():
-    from shoal.run.plan.out_of_memory import explain_out_of_memory
+    from shoal.run.memory import explain_out_of_memory
 
     assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
     assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
@@ -265,7 +265,7 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
         return ShoalError(f"lower batch.group_size={config.batch.group_size}") if config.steps else None
 
     monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
-    monkeypatch.setattr(sys.modules["shoal.run.plan.out_of_memory"], "explain_out_of_memory", explain)
+    monkeypatch.setattr(sys.modules["shoal.run.memory"], "explain_out_of_memory", explain)
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "error: lower batch.group_size=8\n"
     with pytest.raises(type(error)):

@@ -19,14 +19,13 @@ from shoal.config.schema import BatchSection, Config, SamplingSection
 from shoal.mesh import available_devices
 from shoal.model.architecture import Architecture
 from shoal.report.console import Console
-from shoal.run import sampler_size
+from shoal.run import fitting, memory
 from shoal.run.derived import for_devices, staleness_text
+from shoal.run.fitting import run_roles
 from shoal.run.head import data_lines, least_time_text, print_head
 from shoal.run.job import Job
 from shoal.run.loading import open_run_model
-from shoal.run.preflight import memory
-from shoal.run.preflight.memory import AvailableMemory
-from shoal.run.sampler_size import run_roles
+from shoal.run.size import AvailableMemory
 from shoal.tasks.task import DataReport, Task
 from shoal.trainer.loss import make_objective
 from shoal.types import ShoalError
@@ -189,15 +188,15 @@ def test_what_is_printed_is_kept(tmp_path: Path):
 
 def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(workshop, tmp_path, monkeypatch, capsys):
     """On devices of so little memory that a replica needs more than one of them."""
-    monkeypatch.setattr(sampler_size, "device_memory", lambda device: 1)
-    judged, judge = [], memory.static_budget
+    monkeypatch.setattr(fitting, "device_memory", lambda device: 1)
+    judged, judge = [], memory.judge_memory
 
-    def static_budget(config, model, roles, *rest):
-        judged.append(roles.sampler.tensor)
-        return judge(config, model, roles, *rest)
+    def judge_memory(figures, *rest):
+        judged.append(figures.job["roles"]["sampler"]["mesh"].get("tensor", 1))
+        return judge(figures, *rest)
 
-    monkeypatch.setattr(memory, "static_budget", static_budget)
-    monkeypatch.setattr(doctor, "static_budget", static_budget)
+    monkeypatch.setattr(memory, "judge_memory", judge_memory)
+    monkeypatch.setattr(doctor, "judge_memory", judge_memory)
     monkeypatch.setattr(doctor, "available_memory", lambda devices: AvailableMemory(1, 1, "a device"))
     config, _ = compose("train", workshop.words("alike", "mesh.fsdp=4")[1:])
     a = open_run_model(config.model, None, None).architecture

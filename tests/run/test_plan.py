@@ -30,17 +30,17 @@ from shoal.config.values import build, get_value
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
+from shoal.run.advice import advise, changes
+from shoal.run.figures import Figures, verdict
 from shoal.run.parts import make_updater
 from shoal.run.plan import analysis, worker
 from shoal.run.plan import compilers as compilers_module
 from shoal.run.plan import plan as plan_module
-from shoal.run.plan.advice import advise, changes
 from shoal.run.plan.compilers import compilers
-from shoal.run.plan.figures import Figures, verdict
-from shoal.run.plan.job import Job
+from shoal.run.plan.job import PlannedJob
 from shoal.run.plan.plan import extrapolate, make_plan
-from shoal.run.plan.predict import NOTHING
-from shoal.run.preflight.memory import parameter_count
+from shoal.run.predict import NOTHING
+from shoal.run.size import AvailableMemory, parameter_count
 from shoal.trainer.batch import pack
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
@@ -74,8 +74,8 @@ def bytes_of(tree: Any) -> int:
 def test_what_roles_hold_is_what_the_runs_arrays_take(model, mesh):
     if mesh == MeshSection():
         mesh = MeshSection(trainer="1")
-    job = Job(Config(model=replace(model, dtype="bfloat16"), mesh=mesh, sampling=SAMPLING, batch=BATCH), "")
-    held, role = job.held(), job.roles.trainer
+    job = PlannedJob(Config(model=replace(model, dtype="bfloat16"), mesh=mesh, sampling=SAMPLING, batch=BATCH), "")
+    held, role = job.describe()["held"], job.roles.trainer
     parameters = jax.device_put(random_parameters(SMALL), jax.tree.map(lambda s: s.sharding,
                                                                       job.learner.shapes().trainable))
     state = job.learner.init(parameters)
@@ -92,7 +92,7 @@ def test_what_roles_hold_is_what_the_runs_arrays_take(model, mesh):
     assert held["sampler"]["sampling"] == {largest: caches[largest]}
 
 
-def random_batch(job: Job) -> Any:
+def random_batch(job: PlannedJob) -> Any:
     """A micro-batch of the planned shape on the host."""
     return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), job._batch(job.roles.trainer))
 
@@ -117,7 +117,7 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
 
 
 def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path):
-    job = [Job(Config(model=write_model(tmp_path, replace(SMALL, num_layers=6)), sampling=SAMPLING, batch=BATCH,
+    job = [PlannedJob(Config(model=write_model(tmp_path, replace(SMALL, num_layers=6)), sampling=SAMPLING, batch=BATCH,
                       mesh=MeshSection(fsdp=2, tensor=2, trainer="4")), "", layers) for layers in (2, 4, 0)]
     from shoal.run.plan.analysis import analyse
 
@@ -197,12 +197,12 @@ def test_roles_apart_hold_their_own():
 
 def job_here(**keys: Any) -> tuple[Figures, Any]:
     """(figures, describe) of a job of the tiny model on the 8 simulated devices, as if they were accelerators of 100
-    MB: each program takes 2 s, an update moves data for 1 s, decoding for 4 s."""
+    MB: each program takes 2 s (half of decoding's to read weights), an update moves data for 1 s, decoding for 4 s."""
     config = build(Config, {"model.dtype": "bfloat16", "sampling.max_prompt_tokens": 64,
                             "sampling.max_completion_tokens": 64, "batch.micro_tokens": 512, "train.pass_k": 0} | keys)
 
     def describe(other: Config) -> dict[str, Any]:
-        job = Job(other, "").describe()
+        job = PlannedJob(other, "").describe()
         roles = {name: role | {"links": dict.fromkeys(role["mesh"], 1e9)} for name, role in job["roles"].items()}
         return job | {"memory_bytes": 100_000_000, "peak_flops": 1e12, "link": 1e9, "roles": roles}
 
@@ -213,8 +213,10 @@ def job_here(**keys: Any) -> tuple[Figures, Any]:
     for name in job["programs"]:
         kind, axis, seconds = rows.get(name, ("", "", 0.0))
         mesh = job["roles"][job["programs"][name]["role"]]["mesh"]
+        fixed = {"weights_seconds": float(name == "decode")}
         moved = [{"kind": kind, "axis": axis, "source": "here", "times": 1, "bytes": 1e9, "seconds": seconds}]
-        programs[name] = program | {"collectives": moved * (axis in mesh), "transfer_seconds": seconds * (axis in mesh)}
+        programs[name] = program | fixed | {
+            "collectives": moved * (axis in mesh), "transfer_seconds": seconds * (axis in mesh)}
     return Figures(config, job, programs), describe
 
 
@@ -343,7 +345,7 @@ def test_what_cannot_fit_is_said_before_anything_is_compiled(model, monkeypatch)
         raise AssertionError("compiled")
 
     monkeypatch.setattr("shoal.run.plan.analysis.analyse", never)
-    monkeypatch.setattr("shoal.run.plan.job.available_memory", lambda _: type("Memory", (), {"total": 1000}))
+    monkeypatch.setattr("shoal.run.outline.available_memory", lambda _: AvailableMemory(1000, 1000, ""))
     found = make_plan(PlanConfig(model=model, sampling=SAMPLING, batch=BATCH), lambda text: None)
     assert not found.fits and found.programs == {} and verdict(found).startswith("does not fit: ")
 
@@ -352,7 +354,7 @@ def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for topology, needed in (("v5p-8", "libtpu"), ("h100:8", "jax_cuda13_plugin")):
         with pytest.raises(ShoalError, match=rf"{needed}: pip install 'shoal\[plan\]'"):
-            Job(Config(model=ModelSection(name="llama3.1-8b")), topology)
+            PlannedJob(Config(model=ModelSection(name="llama3.1-8b")), topology)
     # in the process that compiles, its error is one line of the command
     monkeypatch.setattr("shoal.run.plan.compilers._Compiler", lambda: SimpleNamespace(
         answer=lambda request: compilers_module.found_in(worker.reply(json.dumps(request)), ""), close=lambda: None))
@@ -381,9 +383,9 @@ def test_a_compiler_without_memory_ends_and_one_with_a_fault_says_it(monkeypatch
 def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(model, monkeypatch):
     """By hand: 2 layers of 2 heads of 16, keys and values; half of a completion's on average. Others read what they are
     called with once."""
-    job = Job(Config(model=replace(model, dtype="bfloat16"), sampling=SAMPLING, batch=BATCH,
+    job = PlannedJob(Config(model=replace(model, dtype="bfloat16"), sampling=SAMPLING, batch=BATCH,
                      mesh=MeshSection(trainer="1")), "")
-    monkeypatch.setattr(Job, "accelerator", ACCELERATORS["h200"])
+    monkeypatch.setattr(PlannedJob, "accelerator", ACCELERATORS["h200"])
     decode, update = (analysis.analyse(job, name) for name in ("decode", "accumulate"))
     weights, tokens = 2 * parameter_count(SMALL), 63 / 2  # in each of two dispatches
     heads = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 2
@@ -399,7 +401,7 @@ def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(mode
     config = Config(model=model, mesh=MeshSection(fsdp=8), sampling=replace(SAMPLING, max_completion_tokens=128),
                     batch=BatchSection(prompts_per_step=32, group_size=8, micro_tokens=4096),
                     algorithm=AlgorithmSection(num_minibatches=num_minibatches, num_epochs=2))
-    job = Job(config, "")
+    job = PlannedJob(config, "")
     ids, ones = np.ones(128, np.int32), np.ones(128)
     groups = [Group(Purpose.TRAIN, 0, 0, Example(row, "q"), ids[:64],
                     tuple(Completion(row, index, ids, ones.astype(np.float32), ones > 0, 0 * ids, StopReason.EOS)

@@ -6,8 +6,7 @@ import pytest
 
 from shoal.config.algorithm_parts import POLICY_LOSSES, PolicyLoss
 from shoal.config.loading import compose
-from shoal.report.findings import Findings
-from shoal.run.preflight.settings import algorithm_warnings, check_settings, check_trainable
+from shoal.run.preflight.settings import algorithm_warnings, check_trainable
 from shoal.types import ShoalError
 
 
@@ -70,11 +69,3 @@ def test_an_own_loss_may_read_any_key(monkeypatch):
 def test_what_nothing_can_be_learnt_from(words, text):
     with pytest.raises(ShoalError, match=text):
         check_trainable(compose("train", words)[0])
-
-
-@pytest.mark.parametrize(("row", "text"), [(3, "leaves 1 of 9 places of a group empty"), (5, "2 of 10"), (4, "")])
-def test_rows_that_do_not_divide_a_group_are_warned_of(row, text):
-    findings = Findings()
-    check_settings(compose("train", [f"sampling.siblings_per_row={row}"])[0], findings)
-    warned = [one.text for one in findings.at("warning")]
-    assert len(warned) == bool(text) and all(text in one for one in warned)

@@ -25,23 +25,18 @@ from shoal.report.findings import Finding, Findings
 from shoal.rewards.pool import RewardPool
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines
+from shoal.run.figures import PHASES, Figures, resolved
+from shoal.run.fitting import run_roles, trained_model
 from shoal.run.loading import ModelSpec, find_teacher, open_model
+from shoal.run.memory import describer, explain_out_of_memory, judge_memory
+from shoal.run.outline import outline
 from shoal.run.parts import make_learner, open_prompts, prepare_sets
-from shoal.run.plan.out_of_memory import explain_out_of_memory
-from shoal.run.preflight.estimate import add_measured, advise, estimate_times, evaluation_completions
+from shoal.run.preflight.estimate import Times, best_advice, estimate_times, evaluation_completions, trial_figures
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, set_sizes
-from shoal.run.preflight.memory import (
-    MemoryBudget,
-    available_memory,
-    judge_memory,
-    parameter_count,
-    static_budget,
-)
 from shoal.run.preflight.reward import probe, reward_findings, score_text
 from shoal.run.preflight.settings import check_run_folder, check_settings, check_size
 from shoal.run.preflight.step_trial import StepTrial, try_step
-from shoal.run.remat import trained_model
-from shoal.run.sampler_size import run_roles
+from shoal.run.size import available_memory, parameter_count
 from shoal.run.task import load_task, with_overlong
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import PromptStream
@@ -214,10 +209,12 @@ class Job:
     def check(self, asked: tuple[Task, RewardPool, PromptStream] | None) -> None:
         """Loads the weights, unless they cannot fit, and tries a step; only the weights if part of it is wrong."""
         check_size(self.config, parameter_count(self.model.architecture), self.report.findings)
-        budget = static_budget(self.config, self.model, self.roles, self.teacher, self.engines)
-        needed = budget.total * self.available.sharing
-        if asked and self.available.free and needed > self.available.free:
-            report_memory(self, budget)
+        devices = available_devices(self.config.mesh)
+        job = outline(self.config, self.model, self.roles, devices, teacher=self.teacher)
+        config = resolved(self.config, job)
+        figures = Figures(config, job, {})
+        if asked and self.available.free and figures.peak * self.available.sharing > self.available.free:
+            report_memory(self, figures)
             return
         try:
             parameters = self.loaded.load(self.roles.trainer, jnp.float32)
@@ -233,9 +230,11 @@ class Job:
             return
         if tried is not None and asked:
             report_agreement(self.config, tried, jnp.dtype(self.model.dtype).name, self.report)
-            add_measured(budget, tried, self.config, self.roles.trainer.row_shards, self.engines)
-            report_memory(self, budget)
-            report_time(self, asked[0], tried, budget)
+            times = estimate_times(self.config, tried, self.engines["training"].num_groups,
+                                   evaluation_completions(self.config, set_sizes(asked[0])), self.roles.disaggregated)
+            figures = trial_figures(config, job, tried, times, self.engines)
+            report_memory(self, figures)
+            report_time(self, times, figures)
 
 
 def check_weights(config: Config, parameters: Params, report: Report) -> bool:
@@ -298,29 +297,28 @@ def report_agreement(config: Config, trial: StepTrial, dtype: str, report: Repor
                         f"batch.group_size={config.batch.group_size}", "batch.group_size")
 
 
-def report_memory(job: Job, budget: MemoryBudget) -> None:
+def report_memory(job: Job, figures: Figures) -> None:
     """Reports the memory needed and free on each device, and if it is tight, the key that saves most."""
-    report, available = job.report, job.available
+    report, available, needed = job.report, job.available, figures.needed(figures.fullest)
     report.result["memory"] = {
-        "needed_bytes": budget.total * available.sharing, "free_bytes": available.free,
-        "total_bytes": available.total, "phase": budget.phase, "phases": budget.phases, "parts": budget.parts,
+        "needed_bytes": figures.peak * available.sharing, "free_bytes": available.free,
+        "total_bytes": available.total, "phase": PHASES[figures.fullest][1], "phases": figures.phase_bytes(),
+        "parts": dict(sorted(needed.items(), key=lambda item: -item[1])),
         "sharing_devices": available.sharing, "where": available.where,
-        "devices": [{"device": str(device), "needed_bytes": budget.total}
+        "devices": [{"device": str(device), "needed_bytes": figures.peak}
                     for device in job.roles.trainer.mesh.devices.flat]}
-    found: Finding = judge_memory(job.config, budget, available, job.model.on(job.roles.sampler))
-    report.findings.extend([found])
-    if found.level == "wrong":
-        report.result["advice"] = {"text": found.text.rpartition(". ")[2], "key": found.key, "gain": 0.0}
+    found = judge_memory(figures, available, describer(job.model.architecture))
+    report.findings.extend([found.finding])
+    if found.finding.level == "wrong":
+        report.result["advice"] = {"text": found.advice, "key": found.finding.key, "gain": 0.0}
 
 
-def report_time(job: Job, task: Task, trial: StepTrial, budget: MemoryBudget) -> None:
+def report_time(job: Job, times: Times, figures: Figures) -> None:
     """Reports the time of a step and of the run, and the key that saves most."""
-    result, config = job.report.result, job.config
-    times = estimate_times(config, trial, job.engines["training"].num_groups,
-                           evaluation_completions(config, set_sizes(task)), job.roles.disaggregated)
+    result = job.report.result
     result["time"] = vars(times)
     job.report.check("time").ok(times.describe())
     if not result["advice"]:
-        advice = advise(config, job.model, trial, times, budget, job.available, job.roles, jax.device_count())
-        result["advice"] = vars(advice)
-        job.report.findings.extend([Finding("advice", "ok", advice.text, advice.key)])
+        result["advice"] = advice = best_advice(job.config, figures, describer(job.model.architecture), times,
+                                                       job.available)
+        job.report.findings.extend([Finding("advice", "ok", advice["text"], advice["key"])])

@@ -8,7 +8,7 @@ from typing import Any
 from shoal.config.schema import PlanConfig
 from shoal.report.console import Console
 from shoal.report.findings import gib, seconds_text
-from shoal.run.plan.figures import PHASES, Figures, verdict
+from shoal.run.figures import PHASES, Figures, verdict
 from shoal.run.plan.plan import make_plan
 from shoal.run.preflight.inputs import idle_text
 from shoal.run.preflight.settings import check_trainable
@@ -100,7 +100,7 @@ def _apart(figures: Figures) -> list[list[str]]:
     """The roles by the devices that they share."""
     found: list[list[str]] = []
     for role in figures.job["roles"]:
-        roles = figures.shared_roles(role)
+        roles = figures.sizes.beside(role)
         has_any = any(figures.job["held"][name][when] for name in roles for when in ("always", "sampling", "update"))
         if roles not in found and has_any:
             found.append(roles)
@@ -110,7 +110,7 @@ def _apart(figures: Figures) -> list[list[str]]:
 def _memory_table(figures: Figures, roles: list[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A row for each kind, a column for each program that runs on these roles' devices."""
     programs = [name for name, one in figures.job["programs"].items() if one["role"] in roles]
-    needed = {name: figures.needed(name) for name in programs} or {"always": figures.held(roles[0], "always")}
+    needed = {name: figures.needed(name) for name in programs} or {"always": figures.sizes.on(roles[0])}
     kinds = dict.fromkeys(kind for parts in needed.values() for kind in parts)
     rows = [(kind, *(gib(parts[kind]) if parts.get(kind) else "" for parts in needed.values())) for kind in kinds]
     return ("", *needed), [*rows, ("all", *(gib(sum(parts.values())) for parts in needed.values()))]

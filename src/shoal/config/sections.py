@@ -172,13 +172,10 @@ class SamplingSection:
     """Prompts over the limit: dropped from the data and counted, or an error. They are never truncated."""
     slots_per_device: int = 0
     """Completions sampled at once on each device; 0 for all of a step."""
-    siblings_per_row: int = 0
-    """Completions of a prompt that share a row of the sampler, which is filled anew when all of them have ended. 0: all
-    of a group if every completion of a step has a place at once, else as few as outweigh their prompt in memory."""
-    cache_tokens: int = 0
-    """Tokens whose keys and values the sampler holds on each device at most, of prompts and completions: fewer
-    completions are then sampled at once. 0: as many as the memory of an accelerator has room for, and no bound on a
-    CPU."""
+    memory_share: float = 0.85
+    """Share of an accelerator's memory that weights and the sampler's keys and values may take while sampling (as
+    vLLM's gpu_memory_utilization): where it leaves no room for all slots, fewer completions are sampled at once. The
+    rest is for what programs need besides."""
 
     def __post_init__(self) -> None:
         at_least(self, "sampling.", 0, "temperature", note="greedy")
@@ -186,7 +183,8 @@ class SamplingSection:
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
         at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
-        at_least(self, "sampling.", 0, "slots_per_device", "siblings_per_row", "cache_tokens", note="auto")
+        at_least(self, "sampling.", 0, "slots_per_device", note="auto")
+        require(0 < self.memory_share <= 1, "sampling.memory_share", self.memory_share, "a number in (0, 1]")
 
     @property
     def params(self) -> SamplingParams:

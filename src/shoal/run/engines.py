@@ -15,10 +15,11 @@ from shoal.model.kv_cache import cache_size
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.run.derived import max_support
-from shoal.run.sampler_size import free_cache_tokens
-from shoal.sampler.engine import Engine
+from shoal.run.fitting import free_cache_tokens
+from shoal.sampler.engine import Engine, num_rows
+from shoal.sampler.programs import DecodeState, state_shapes
 from shoal.text import count
-from shoal.types import Purpose, ShoalError
+from shoal.types import Purpose
 
 QUEUED = 4
 """Completions that a host has at once, for each of its places: a group counts until its longest has ended. With twice
@@ -51,30 +52,28 @@ class Places(NamedTuple):
     siblings: int
     room: CacheRoom
 
+    def rows_for(self, size: int, group_size: int) -> tuple[int, int]:
+        """(slots, siblings a row) of the engine for groups of `size`: the same for all sizes that its rows can be
+        filled with."""
+        fits = size == group_size or size % self.siblings == 0
+        siblings = self.siblings if fits else math.gcd(self.siblings, size)
+        return self.room.slots(self.slots, siblings), siblings
+
 
 def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: float,
                   free_tokens: int = 0) -> Places:
-    """At most `slots` of so many completions, as the caches have room for. ShoalError if a row does not fit.
+    """At most `slots` of so many completions, as there are `free_tokens` for their keys and values; 0 for no bound.
 
-    With sampling.siblings_per_row=0 the siblings of a group share a row if all completions have places at once: no
-    place that is free early could be used. Else a row holds so few that their keys take most of it, not the prompt's.
-    `free_tokens`: the bound of sampling.cache_tokens=0, if there is one.
+    The siblings of a group share a row if all completions have places at once: no place that is free early could be
+    used. Else a row holds so few that their keys take most of it, not the prompt's.
     """
     prompt, own = (cache_size(size, role.platform)
                    for size in (sampling.max_prompt_tokens, sampling.max_completion_tokens))
-    room = CacheRoom(prompt, own, sampling.cache_tokens * role.mesh.size or free_tokens, role.row_shards)
-    siblings = min(sampling.siblings_per_row, group_size)
-    if not siblings:
-        few = next(size for size in range(1, group_size + 1)
-                   if not group_size % size and (prompt <= size * own or size == group_size))
-        siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
-    found = room.slots(slots, siblings)
-    if sampling.cache_tokens and not found:
-        raise ShoalError(f"sampling.cache_tokens={sampling.cache_tokens} has no room for a prompt and "
-                         f"{'a completion' if siblings == 1 else f'{siblings} completions'} of the longest; use at "
-                         f"least {-(-room.row(siblings) // role.mesh.size)}, or lower sampling.max_prompt_tokens or "
-                         "sampling.max_completion_tokens")
-    return Places(max(found, siblings), siblings, room)
+    room = CacheRoom(prompt, own, free_tokens, role.row_shards)
+    few = next(size for size in range(1, group_size + 1)
+               if not group_size % size and (prompt <= size * own or size == group_size))
+    siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
+    return Places(max(room.slots(slots, siblings), siblings), siblings, room)
 
 
 def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, places: Places, group_size: int,
@@ -85,13 +84,12 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
     engines: dict[tuple[int, int], Engine] = {}
 
     def make(purpose: Purpose, size: int) -> Engine:
-        fits = size == group_size or size % places.siblings == 0
-        siblings = places.siblings if fits else math.gcd(places.siblings, size)
+        slots, siblings = places.rows_for(size, group_size)
         support = max_support if purpose is Purpose.TRAIN else 0
         if (siblings, support) not in engines:
             engines[siblings, support] = Engine(
-                model, slots=places.room.slots(places.slots, siblings), siblings_per_row=siblings,
-                group_size=group_size if fits else size,
+                model, slots=slots, siblings_per_row=siblings,
+                group_size=group_size if siblings == places.siblings else size,
                 max_prompt_tokens=sampling.max_prompt_tokens, max_completion_tokens=sampling.max_completion_tokens,
                 eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=sampling.params.truncated,
                 max_support=support)
@@ -150,3 +148,15 @@ def run_engines(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer
     yield "evaluation", make(Purpose.EVALUATE, 1)
     if config.pass_k:
         yield "pass@k", make(Purpose.EVALUATE, config.pass_k)
+
+
+def engine_states(config: Config, model: Model, roles: Roles, a: Architecture) -> Iterator[tuple[str, DecodeState]]:
+    """Name and shapes of what each of `run_engines` holds; no engine is made. `a`: the model that memory is reckoned
+    with."""
+    places, own = training_places(config, roles, a), model.on(roles.hosts[0])
+    sizes = {"training": config.batch.group_size, "evaluation": 1, "pass@k": config.pass_k}
+    for name, size in sizes.items():
+        if size:
+            slots, siblings = places.rows_for(size, config.batch.group_size)
+            rows = num_rows(slots, siblings, own.role.row_shards)
+            yield name, state_shapes(own, rows, siblings, places.room.prompt, places.room.own)

@@ -18,7 +18,7 @@ from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
 from shoal.run.parts import micro_batch_shapes
 from shoal.run.preflight.inputs import devices_text, set_sizes
-from shoal.run.preflight.memory import parameter_count
+from shoal.run.size import parameter_count
 from shoal.tasks.task import Task
 from shoal.text import shorten
 from shoal.trainer.update import num_scorings

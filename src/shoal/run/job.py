@@ -49,20 +49,20 @@ from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.fingerprint import fingerprint
+from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, training_fleet
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly, open_run_model, open_teacher
+from shoal.run.memory import check_memory
 from shoal.run.parts import make_learner, make_updater, open_prompts, open_reference, prepare_sets, schedule_of
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, check_vocabulary
-from shoal.run.preflight.memory import check_memory, parameter_count
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_settings, check_size
 from shoal.run.processes import check_same, open_world
 from shoal.run.profile import Profiler
 from shoal.run.records import kept_text, open_folder, open_recorder, resume_command, write_head
-from shoal.run.remat import trained_model
 from shoal.run.resume import restore_latest
-from shoal.run.sampler_size import run_roles
+from shoal.run.size import parameter_count
 from shoal.run.task import load_task, with_overlong
 from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.sampler.engine import Engine
@@ -275,7 +275,7 @@ class Job:
     def sizes(self) -> Finding:
         """What a device holds against what it has, as far as it is known before anything is compiled."""
         check_size(self.config, parameter_count(self.model.architecture), self.findings)
-        found = check_memory(self.config, self.model, self.roles, self.each_engine())
+        found = check_memory(self.config, self.model, self.roles)
         self.findings.extend([found])
         return found
 

@@ -121,6 +121,11 @@ def known_architecture(section: ModelSection) -> Architecture | None:
     return next((known.architecture for known in MODELS.values() if known.hub_id.lower() == path.lower()), None)
 
 
+def planned_architecture(section: ModelSection) -> Architecture:
+    """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
+    return known_architecture(section) or hf_config.architecture_of(hub.locate(model_path(section), weights=False))
+
+
 def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
     """A note if `model.name` contradicts the checkpoint's own config.json."""
     if not section.name or "/" in section.name:

@@ -26,10 +26,9 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import machine
+from shoal.run.fitting import run_roles, trained_model
 from shoal.run.loading import ModelSpec, multiply_exactly, open_model, open_teacher, resolve_model
 from shoal.run.parts import make_learner, make_updater, open_reference
-from shoal.run.remat import trained_model
-from shoal.run.sampler_size import run_roles
 from shoal.runs.bounded import leaves
 from shoal.runs.compare import INERT_KEYS
 from shoal.runs.stored_run import StoredRun

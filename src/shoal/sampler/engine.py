@@ -21,7 +21,15 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
-from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, empty_batch, make_programs, piece_size
+from shoal.sampler.programs import (
+    CHUNK,
+    DecodeState,
+    SampledTokens,
+    empty_batch,
+    make_programs,
+    piece_size,
+    state_shapes,
+)
 from shoal.sampler.progress import Decode, PartialCompletion, Progress
 from shoal.sampler.scheduler import Admission, Scheduler
 from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason
@@ -76,7 +84,7 @@ class Engine:
         self.model, self.truncated = model, truncated
         self.siblings = min(siblings_per_row, group_size) or group_size
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
-        self.num_rows = _round_up(max(1, slots // self.siblings), shards)
+        self.num_rows = num_rows(slots, self.siblings, shards)
         self.num_groups = max(1, self.num_rows // -(-group_size // self.siblings))  # that are sampled at once
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
@@ -93,12 +101,11 @@ class Engine:
         self.tokens = 0  # sampled so far, of completions that were cancelled too
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
         self._ended = np.ones((self.num_rows, self.siblings), bool)
-        sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
-                 cache_size(max_completion_tokens, platform))
+        sizes = self._sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
+                               cache_size(max_completion_tokens, platform))
         self._state: DecodeState | None = None
         self.starting = False  # a program whose shapes are new is compiled then, for minutes
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support, piece)
-        self._shapes, self._layout = jax.eval_shape(programs.make_state.function), programs.layout
         self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
                                          "join": programs.join, "decode": programs.decode}
 
@@ -159,8 +166,7 @@ class Engine:
 
     def state_shapes(self) -> DecodeState:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
-        return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-                            self._shapes, self._layout)
+        return state_shapes(self.model, *self._sizes)
 
     def call_shapes(self, program: str) -> dict[str, Any]:
         """Shapes of what `prefill` (of the longest prompts), `join` or `decode` is called with, weights aside."""
@@ -343,6 +349,11 @@ def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
 def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
     """Runs an engine until nothing is left; the completions by (request, index)."""
     return {(id, one.index): one for id, completions in run_until_idle(engine) for one in completions}
+
+
+def num_rows(slots: int, siblings: int, shards: int) -> int:
+    """Rows of an engine with so many slots: as many in each part that they are split into."""
+    return _round_up(max(1, slots // siblings), shards)
 
 
 def _round_up(value: int, multiple: int) -> int:

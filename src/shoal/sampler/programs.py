@@ -120,6 +120,13 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
     )
 
 
+def state_shapes(model: Model, *sizes: int) -> DecodeState:
+    """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is allocated."""
+    shapes = jax.eval_shape(partial(_idle_state, model, *sizes))
+    return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes,
+                        _layout(model.role, shapes))
+
+
 def _layout(role: Role, shapes: DecodeState) -> DecodeState:
     """Shardings of the state: its rows over those of the mesh, key/value heads over `tensor`."""
 

@@ -25,16 +25,16 @@ from shoal.run.cache import cache_folder
 from shoal.run.plan.flops import jaxpr_flops
 from shoal.run.plan.groups import device_groups, group_size
 from shoal.run.plan.hlo import Costs, Module
-from shoal.run.plan.job import Job, Planned
+from shoal.run.plan.job import Planned, PlannedJob
 from shoal.run.plan.links import axes_of, bandwidth
-from shoal.run.preflight.memory import bytes_per_device
+from shoal.run.size import bytes_per_device
 
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 MOST_SHOWN = 12
 """Rows of a table of sources or temporaries that are kept."""
 
 
-def analyse(job: Job, name: str) -> dict[str, Any]:
+def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     """What one program of the job costs on a device of its role, for JSON."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
@@ -67,7 +67,7 @@ def analyse(job: Job, name: str) -> dict[str, Any]:
         "assumed": costs.assumed}
 
 
-def _floor_seconds(job: Job, flops: float, read: float) -> float:
+def _floor_seconds(job: PlannedJob, flops: float, read: float) -> float:
     """The least that any program for this could take: its products at the peak rate, or what it reads at the
     memory's."""
     kind = job.accelerator
@@ -81,7 +81,7 @@ def _rate(kind: Accelerator | None) -> float:
     return math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
 
 
-def _compute_seconds(job: Job, costs: Costs, in_kernels: float) -> float:
+def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
     """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU: for each operation the longer of
     its memory traffic and its products; both: of kernels, into which no compiler's account looks, the operations at the
     peak rate. 0 where the device is not known."""
@@ -97,7 +97,7 @@ def _compute_seconds(job: Job, costs: Costs, in_kernels: float) -> float:
 # ---- what the compiler said
 
 
-def _compiled(job: Job, planned: Planned, lowered: Any) -> dict[str, Any]:
+def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> dict[str, Any]:
     """The compiled program's text and memory, from the disk if it was compiled before."""
     file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
     if file.is_file():
@@ -134,7 +134,7 @@ def _folder() -> Path:
     return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_folder()) / "plan"
 
 
-def _key(job: Job, planned: Planned, text: str) -> str:
+def _key(job: PlannedJob, planned: Planned, text: str) -> str:
     versions = [f"{name} {metadata.version(name)}" for name in _COMPILERS if _is_installed(name)]
     device = planned.role.mesh.devices.flat[0]
     target = [str(job.topology or device.client.platform_version), device.device_kind,
@@ -154,7 +154,7 @@ def _is_installed(name: str) -> bool:
 # ---- what moves between devices
 
 
-def _collective_rows(job: Job, planned: Planned, costs: Costs) -> list[dict[str, Any]]:
+def _collective_rows(job: PlannedJob, planned: Planned, costs: Costs) -> list[dict[str, Any]]:
     """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0})
     places: dict[str, tuple[str, float, int]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +26,6 @@ from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.architecture import Architecture
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
-from shoal.model.hf_config import architecture_of
-from shoal.model.hub import locate
 from shoal.model.kv_cache import keys_at_once
 from shoal.model.parameters import param_shapes, param_specs
 from shoal.model.segment_attention import attention_kind
@@ -35,29 +33,18 @@ from shoal.model.transformer import Model
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import for_devices, max_support
 from shoal.run.engines import num_hosts, run_engines
-from shoal.run.loading import ModelSpec, known_architecture, model_path, multiply_exactly
+from shoal.run.fitting import run_roles, trained_model
+from shoal.run.loading import ModelSpec, multiply_exactly, planned_architecture
+from shoal.run.outline import outline
 from shoal.run.parts import make_learner, micro_batch_shapes
 from shoal.run.plan.links import axis_links
-from shoal.run.preflight.memory import (
-    available_memory,
-    bytes_per_device,
-    copied_shapes,
-    held_bytes,
-    parameter_count,
-)
-from shoal.run.remat import trained_model
-from shoal.run.sampler_size import run_roles
+from shoal.run.size import ROLES, bytes_per_device, copied_shapes
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
 from shoal.trainer.batch import LearnerBatch, Shape, in_batches
 from shoal.trainer.step import Learner, score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
-
-
-def planned_architecture(section: ModelSection) -> Architecture:
-    """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
-    return known_architecture(section) or architecture_of(locate(model_path(section), weights=False))
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Planned:
     keys_read: float = 0.0  # the bytes of keys and values that it reads on a device
 
 
-class Job:
+class PlannedJob:
     """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0 for all."""
 
     def __init__(self, config: Config, topology: str, layers: int = 0) -> None:
@@ -116,26 +103,22 @@ class Job:
     def shape(self) -> Shape:
         return self.shapes[0]
 
-    # ---- what roles hold
-
-    def held(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Role -> `always`, `sampling` and `update` -> kind -> bytes on each of the role's devices."""
-        path = self.config.teacher.path
-        teacher = planned_architecture(ModelSection(path=path)) if path else None
-        return {role: asdict(budget) for role, budget in held_bytes(
-            self.config, self.model, self.roles, teacher, self.engines).items()}
-
     def _copied(self) -> list[tuple[Any, Any]]:
-        return copied_shapes(self.learner.shapes().trainable, self.sampler_model)
+        return copied_shapes(self.learner.shapes().trainable, self.model.architecture, self.roles.sampler,
+                             self.model.dtype)
+
+    @cached_property
+    def _teacher(self) -> Architecture | None:
+        path = self.config.teacher.path
+        return planned_architecture(ModelSection(path=path)) if path else None
 
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
         found, model = {}, self.model.on(self.roles.reference)
         if self.config.algorithm.kl_coef > 0:
             found["reference"] = model
-        if self.config.teacher.path:
-            found["teacher"] = replace(model, architecture=planned_architecture(
-                ModelSection(path=self.config.teacher.path)))
+        if self._teacher:
+            found["teacher"] = replace(model, architecture=self._teacher)
         return found
 
     def _total(self) -> Any:
@@ -268,40 +251,27 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """What is known before anything is compiled, for JSON."""
-        c, a = self.config, self.architecture
+        c, a, kind = self.config, self.architecture, self.accelerator
         group = (c.sampling.max_prompt_tokens, [c.sampling.max_completion_tokens] * c.batch.group_size)
-        groups, kind = [group] * c.batch.prompts_per_step, self.accelerator
-        total = kind.usable_bytes if kind else available_memory(self.roles.trainer.mesh.devices.flat).total
-        sharing = 1 if kind or self.roles.trainer.platform != "cpu" else self.roles.trainer.mesh.size
-        peak = kind.peaks.get(jnp.dtype(self.model.dtype).name) if kind else None
-        return {
+        groups = [group] * c.batch.prompts_per_step
+        found = outline(c, self.model, self.roles, list(self.hosts), a, self._teacher)
+        for name, role in zip(ROLES, self.roles.all, strict=True):
+            found["roles"][name]["links"] = axis_links(self.topology, kind, role.mesh)
+        if kind:
+            found |= {"memory_bytes": kind.usable_bytes, "link": kind.link, "hbm": kind.hbm,
+                      "peak_flops": kind.peaks.get(self.model.dtype.name)}
+        if self.roles.disaggregated:
+            found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
+        return found | {
             "devices": self.topology.describe() if self.topology else f"the {count(len(self.hosts), 'device')} here",
-            "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": self.model.dtype.name,
-                      "remat": self.model.remat},
-            "roles": {name: {"mesh": {axis: size for axis, size in role.mesh.shape.items() if size > 1},
-                             "devices": [device.id for device in role.mesh.devices.flat],
-                             "links": axis_links(self.topology, kind, role.mesh)}
-                      for name, role in self._roles().items()},
             "machines": self.topology.machines if self.topology else 1,
-            "num_devices": len(self.hosts),
-            "memory_bytes": total // sharing, "peak_flops": peak, "hbm": kind.hbm if kind else None,
-            "held": self.held(),
-            "shape": vars(self.shape) | {"tokens": self.shape.tokens},
-            "slots": self.engines["training"].num_rows * self.engines["training"].siblings,
-            "prompts": c.batch.prompts_per_step,
-            "micro_tokens": c.batch.micro_tokens,
             "programs": {name: {"runs": one.runs, "role": one.role.name} for name, one in self.programs().items()},
             "tokens": {"sampled": c.batch.prompts_per_step * sum(group[1]),
                        "prompts": c.batch.prompts_per_step * group[0]},
             "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
                                        num_scorings(c.algorithm, bool(c.teacher.path))),
-            "published_bytes": bytes_per_device([own for _, own in self._copied()]) if self.roles.disaggregated else 0,
-            "link": kind.link if kind else None,
             "hosts": len(set(self.hosts.values())), "refusal": refusal(c.mesh, self.roles, self.hosts),
         }
-
-    def _roles(self) -> dict[str, Role]:
-        return {"trainer": self.roles.trainer, "sampler": self.roles.sampler, "reference": self.roles.reference}
 
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)

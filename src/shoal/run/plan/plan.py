@@ -1,6 +1,6 @@
 """Makes the plan of a job: describes it, compiles its programs side by side, and joins their figures.
 
-    config, topology -> Job.describe (a worker) -> what is impossible is said now
+    config, topology -> PlannedJob.describe (a worker) -> what is impossible is said now
                      -> each program compiled, a deep model's decoding with 2 and 4 layers -> Figures
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config, PlanConfig
 from shoal.config.values import get_value
+from shoal.run.figures import FULL, PHASES, Figures, resolved
 from shoal.run.plan.compilers import Compilers, compilers
-from shoal.run.plan.figures import FULL, PHASES, Figures, resolved
-from shoal.run.preflight.memory import machine_memory
+from shoal.run.size import machine_memory
 from shoal.workers.process import num_cores
 
 SHALLOW = (2, 4)
@@ -130,7 +130,7 @@ def _next_micro(config: PlanConfig, tried: Mapping[int, Figures]) -> int | None:
     one = next(iter(tried.values()))
     if not points or not (one.fits or PHASES[one.fullest][0] == "update"):
         return None
-    room = FULL * one.memory - sum(one.held("trainer", "update").values())
+    room = FULL * one.memory - sum(one.sizes.on("trainer", "update").values())
     (a, low), (b, high) = (points[0], points[-1]) if len(points) > 1 else ((0, 0), points[0])
     slope = (high - low) / (b - a) if b > a else 0
     if slope <= 0 or room <= 0:

@@ -22,19 +22,20 @@ from shoal.types import ShoalError
 from shoal.workers.process import KILL_WITH_PARENT, limit_memory, prctl
 
 if TYPE_CHECKING:
-    from shoal.run.plan.job import Job
+    from shoal.run.plan.job import PlannedJob
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of one program; the job's where the request names none; advice where it brings all figures."""
-    from shoal.run.plan.advice import advise
+    from shoal.run.advice import advise
+    from shoal.run.figures import Figures
     from shoal.run.plan.analysis import analyse
-    from shoal.run.plan.figures import Figures
-    from shoal.run.plan.job import Job
+    from shoal.run.plan.job import PlannedJob
 
     config, topology = json.dumps(request["config"]), request["topology"]
     if "figures" in request:
-        return advise(Figures(_config(config), **request["figures"]), lambda other: Job(other, topology).describe())
+        return advise(Figures(_config(config), **request["figures"]), 
+                      lambda other: PlannedJob(other, topology).describe())
     job = _job(config, topology, request["layers"])
     return analyse(job, request["program"]) if request["program"] else job.describe()
 
@@ -45,10 +46,10 @@ def _config(text: str) -> Config:
 
 
 @lru_cache(4)
-def _job(config: str, topology: str, layers: int) -> Job:
-    from shoal.run.plan.job import Job
+def _job(config: str, topology: str, layers: int) -> PlannedJob:
+    from shoal.run.plan.job import PlannedJob
 
-    return Job(_config(config), topology, layers)
+    return PlannedJob(_config(config), topology, layers)
 
 
 def reply(line: str) -> dict[str, Any]:

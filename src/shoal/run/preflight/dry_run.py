@@ -61,14 +61,13 @@ def check_dry_run(config: Any) -> list[Finding]:
             findings.of("mesh").warning(f"mesh.processes={processes}: the devices of the others are not known here; "
                                         "mesh and memory are judged when all have met, before weights are read")
             return findings.at("wrong", "warning")
-    needs_devices = is_training and (0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
-                                     or config.sampling.cache_tokens > 0)
+    needs_devices = is_training and 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
     topology = getattr(config, "topology", "")
     if own_mesh or needs_devices or topology or (is_training and _tokens(config) > LARGE_STEP):
         from shoal.mesh import available_devices, make_roles
         from shoal.mesh.topology import parse_topology, placeholder_devices
+        from shoal.run.fitting import run_roles
         from shoal.run.loading import known_architecture
-        from shoal.run.sampler_size import run_roles
 
         devices = placeholder_devices(parse_topology(topology)) if topology else available_devices(config.mesh)
         known_model = known_architecture(config.model) if topology else None
@@ -79,15 +78,14 @@ def check_dry_run(config: Any) -> list[Finding]:
 
             check_idle(config.mesh, roles, len(devices), findings)
         if is_training and model_is_here and not topology:
-            from shoal.run.engines import run_engines
+            from shoal.run.fitting import trained_model
             from shoal.run.loading import open_model
-            from shoal.run.preflight.memory import check_memory
-            from shoal.run.remat import trained_model
+            from shoal.run.memory import check_memory
 
             loaded = open_model(config.model, None)
             roles = run_roles(config, loaded.architecture, available_devices(config.mesh))
             model = trained_model(config, loaded, roles)
-            findings.extend([check_memory(config, model, roles, run_engines(config, model, roles, loaded.tokenizer))])
+            findings.extend([check_memory(config, model, roles)])
     return findings.at("wrong", "warning")
 
 

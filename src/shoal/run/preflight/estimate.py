@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from shoal.config.schema import Config
-from shoal.mesh import Roles
-from shoal.model.transformer import Model
 from shoal.report.findings import seconds_text
+from shoal.run.advice import Describe, advise
 from shoal.run.clock import step_seconds
 from shoal.run.derived import num_updates
-from shoal.run.parts import micro_batch_shapes, schedule_of
-from shoal.run.preflight.memory import AvailableMemory, MemoryBudget
+from shoal.run.figures import Figures
+from shoal.run.memory import TIGHT
+from shoal.run.parts import schedule_of
+from shoal.run.predict import NOTHING
 from shoal.run.preflight.step_trial import StepTrial
-from shoal.run.remat import activation_bytes
+from shoal.run.size import AvailableMemory
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.trainer.update import needs_all_groups, num_scorings
 
 SCORING = 1 / 3
 """Cost of a pass for log-probs alone, as a share of one with its gradient."""
-LEAST_GAIN = 0.05
-"""Share of the run's time below which no key is advised."""
-UPDATE_WORK = {"none": 0.75, "dots": 0.75, "attention": 0.93, "full": 1.0}
-"""Work of an update by model.remat, as a share of recomputing everything."""
-MOST_MEMORY = 0.9
-"""Share of the free memory that advice may use."""
-
 
 @dataclass(frozen=True)
 class Times:
@@ -85,64 +80,38 @@ def estimate_times(config: Config, trial: StepTrial, slot_groups: int, evaluated
                  round(tokens * scale), round((tokens + prompts) * scale), trial.padding)
 
 
-def add_measured(budget: MemoryBudget, trial: StepTrial, config: Config, shards: int,
-                 engines: Mapping[str, Engine]) -> None:
-    """Adds the compiled programs' temporary memory, scaled from the trial's shapes to the longest allowed, and to the
-    engine that prefills most prompts at once."""
-    s, programs, shape = config.sampling, trial.programs, micro_batch_shapes(config, shards)[0]
-    bucket, used = prompt_bucket(s.max_prompt_tokens), max(prompt_bucket(len(g.prompt_ids)) for g in trial.groups)
+def trial_figures(config: Config, job: Mapping[str, Any], trial: StepTrial, times: Times,
+                  engines: Mapping[str, Engine]) -> Figures:
+    """The figures of a job whose programs were tried. Their memory is scaled from the trial's shapes to the longest
+    allowed, and to the engine that prefills most prompts at once; each runs once a step, for as long as all its runs
+    take."""
+    programs, tokens = trial.programs, job["shape"]["tokens"]
+    bucket = prompt_bucket(config.sampling.max_prompt_tokens)
+    used = max(prompt_bucket(len(group.prompt_ids)) for group in trial.groups)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
     tried = engines["training"].scheduler.batch_rows(used) * used
-    prefill = round(programs["prefill"].extra_bytes * largest / tried)
-    budget.sampling["sampler's temporaries"] = max(prefill, programs["decode"].extra_bytes)
-    activations = round(programs["accumulate"].extra_bytes * max(1.0, shape.tokens / trial.shape.tokens))
-    budget.update["activations"] = activations
-    if (apply := programs["apply"].extra_bytes) > activations:
-        budget.update["update's temporaries"] = apply - activations
+    extra = {"prefill": programs["prefill"].extra_bytes * largest / tried, "decode": programs["decode"].extra_bytes,
+             "accumulate": programs["accumulate"].extra_bytes * max(1.0, tokens / trial.shape.tokens),
+             "apply": programs["apply"].extra_bytes}
+    seconds = {"decode": times.sample_seconds + times.reward_seconds, "accumulate": times.update_seconds}
+    measured = {name: {**NOTHING, "extra_bytes": round(size), "compute_seconds": seconds.get(name, 0.0)}
+                for name, size in extra.items()}
+    return Figures(config, {**job, "peak_flops": math.inf}, measured)  # timed, at whatever peak
 
 
-# ---- advice
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The key whose change would save most."""
-
-    text: str
-    key: str = ""
-    gain: float = 0.0  # share of the run's time
-
-
-def advise(config: Config, model: Model, trial: StepTrial, times: Times, budget: MemoryBudget,
-           available: AvailableMemory, roles: Roles, num_devices: int) -> Advice:
-    """The change that saves most of the run's time, if it saves LEAST_GAIN; else the dominant phase."""
-
-    def fits(more: float) -> bool:
-        return (budget.phases["update"] + more) * available.sharing < MOST_MEMORY * available.free
-
-    run, used = max(times.run_seconds, 1e-9), roles.trainer.mesh.size
-    sampling, update = (config.steps * seconds / run for seconds in (times.sample_seconds, times.update_seconds))
-    slots = config.sampling.slots_per_device * roles.sampler.mesh.size
-    completions = config.batch.prompts_per_step * config.batch.group_size
-    found = [Advice(f"mesh.fsdp=-1: {num_devices} devices instead of {used}", "mesh.fsdp",
-                    (1 - used / num_devices) * (sampling + update))]
-    if 0 < slots < completions:
-        found.append(Advice(f"sampling.slots_per_device=0: all {completions} completions of a step at once instead of "
-                            f"{slots}", "sampling.slots_per_device", (1 - slots / completions) * sampling))
-    for remat in ("dots", "attention"):
-        more, gain = (activation_bytes(model.architecture, trial.shape.tokens, model.dtype, remat),
-                      1 - UPDATE_WORK[remat] / UPDATE_WORK[model.remat])
-        if gain > 0 and fits(more):
-            found.append(Advice(f"model.remat={remat} (now {config.model.remat}): there is memory for it",
-                                "model.remat", gain * update))
-            break
-    share = times.evaluation_seconds / run
+def best_advice(config: Config, figures: Figures, describe: Describe, times: Times,
+                available: AvailableMemory) -> dict[str, Any]:
+    """The key whose change would save most of the run's time, with the share that it saves; else what takes most."""
+    run = max(times.run_seconds, 1e-9)
+    steps, share = config.steps * times.step_seconds / run, times.evaluation_seconds / run
+    found = [{"text": one["text"], "key": one["key"], "gain": one["saves"] * steps}
+             for one in advise(figures, describe, TIGHT * available.free / available.sharing)["advice"][:1]]
     if share >= 0.5 and num_updates(config):
-        found.append(Advice(f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
-                            "task.num_eval_questions", 0.75 * share))
-    best = max(found, key=lambda advice: advice.gain)
-    if best.gain >= LEAST_GAIN:
-        return replace(best, text=f"{best.text}; up to {100 * best.gain:.0f}% less time")
-    name, seconds = max((("sampling", times.sample_seconds), ("the reward", times.reward_seconds),
-                         ("the update", times.update_seconds)), key=lambda item: item[1])
-    return Advice(f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step")
+        found.append({"text": f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
+                      "key": "task.num_eval_questions", "gain": 0.75 * share})
+    if found:
+        return max(found, key=lambda one: one["gain"])
+    seconds, name = max((times.sample_seconds, "sampling"), (times.reward_seconds, "the reward"),
+                        (times.update_seconds, "the update"))
+    return {"text": f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step",
+            "key": "", "gain": 0.0}

@@ -253,10 +253,6 @@ def check_settings(config: Config, findings: Findings) -> None:
         check.warning(f"sampling.temperature={s.temperature:g}: groups of "
                       f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual",
                       "sampling.temperature")
-    size, row = config.batch.group_size, s.siblings_per_row
-    if 0 < row < size and size % row:
-        check.warning(f"sampling.siblings_per_row={row} leaves {-size % row} of {size + -size % row} places of a group "
-                      f"empty: use a divisor of batch.group_size={size}, or 0 (auto)", "sampling.siblings_per_row")
     if config.reward.weights and not any(config.reward.weights):
         check.wrong("reward.weights are all 0, so is every reward: set one above 0", "reward.weights")
     if config.algorithm.kl_coef >= 1:

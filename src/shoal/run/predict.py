@@ -10,10 +10,9 @@ from typing import Any
 from shoal.config.schema import Config
 from shoal.mesh.layout import AXES
 from shoal.model.architecture import Architecture
-from shoal.run.plan.figures import Figures
-from shoal.run.plan.job import planned_architecture
-from shoal.run.preflight.estimate import UPDATE_WORK
-from shoal.run.remat import activation_bytes
+from shoal.run.figures import Figures
+from shoal.run.loading import planned_architecture
+from shoal.run.size import activation_bytes, input_bytes
 from shoal.sampler.programs import CHUNK
 
 LATENCY = 1e-5
@@ -23,6 +22,9 @@ NOTHING: Mapping[str, Any] = {
     "extra_bytes": 0, "error": "", "flops": 0.0, "floor_seconds": 0.0, "weights_seconds": 0.0, "compute_seconds": 0.0,
     "transfer_seconds": 0.0, "collectives": [], "largest": [], "sources": {}, "memory": {}}
 """A program of which nothing is known."""
+
+UPDATE_WORK = {"none": 0.75, "dots": 0.75, "attention": 0.93, "full": 1.0}
+"""Work of an update by model.remat, as a share of recomputing everything."""
 
 _SUMS = ("all-reduce", "reduce-scatter")
 _ROLES = {"prefill": "sampler", "join": "sampler", "decode": "sampler", "reference": "reference",
@@ -76,7 +78,7 @@ class _Sizes:
         """Bytes of what is kept for the backward pass, besides each layer's input."""
         model = self.job["model"]
         remat = "dots" if model["remat"] == "none" else model["remat"]
-        return int(activation_bytes(self.architecture, 1, model["dtype"], remat) * self.work("accumulate"))
+        return activation_bytes(self.architecture, self.work("accumulate"), model["dtype"], remat)
 
     @property
     def itemsize(self) -> int:
@@ -87,9 +89,8 @@ def kept_bytes(job: Mapping[str, Any], a: Architecture) -> int:
     """What an update keeps for its backward pass, where nothing was compiled: each layer's input, and its products."""
     dtype = job["model"]["dtype"]
     sizes = _Sizes(Config(), job, a)
-    inputs = a.num_layers * a.hidden_size * sizes.row_tokens("trainer") * sizes.itemsize
-    layer = activation_bytes(a, 1, dtype) * sizes.work("accumulate") / a.num_layers
-    return round(inputs) + (sizes.kept_bytes or round(layer))
+    layer = activation_bytes(a, sizes.work("accumulate"), dtype) // a.num_layers
+    return input_bytes(a, sizes.row_tokens("trainer"), dtype) + (sizes.kept_bytes or layer)
 
 
 def _scaled(name: str, one: Mapping[str, Any], before: _Sizes, after: _Sizes) -> dict[str, Any]:

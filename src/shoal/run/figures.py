@@ -1,9 +1,10 @@
-"""From the costs of its programs to the figures of a job: memory by phase, seconds of a step, the key to change."""
+"""From the costs of its programs to the figures of a job: memory by phase, seconds of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from shoal.config.schema import Config
@@ -11,6 +12,7 @@ from shoal.report.findings import gib, seconds_text
 from shoal.run.clock import step_seconds
 from shoal.run.derived import oldest_samples
 from shoal.run.parts import schedule_of
+from shoal.run.size import Sizes
 
 PHASES: Mapping[str, tuple[str, str]] = {
     "prefill": ("sampling", "sampling"), "join": ("sampling", "sampling"), "decode": ("sampling", "sampling"),
@@ -24,11 +26,11 @@ FULL = 0.97
 
 @dataclass(frozen=True)
 class Figures:
-    """A job's description and its programs' costs, both as `worker` gives them."""
+    """A job's outline and its programs' costs: a plan's compilers say them, or a trial of `shoal doctor`."""
 
     config: Config  # as resolved on the topology's devices
     job: Mapping[str, Any]
-    programs: Mapping[str, Mapping[str, Any]]  # empty where the job was found impossible before compiling
+    programs: Mapping[str, Mapping[str, Any]]  # empty before anything is compiled
     advice: Sequence[Mapping[str, Any]] = ()  # the keys to change, and
     named_transfers: Sequence[Mapping[str, Any]] = ()  # what takes much of a step, as `advise` gives both
 
@@ -38,24 +40,18 @@ class Figures:
     def memory(self) -> int:
         return self.job["memory_bytes"]
 
-    def shared_roles(self, role: str) -> list[str]:
-        """The roles that use devices of this one, itself included."""
-        mine = set(self.job["roles"][role]["devices"])
-        return [name for name, one in self.job["roles"].items() if mine & set(one["devices"])]
-
-    def held(self, role: str, when: str) -> dict[str, int]:
-        """Kind -> bytes that a device of a role holds: always, and in `sampling` or `update`."""
-        found: dict[str, int] = {}
-        for name in self.shared_roles(role):
-            held = self.job["held"][name]
-            found |= held["always"] | (held[when] if when != "always" else {})
-        return found
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What roles hold; Ray's samplers have devices elsewhere."""
+        elsewhere = ("sampler",) if self.config.sampler.kind == "ray" else ()
+        return Sizes(self.job["held"], {name: () if name in elsewhere else one["devices"]
+                                        for name, one in self.job["roles"].items()})
 
     def needed(self, program: str) -> dict[str, int]:
-        """Kind -> bytes on a device while a program runs."""
-        held = self.held(self.job["programs"][program]["role"], PHASES[program][1])
+        """Part -> bytes on a device while a program runs."""
+        held = self.sizes.on(self.job["programs"][program]["role"], PHASES[program][1])
         extra = self.programs[program]["extra_bytes"] if program in self.programs else 0
-        if program == "publish" and "sampler" in self.shared_roles("trainer") and extra:
+        if program == "publish" and "sampler" in self.sizes.beside("trainer") and extra:
             extra -= self.programs[program]["memory"].get("output", 0)  # a part of the copy, which is counted
         name = "activations" if program == "accumulate" else "temporaries"
         return {**held, name: extra}
@@ -68,6 +64,11 @@ class Figures:
     @property
     def peak(self) -> int:
         return sum(self.needed(self.fullest).values())
+
+    def phase_bytes(self) -> dict[str, int]:
+        """The most that a device needs while sampling, and while updating."""
+        needed = [(PHASES[name][1], sum(self.needed(name).values())) for name in self.job["programs"]]
+        return {phase: max(size for other, size in needed if other == phase) for phase in ("sampling", "update")}
 
     @property
     def fits(self) -> bool:
@@ -94,7 +95,7 @@ class Figures:
         """Of a step in a long run: sampling and training overlap where the schedule and the devices let them."""
         sampler, trainer = ([self.seconds(name) for name in self.programs if PHASES[name][0] in phases]
                             for phases in (("sampling",), ("scoring", "update", "publication")))
-        if "reference" in self.shared_roles("sampler") and "trainer" not in self.shared_roles("sampler"):
+        if "reference" in self.sizes.beside("sampler") and self.samples_apart:
             sampler += [self.seconds(name) for name in ("reference", "teacher") if name in self.programs]
         floor, hidden, none = (step_seconds(schedule_of(self.config.train), sum(one[bound] for one in sampler),
                                             sum(one[bound] for one in trainer), self.samples_apart)
@@ -109,7 +110,7 @@ class Figures:
     @property
     def samples_apart(self) -> bool:
         """True where the sampler has devices of its own."""
-        return self.config.sampler.kind == "ray" or "trainer" not in self.shared_roles("sampler")
+        return "trainer" not in self.sizes.beside("sampler")
 
     def phase_seconds(self) -> dict[str, tuple[float, float, float]]:
         found: dict[str, tuple[float, float, float]] = {}

@@ -1,4 +1,4 @@
-"""The devices of one replica of the sampler, where the settings leave them open."""
+"""What settings leave open: the devices of one replica of the sampler, and what the backward pass keeps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import jax
 import pytest
 from pods import gpu, tpu
 
-from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, TeacherSection, TrainSection
-from shoal.mesh import make_roles
+from shoal.config.schema import (
+    AlgorithmSection,
+    BatchSection,
+    Config,
+    MeshSection,
+    ModelSection,
+    TeacherSection,
+    TrainSection,
+)
 from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
 from shoal.model.parameters import shardings
-from shoal.model.transformer import Model
-from shoal.run.preflight.memory import (
-    AvailableMemory,
-    MemoryBudget,
-    held_versions,
-    judge_memory,
-    suggest_saving,
-    wider_replica,
-)
-from shoal.run.sampler_size import run_roles
+from shoal.run.fitting import decided_remat, run_roles
+from shoal.run.size import held_versions
 
 OWN = {"trainer": "4", "sampler": "2", "fsdp": 4}
 V5P, V6E = tpu("v5p", 2, 2), tpu("v6e", 2, 4)
@@ -69,29 +68,6 @@ def test_a_reference_on_devices_that_do_not_divide_the_model_has_copies():
     assert kernel.shard_shape((a.vocab_size, a.hidden_size)) == (a.vocab_size, a.hidden_size // 2)
 
 
-@pytest.mark.parametrize(("model", "devices", "tensor", "wider"), [
-    ("qwen2.5-7b", gpu("h200", 1, 8), 1, 4),  # 28 heads
-    ("qwen2.5-7b", gpu("h200", 1, 8), 4, 4),  # 8 do not divide them
-    ("llama3.1-8b", gpu("h200", 1, 8), 1, 8),
-    ("llama3.1-8b", tpu("v6e", 2, 4), 1, 4),  # hosts of four
-    ("llama3.1-8b", tpu("v6e", 2, 4), 4, 8),
-])
-def test_a_wider_replica_is_one_that_the_model_and_the_devices_allow(model, devices, tensor, wider):
-    a, mesh = model_named(model).architecture, MeshSection(fsdp=-1, sampler_tensor=tensor)
-    role = make_roles(mesh, devices).sampler
-    assert wider_replica(a, role) == (wider, tensor)
-    Model(a, make_roles(replace(mesh, sampler_tensor=wider), devices).sampler)
-
-
-def test_the_advice_names_a_size_only_where_the_model_is_known():
-    a, budget = model_named("qwen2.5-7b").architecture, MemoryBudget({"the sampler's copy": 16 << 30})
-    sampler = Model(a, make_roles(MeshSection(fsdp=8)).sampler)
-    found = judge_memory(config(fsdp=8), budget, AvailableMemory(8 << 30, 8 << 30, "a device"), sampler)
-    assert "mesh.sampler_tensor=4 (now 1) would take about 12.0 GiB less" in found.text
-    text, _ = suggest_saving(config(fsdp=8), budget, 0, 8)
-    assert text.startswith("a higher mesh.sampler_tensor (now 1) would take much less")
-
-
 @pytest.mark.parametrize(("max_staleness", "interval", "held"), [
     (-1, 1, [(1, 0)]),  # the trainer's own arrays, where type and devices are its own
     (1, 1, [(2, 1)]),
@@ -101,3 +77,26 @@ def test_the_advice_names_a_size_only_where_the_model_is_known():
 def test_versions_that_are_held_at_once(max_staleness, interval, held):
     section = TrainSection(max_staleness=max_staleness, weight_sync_interval=interval)
     assert list(held_versions(replace(Config(), train=section))) == held
+
+
+# ---- what the backward pass keeps
+
+PODS = {"trainer": "64", "sampler": "64", "fsdp": 64, "sampler_tensor": 8}
+
+
+@pytest.mark.parametrize(("model", "devices", "mesh", "micro_tokens", "remat"), [
+    ("llama3.1-70b", tpu("v5p", 4, 4, 8), PODS, 2048, "dots"),
+    ("llama3.1-70b", tpu("v5p", 4, 4, 8), PODS, 4352, "attention"),  # all products would take 60 of 54 GiB
+    ("llama3.1-70b", tpu("v5p", 2, 4, 4), {"fsdp": 32}, 16384, "full"),
+    ("llama3.1-8b", tpu("v5p", 2, 2), {"fsdp": 4}, 4352, "dots"),
+    ("llama3.1-8b", tpu("v6e", 2, 4), {"fsdp": 8, "sampler_tensor": 8}, 2048, "full"),  # as fast, whatever fits
+    ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 32768, "dots"),
+    ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 131072, "attention"),
+    ("qwen2.5-1.5b", jax.devices(), {}, 512, "dots"),  # a CPU: by 2 GiB alone
+    ("qwen2.5-1.5b", jax.devices(), {}, 4096, "full"),
+])
+def test_as_much_is_kept_as_there_is_memory_for(model: str, devices: Any, mesh: dict[str, Any], micro_tokens: int,
+                                                remat: str) -> None:
+    made = Config(mesh=MeshSection(**mesh), batch=BatchSection(micro_tokens=micro_tokens))
+    a = model_named(model).architecture
+    assert decided_remat(made, run_roles(made, a, devices), a) == remat

@@ -1,7 +1,7 @@
 """Which keys to change: of a job that does not fit those that make it fit, of one that fits those that save time.
 
-Each change is described as a job of its own (nothing is compiled), so what the roles would hold is exact, and a mesh
-that does not divide the model is never advised.
+`changes` is the one list of them. Each is tried by describing the job again (nothing is compiled), so what the roles
+would hold is exact, and a mesh that does not divide the model is never advised.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import build, get_value
 from shoal.report.findings import gib, seconds_text
-from shoal.run.derived import oldest_samples
-from shoal.run.plan.figures import FULL, Figures
-from shoal.run.plan.predict import predict
-from shoal.run.preflight.estimate import LEAST_GAIN
+from shoal.run.derived import MICRO_TOKENS, oldest_samples
+from shoal.run.figures import FULL, Figures
+from shoal.run.predict import predict
 from shoal.types import ShoalError
 
 Describe = Callable[[Config], Mapping[str, Any]]
+"""A configuration -> the outline of its job, as `outline_here` gives it."""
+
+LEAST_GAIN = 0.05
+"""Share of a step's time below which no key is advised."""
 
 MOST_CHANGES = 4
 """Keys that are changed together at most to make a job fit."""
+
+MOST_TRIES = 8
+"""How often one change is made upon another."""
 
 NAMED = 0.05
 """Share of a step from which a single transfer is named."""
@@ -61,7 +67,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Trial:
     """A change, and what it would make of the job."""
 
     change: Change
@@ -71,7 +77,12 @@ class Advice:
     @property
     def bytes(self) -> int:
         """That a device needs less at its fullest."""
-        return self.before.peak - self.after.peak
+        return self.before.peak - self.peak
+
+    @property
+    def peak(self) -> int:
+        """What a device needs at its fullest, of the memory that it has now: on a CPU more devices have less each."""
+        return round(self.after.peak * self.before.memory / self.after.memory)
 
     @property
     def seconds(self) -> float:
@@ -111,27 +122,28 @@ def _middle(figures: Figures) -> float:
     return sum(figures.step_seconds[1:]) / 2
 
 
-def advise(figures: Figures, describe: Describe) -> dict[str, list[dict[str, Any]]]:
+def advise(figures: Figures, describe: Describe, room: float = 0) -> dict[str, list[dict[str, Any]]]:
     """`advice`: keys to change, the best first; `named_transfers`: collectives that take NAMED of a step, with the key
-    that would remove most of each."""
+    that would remove most of each. `room`: bytes of a device that advice may use, if not all but a little."""
+    room = room or FULL * figures.memory
     if not figures.fits:
-        return {"advice": _fitting(figures, describe), "named_transfers": []}
+        return {"advice": [fitting(figures, describe, room)], "named_transfers": []}
     if not figures.is_timed:
         return {"advice": [], "named_transfers": []}
-    tried = [one for one in _tried(figures, describe) if one.after.peak <= FULL * figures.memory]
-    faster: dict[str, Advice] = {}
+    tried = [one for one in _tried(figures, describe) if one.peak <= room]
+    faster: dict[str, Trial] = {}
     for one in sorted(tried, key=lambda one: -one.saves):
         if one.saves >= LEAST_GAIN:
             faster.setdefault(one.change.key, one)
     return {"advice": [one.record() for one in faster.values()], "named_transfers": _transfers(figures, tried)}
 
 
-def smaller(figures: Figures, describe: Describe) -> list[Advice]:
+def smaller(figures: Figures, describe: Describe) -> list[Trial]:
     """The changes after which the fullest device needs less, those that change no result first."""
     return [one for one in _tried(figures, describe, change_results=True) if one.bytes > 0]
 
 
-def _tried(figures: Figures, describe: Describe, *, change_results: bool = False) -> Iterator[Advice]:
+def _tried(figures: Figures, describe: Describe, *, change_results: bool = False) -> Iterator[Trial]:
     config = figures.config
     values = {name: get_value(config, name) for name in keys_of(Config)}
     for change in changes(config, figures.job, change_results):
@@ -140,32 +152,40 @@ def _tried(figures: Figures, describe: Describe, *, change_results: bool = False
             job = describe(other)
         except (ShoalError, ValueError):  # sizes that do not divide, devices that are not there
             continue
-        yield Advice(change, figures, predict(figures, other, job))
+        yield Trial(change, figures, predict(figures, other, job))
 
 
-def _fitting(figures: Figures, describe: Describe) -> list[dict[str, Any]]:
-    """The changes that make a job fit, one upon the other: in one piece of advice, the first key's."""
-    chain: list[Advice] = []
-    now = figures
-    while len(chain) < MOST_CHANGES and not (chain and now.peak <= FULL * now.memory):
+def fitting(figures: Figures, describe: Describe, room: float) -> dict[str, Any]:
+    """The changes after which a device needs at most `room` bytes, one upon the other: in one piece of advice, the
+    first key's. Those that change results come where no others help."""
+    chain: dict[str, Trial] = {}
+    now, share = figures, room / figures.memory
+
+    def is_within(figures: Figures, share: float = share) -> bool:
+        return figures.peak <= share * figures.memory
+
+    for _ in range(MOST_TRIES):
         better = [one for one in _tried(now, describe) if one.bytes > 0] or smaller(now, describe)
-        if not better:
+        better = [one for one in better if len(chain) < MOST_CHANGES or one.change.key in chain]
+        if not better or (chain and is_within(now)):
             break
-        enough = [one for one in better if one.after.peak <= FULL * now.memory]
-        chain.append(min(enough, key=lambda one: -one.seconds) if enough else max(better, key=lambda one: one.bytes))
-        now = chain[-1].after
-    texts = [one.text() for one in chain]
-    if now.peak > now.memory:
-        needed = -(-now.peak * now.num_devices // int(FULL * now.memory))
+        enough = [one for one in better if is_within(one.after)]
+        best = min(enough, key=lambda one: -one.seconds) if enough else max(better, key=lambda one: one.bytes)
+        first = chain.get(best.change.key, best)  # the same key again: its last value counts
+        chain[best.change.key] = Trial(best.change, first.before, best.after)
+        now = best.after
+    texts = [one.text() for one in chain.values()]
+    if not is_within(now, share / FULL):
+        needed = -(-now.peak * now.num_devices // int(share * now.memory))
         texts.append(f"a smaller model, or more devices (mesh.fsdp): some {needed} of these")
-    elif now.peak > FULL * now.memory:
+    elif not is_within(now):
         texts.append("it is tight then")
-    first = chain[0].record() if chain else {"key": "model.path", "values": {}, "bytes": 0, "seconds": 0.0,
-                                             "saves": 0.0}
-    return [first | {"text": "; then ".join(texts)}]
+    record = next((one.record() for one in chain.values()), None) or {
+        "key": "model.path", "values": {}, "bytes": 0, "seconds": 0.0, "saves": 0.0}
+    return record | {"text": "; then ".join(texts)}
 
 
-def _transfers(figures: Figures, tried: list[Advice]) -> list[dict[str, Any]]:
+def _transfers(figures: Figures, tried: list[Trial]) -> list[dict[str, Any]]:
     step, found = figures.step_seconds[2], []
     for seconds, program, row in figures.transfers():
         if seconds <= NAMED * step:
@@ -222,8 +242,10 @@ def _batch(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     else:
         yield Change({"model.remat": "full"}, "the backward pass computes products again")
     each = -(-job["slots"] // len(job["roles"]["sampler"]["devices"]))
-    if each // 2 >= max(b.group_size, config.pass_k):
-        yield Change({"sampling.slots_per_device": each // 2}, "fewer completions at once")
+    least = max(b.group_size, config.pass_k)
+    for fewer in dict.fromkeys((each // 2, least)):
+        if least <= fewer < each:
+            yield Change({"sampling.slots_per_device": fewer}, "fewer completions at once")
     if job["slots"] < job["prompts"] * b.group_size:
         yield Change({"sampling.slots_per_device": 0}, "all completions of a step at once")
     if job["model"]["dtype"] == "bfloat16":
@@ -283,5 +305,27 @@ def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     if config.algorithm.kl_coef:
         yield Change({"algorithm.kl_coef": 0.0}, "without a reference")
     for key in ("batch.group_size", "sampling.max_completion_tokens", "sampling.max_prompt_tokens"):
-        if (now := get_value(config, key)) > 1:
+        for part in (2, 16, 256):
+            if (now := get_value(config, key)) >= part:
+                slots = config.sampling.slots_per_device // part if key == "batch.group_size" else 0
+                kept = {"sampling.slots_per_device": slots} if slots else {}
+                yield Change({key: now // part}, "", kept, exact=False)
+
+
+def plain_changes(config: Any) -> Iterator[Change]:
+    """What takes less memory in any command, where its job cannot be described again; the keys that it lacks are left
+    out."""
+    s, keys = config.sampling, keys_of(type(config))
+    tokens = s.max_prompt_tokens + s.max_completion_tokens
+    halves = {"batch": (max(1, getattr(config, "pass_k", 0), getattr(config, "num_generations", 0)), 0),
+              "batch.micro_tokens": (tokens, MICRO_TOKENS)}
+    for key, (least, auto) in halves.items():
+        if key in keys and (half := max(least, (now := get_value(config, key) or auto) // 2)) < now:
+            yield Change({key: half}, "")
+    if "batch.micro_tokens" in keys and config.model.remat != "full":
+        yield Change({"model.remat": "full"}, "")
+    for key in ("batch.group_size", "sampling.max_completion_tokens", "sampling.max_prompt_tokens"):
+        if key in keys and (now := get_value(config, key)) > 1:
             yield Change({key: now // 2}, "", exact=False)
+    if config.model.dtype != "bfloat16":
+        yield Change({"model.dtype": "bfloat16"}, "")

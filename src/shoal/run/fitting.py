@@ -1,0 +1,118 @@
+"""What the settings leave to the devices' memory: the devices of a replica of the sampler, the room of its caches, and
+what the backward pass computes again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from shoal.config.schema import Config
+from shoal.mesh import Roles, accelerator_of, make_roles
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import check_mesh, tensor_sizes
+from shoal.model.transformer import Model
+from shoal.run.derived import longest_sequence
+from shoal.run.loading import ModelSpec, compute_dtype, known_architecture, make_model
+from shoal.run.size import (
+    Sizes,
+    activation_bytes,
+    device_memory,
+    held_versions,
+    key_bytes,
+    parameter_count,
+    update_bytes,
+    weight_sizes,
+)
+
+WEIGHT_SHARE = 0.75
+"""Of a device's memory that weights may take while sampling, where `mesh.sampler_tensor` is open."""
+UPDATE_SHARE = 0.9
+"""Of a device's memory that an update may take, where `model.remat` is open."""
+
+UNKNOWN_ROOM = 2 << 30
+"""Bytes that may be kept where a device's memory is not known, as on a CPU, where keeping more is no faster."""
+
+LEAST_READS = 10
+"""How often a TPU must be able to read an element while it computes it again for keeping it to pay. By the compiler's
+account an update of 8B on v6e (7) takes 510 ms a micro-batch with all products kept and 507 with none, one of 70B on
+v5p (49) 5.5 and 6.1 s a step."""
+
+
+def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
+    """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor` decided: `mesh.tensor`
+    where a replica fits so, else the least that fits. It stays `mesh.tensor` where a device's memory is not known, as
+    on a CPU."""
+    if config.sampler.kind == "ray":  # whose workers have devices of their own; here the trainer's stand for them
+        config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
+    teacher = teacher_architecture(config)
+    scored = [model for model in (a if config.algorithm.kl_coef > 0 else None, teacher) if model]
+    hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
+    roles = make_roles(config.mesh, devices, hidden_size)
+    for model, role in (a, roles.trainer), *((model, roles.reference) for model in scored):
+        check_mesh(model, role)
+    memory = device_memory(devices[0])
+    if config.mesh.sampler_tensor or not memory:
+        return roles
+    dtype = compute_dtype(config.model.dtype, devices[0].platform)
+    sampler, possible = roles.sampler, tensor_sizes(a, roles.sampler.local.mesh.size)
+    held = _sampling(weight_sizes(config, a, roles, dtype, teacher))
+    free = WEIGHT_SHARE * memory - sum(size for part, size in held.items() if part != "the sampler's copy")
+    # By a power of two: what heads, feed-forward size and the network are multiples of.
+    fitting = sampler.tensor
+    needed = parameter_count(a) * jnp.dtype(dtype).itemsize * max(held for held, _ in held_versions(config))
+    while needed / fitting > free and 2 * fitting in possible:
+        fitting *= 2
+    if fitting == sampler.tensor:
+        return roles
+    return make_roles(replace(config.mesh, sampler_tensor=fitting), devices, hidden_size)
+
+
+def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
+    """Tokens for whose keys and values the devices of a host of the sampler have memory beside weights; 0 where it is
+    not known, as on a CPU."""
+    role, memory = roles.sampler, device_memory(roles.sampler.mesh.devices.flat[0])
+    if not memory:
+        return 0
+    dtype = compute_dtype(config.model.dtype, role.platform)
+    held = _sampling(weight_sizes(config, a, roles, dtype, teacher_architecture(config)))
+    free = config.sampling.memory_share * memory - sum(held.values())
+    return max(1, int(free / key_bytes(a, role, dtype))) * roles.hosts[0].row_shards
+
+
+def _sampling(sizes: Sizes) -> dict[str, int]:
+    """What a device of the sampler holds while it samples, its caches aside."""
+    return sizes.on("sampler", "sampling")
+
+
+def teacher_architecture(config: Config) -> Architecture | None:
+    """The teacher's sizes where they are known without a download."""
+    if not config.teacher.path:
+        return None
+    return known_architecture(replace(config.model, path=config.teacher.path, name="", tokenizer="", template=""))
+
+
+def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
+    """The `Model` on the trainer's devices, with `model.remat` decided."""
+    remat = config.model.remat
+    if remat == "auto":
+        remat = decided_remat(config, roles, spec.architecture)
+    return make_model(replace(config.model, remat=remat), spec, roles.trainer)
+
+
+def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
+    """`dots`, `attention` or `full`: the first that fits."""
+    role = roles.trainer
+    device = role.mesh.devices.flat[0]
+    dtype, known = compute_dtype(config.model.dtype, device.platform), accelerator_of(device.device_kind)
+    kinds, tokens, room = ("dots",), config.batch.micro_tokens, UNKNOWN_ROOM
+    if known:
+        kinds, tokens = ("dots", "attention"), max(config.batch.micro_tokens, longest_sequence(config))
+        held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on("trainer", "update")
+        pays = not known.is_tpu or a.hidden_size * known.hbm / known.peaks["bfloat16"] >= LEAST_READS
+        room = UPDATE_SHARE * known.usable_bytes - sum(held.values()) - update_bytes(a, role, dtype, tokens) \
+            if pays else 0
+    return next((kind for kind in kinds if activation_bytes(a, tokens, dtype, kind) <= room), "full")

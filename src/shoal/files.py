@@ -54,22 +54,21 @@ def appearing(path: Path, key: str = "") -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def scratch_folder(target: Path, key: str) -> Iterator[Path]:
+def scratch_folder(target: Path) -> Iterator[Path]:
     """Yields an empty folder on the disk of `target`, from which results are moved; it is removed afterwards.
 
     It lies in the nearest folder that exists, so a failure leaves none of the folders above `target` behind."""
     folder = nearest_folder(target) / f".{target.name}.partial-{os.getpid()}"
-    with writing(target, key):
-        try:
-            folder.mkdir()
-            yield folder
-        except BaseException:
-            for _ in range(LATE_WRITES):
-                shutil.rmtree(folder, ignore_errors=True)
-                time.sleep(0.1)
-            raise
-        finally:
+    try:
+        folder.mkdir()
+        yield folder
+    except BaseException:
+        for _ in range(LATE_WRITES):
             shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.1)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def move_folder(folder: Path, target: Path) -> None:
@@ -98,18 +97,8 @@ def check_local(path: str | Path, key: str) -> Path:
         raise ShoalError(f"{key}={path}: no home folder is known for that user; give the whole path") from error
 
 
-def check_writable(path: str | Path, key: str) -> Path:
-    """The local path of a file to write, the value of `key`; ShoalError where no file can be written there."""
-    path = check_local(path, key)
-    if path.is_dir():
-        raise ShoalError(f"{key}={path} is a folder: give the name of a file")
-    check_place(path, key)
-    return path
-
-
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
 """Endings of files that are not written."""
-
 
 INPUTS = {"prompts": "a jsonl, csv or parquet file with a `prompt` a row",
           "responses": "a jsonl file with `question` (of ifeval `prompt`) and `response` on each line"}
@@ -127,7 +116,10 @@ def check_input(path: str | Path, key: str) -> Path:
 def check_new_file(path: str | Path, key: str) -> Path:
     """The local path of a file of JSON to write, the value of `key`; ShoalError where it exists or cannot be written,
     and for a name that promises another format."""
-    path = check_writable(path, key)
+    path = check_local(path, key)
+    if path.is_dir():
+        raise ShoalError(f"{key}={path} is a folder: give the name of a file")
+    check_place(path, key)
     if path.suffix.lower() in TABLES:
         raise ShoalError(f"{key}={path}: JSON is written, so the name must end otherwise: {key}="
                          f"{path.with_suffix('.jsonl')}")

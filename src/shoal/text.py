@@ -37,11 +37,11 @@ def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
     (', did you mean optimizer.lr?', '')
     """
-    found = nearest(key, names)
-    last, theirs = key.rpartition(".")[2], found.rpartition(".")[2]
+    name = nearest(key, names)
+    last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
     is_part = min(len(last), len(theirs)) > 3 and (theirs.startswith(last) or last.startswith(theirs))
-    is_near = is_part or max(likeness(key, found), likeness(last, theirs)) >= CLOSE
-    return f", did you mean {(shown or {}).get(found, found)}?" if is_near else ""
+    is_near = is_part or max(likeness(key, name), likeness(last, theirs)) >= CLOSE
+    return f", did you mean {(shown or {}).get(name, name)}?" if is_near else ""
 
 
 def suggest(name: str, names: Sequence[str]) -> str:

@@ -16,12 +16,12 @@ from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, r
 from shoal.config.schema import Config, ModelSection, OptimizerSection
 from shoal.mesh import Role
 from shoal.model import pallas_attention, segment_attention
-from shoal.model.attention import largest_block
+from shoal.model.attention import attend_at_once, largest_block
 from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.parameters import shardings
-from shoal.model.segment_attention import attend_at_once, attention_kind
-from shoal.model.splash_attention import attend_rows, readings_of
+from shoal.model.segment_attention import attention_kind
+from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.model.transformer import Model
 from shoal.run.loading import ModelSpec, make_model
 from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
@@ -83,12 +83,12 @@ def blocked(block: int, at_once: int):
 
 
 def by_splash(q, k, v, segment, prompt):
-    return attend_rows(q, k, v, readings_of(segment, prompt), interpret=True)
+    return attend_rows(q, k, v, row_masks(segment, prompt), interpret=True)
 
 
 def by_pallas(block: int):
     def attention(q, k, v, segment, prompt):
-        readings = pallas_attention.readings_of(segment, prompt, block)
+        readings = pallas_attention.block_lists(segment, prompt, block)
         return pallas_attention.attend_rows(q, k, v, readings, interpret=True)
 
     return attention

@@ -15,7 +15,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
 from shoal.mesh.topology import parse_topology
 from shoal.model import pallas_attention
-from shoal.model.splash_attention import attend_rows, readings_of
+from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.run.plan.flops import jaxpr_flops
 from shoal.run.plan.groups import device_groups, group_size
 from shoal.run.plan.hlo import Module
@@ -269,7 +269,7 @@ def test_what_follows_a_kernel_counts():
 def test_a_kernel_computes_the_blocks_that_are_read():
     """Splash's two forward products for each pair of blocks and head, of keys that are given twice."""
     q, ones = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), jnp.ones((1, 512), jnp.int32)
-    jaxpr = jax.make_jaxpr(lambda q: attend_rows(q, q, q, readings_of(ones, ones)))(q).jaxpr
+    jaxpr = jax.make_jaxpr(lambda q: attend_rows(q, q, q, row_masks(ones, ones)))(q).jaxpr
     pair = 2 * 2 * (2 * 128 * 128 * 64)
     for of_kernels in (False, True):
         assert jaxpr_flops(jaxpr, (), of_kernels) - jaxpr_flops(jaxpr, (0.0,), of_kernels) == 4 * 8 / 2 * pair
@@ -282,7 +282,7 @@ def test_a_kernel_that_says_its_cost_is_counted_by_the_share_that_is_read():
     ones = jnp.ones((1, 512), jnp.int32)
 
     def loss(q, k):
-        readings = pallas_attention.readings_of(ones, ones, pallas_attention.block_size(64, q.dtype))
+        readings = pallas_attention.block_lists(ones, ones, pallas_attention.block_size(64, q.dtype))
         return pallas_attention.attend_rows(q, k, k, readings).astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(q, k).jaxpr

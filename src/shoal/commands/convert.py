@@ -113,7 +113,7 @@ def _to_maxtext(config: ConvertConfig, source: str, target: Path, role: Role, co
     size = sum(array.nbytes for array in made.arrays.values())
     console.note(f"reads {source}; writes {len(made.arrays)} tensors as {config.dtype}, {gib(size)}, "
                  f"{made.description}")
-    with scratch_folder(target, _target_key(config)) as scratch:
+    with writing(target, _target_key(config)), scratch_folder(target) as scratch:
         write_tree(scratch, target, made.arrays, made.metadata, _progress(size, console))
         if target.parts[-2:] == (STEP, ITEM) and not target.parent.exists():
             move_folder(scratch / STEP, target.parent)  # with Orbax's own files of the step

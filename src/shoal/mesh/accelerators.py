@@ -96,7 +96,7 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
     """The accelerator that JAX calls so; None if it is not known, as any CPU."""
     if "MIG" in device_kind:  # a slice of a device: its share is not in the name
         return None
-    return next((one for one in ACCELERATORS.values() if re.fullmatch(one.kind, device_kind)), None)
+    return next((known for known in ACCELERATORS.values() if re.fullmatch(known.kind, device_kind)), None)
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:

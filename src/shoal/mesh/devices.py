@@ -54,7 +54,7 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
     neither, each prints a page of errors.
     """
     folders = spec.submodule_search_locations if (spec := find_spec("jax_plugins")) else ()
-    plugins = {one.name for one in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))}
+    plugins = {plugin.name for plugin in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))}
     if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or any(not name.startswith("xla_cuda") for name in plugins):
         return True
     patterns = ("dev/accel*", "dev/vfio/[0-9]*", "dev/nvidia*", "dev/dxg")  # dxg: of Windows' Linux

@@ -22,7 +22,7 @@ LEAST_BYTES = 1 << 14
 def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
     """The bytes of all processes, in their order: of `lengths`, and each with its `jax.process_index()` of `rows`.
 
-    All processes call this at the same place in the order of their computations, with the same rows and lengths.
+    All processes call this at the same point in the order of their computations, with the same rows and lengths.
     """
     local, most = jax.local_device_count(), ROUND_BYTES // len(lengths)
     wanted = max(-(-max(lengths) // local), LEAST_BYTES)
@@ -39,12 +39,12 @@ def _gather() -> Callable[[np.ndarray], np.ndarray]:
     processes = jax.process_count()
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(processes, -1), ("processes", "local"))
-    apart = NamedSharding(mesh, PartitionSpec("processes", "local"))
+    by_process = NamedSharding(mesh, PartitionSpec("processes", "local"))
     # A device gathers a part of each process's bytes, so a host receives them once.
     exchange = jax.jit(lambda whole: whole, out_shardings=NamedSharding(mesh, PartitionSpec(None, "local")))
 
     def gather(part: np.ndarray) -> np.ndarray:
-        whole = jax.make_array_from_process_local_data(apart, part[None], (processes, part.size))
+        whole = jax.make_array_from_process_local_data(by_process, part[None], (processes, part.size))
         shards = sorted(exchange(whole).addressable_shards, key=lambda shard: shard.index[1].start or 0)
         return np.concatenate([np.asarray(shard.data) for shard in shards], axis=1)
 

@@ -36,9 +36,9 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         if size == -1:
             sizes[axis] = size = left
         if left % size:
-            place = _devices(left) if left == each else f"the {left} of {each} devices that the other axes leave"
+            among = _devices(left) if left == each else f"the {left} of {each} devices that the other axes leave"
             within = " of a slice" if count > 1 else ""
-            raise ShoalError(f"mesh.{axis}={size} does not divide {place}{within}; use {listed_divisors(left)}",
+            raise ShoalError(f"mesh.{axis}={size} does not divide {among}{within}; use {listed_divisors(left)}",
                              f"mesh.{axis}")
         left //= size
     shape = tuple(sizes[axis] for axis in AXES)
@@ -46,7 +46,8 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     _check_slices(parts)
     grid = np.stack([arrange(part, shape) for part in parts]).reshape(*slices, *shape)
     order = [position for axis in range(len(shape)) for position in (axis, len(shape) + axis)]
-    return as_mesh(grid.transpose(order).reshape([one * many for one, many in zip(shape, slices, strict=True)]), AXES)
+    sizes_with_slices = [size * count for size, count in zip(shape, slices, strict=True)]
+    return as_mesh(grid.transpose(order).reshape(sizes_with_slices), AXES)
 
 
 def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
@@ -75,10 +76,10 @@ def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
     """The devices of each slice, as JAX numbers them, in their order; those without a number are of one."""
-    found: dict[int, list[Any]] = {}
+    slices: dict[int, list[Any]] = {}
     for device in devices:
-        found.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
-    return [found[number] for number in sorted(found)]
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    return [slices[number] for number in sorted(slices)]
 
 
 def by_host(devices: np.ndarray, size: int) -> np.ndarray:
@@ -95,11 +96,11 @@ def by_host(devices: np.ndarray, size: int) -> np.ndarray:
 def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
     """ShoalError unless each part is a TPU slice's, and each of another."""
     devices = [device for part in parts for device in part]
-    found, count = len(by_slice(devices)), len(parts)
-    if devices[0].platform == "tpu" and not found == count == sum(len(by_slice(part)) for part in parts):
-        cure = f"set mesh.dcn_data={found} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 " \
-               f"mesh.dcn_fsdp={found}" if found > 1 else "leave both out"
-        raise ShoalError(f"these {len(devices)} devices are {found} slice{'s' * (found > 1)}, but mesh.dcn_data x "
+    number, count = len(by_slice(devices)), len(parts)
+    if devices[0].platform == "tpu" and not number == count == sum(len(by_slice(part)) for part in parts):
+        cure = f"set mesh.dcn_data={number} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 " \
+               f"mesh.dcn_fsdp={number}" if number > 1 else "leave both out"
+        raise ShoalError(f"these {len(devices)} devices are {number} slice{'s' * (number > 1)}, but mesh.dcn_data x "
                          f"mesh.dcn_fsdp is {count}: {cure}")
 
 

@@ -56,11 +56,11 @@ def find_processes(section: MeshSection) -> MeshSection:
             raise ShoalError(f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave out "
                              "mesh.coordinator, mesh.processes and mesh.process")
         return section
-    if (found := _environment()) is not None and found.get_process_count() > 1 and len(given) < len(NO_SECTION):
+    if (cluster := _environment()) is not None and cluster.get_process_count() > 1 and len(given) < len(NO_SECTION):
         port = os.environ.get("JAX_COORDINATOR_PORT")
-        section = replace(section, processes=section.processes or found.get_process_count(),
-                          process=found.get_process_id() if section.process < 0 else section.process,
-                          coordinator=section.coordinator or found.get_coordinator_address(START_SECONDS, port))
+        section = replace(section, processes=section.processes or cluster.get_process_count(),
+                          process=cluster.get_process_id() if section.process < 0 else section.process,
+                          coordinator=section.coordinator or cluster.get_coordinator_address(START_SECONDS, port))
     elif given and len(given) < len(NO_SECTION):
         missing = ", ".join(f"mesh.{name}" for name in NO_SECTION if name not in given)
         raise ShoalError(f"{_shown(given)}: {missing} is missing; each process of a run needs mesh.coordinator="
@@ -82,7 +82,8 @@ def _environment() -> Any:
     """JAX's class for the environment that this process was started in, if it is one of ENVIRONMENTS."""
     from jax._src.clusters import ClusterEnv
 
-    return next((one for one in ClusterEnv._cluster_types if one.name in ENVIRONMENTS and one.is_env_present()), None)
+    return next((cluster for cluster in ClusterEnv._cluster_types
+                 if cluster.name in ENVIRONMENTS and cluster.is_env_present()), None)
 
 
 def _shown(given: dict[str, Any]) -> str:
@@ -119,11 +120,11 @@ class World:
         mark = json.dumps([length, jax.process_index()]).encode() + b"\n"
         mine = mark if length else mark + data
         self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + mine)
-        found = [mine if number == self.index else self._wait(number, head) for number in range(self.count)]
+        given = [mine if number == self.index else self._wait(number, head) for number in range(self.count)]
         # Whoever has given its part of this exchange has read all of the last one.
         if self.sequence > 1:
             self.client.key_value_delete(f"shoal/{self.sequence - 1}/{self.index}")
-        marks, _, stored = zip(*(one.partition(b"\n") for one in found), strict=True)
+        marks, _, stored = zip(*(part.partition(b"\n") for part in given), strict=True)
         lengths, rows = zip(*map(json.loads, marks), strict=True)
         if not any(lengths):
             return list(stored)

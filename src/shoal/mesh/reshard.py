@@ -69,13 +69,13 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
     return exchange(array)
 
 
-def _common_mesh(one: Any, other: Any) -> Mesh | None:
+def _common_mesh(a: Any, b: Any) -> Mesh | None:
     """A mesh whose axes are parts of both's; None where one's axes cut the other's."""
-    cuts = sorted({cut for mesh in (one, other) for cut in _cuts(mesh)})
+    cuts = sorted({cut for mesh in (a, b) for cut in _cuts(mesh)})
     if any(high % low for low, high in pairwise(cuts)):
         return None
     sizes = [high // low for low, high in pairwise(cuts)][::-1]
-    return as_mesh(np.asarray(one.devices).reshape(sizes or [1]), [f"a{cut}" for cut in cuts[:-1][::-1]] or ["a1"])
+    return as_mesh(np.asarray(a.devices).reshape(sizes or [1]), [f"a{cut}" for cut in cuts[:-1][::-1]] or ["a1"])
 
 
 def _cuts(mesh: Any) -> list[int]:

@@ -182,27 +182,26 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
     devices = devices if devices is not None else available_devices(section)
     numbers = role_devices(section, len(devices))
     mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
-    options = role_options(section, devices[0])
+    given = dict(option.split("=", 1) for option in section.compiler_options)
+    options = tuple({**device_options(devices[0]), **given}.items())
 
     def role(name: str, mesh: Mesh, rules: Mapping[str, Any]) -> Role:
         return Role(name, mesh, tuple(rules.items()), options)
 
     trainer = role("trainer", mesh, TRAINER_RULES)
     sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), SAMPLER_RULES)
-    if set(numbers.reference) == set(numbers.trainer):
-        # One layout, and so one program for its log-probs and the trainer's.
-        return _checked(section, Roles(trainer, sampler, trainer), devices)
-    scoring = [devices[number] for number in numbers.reference]
-    within = math.gcd(*map(len, by_slice(scoring)))
-    tensor = math.gcd(section.tensor, within)
-    mesh = as_mesh(arrange_copies(scoring, (math.gcd(within // tensor, hidden_size), tensor)), mesh.axis_names)
-    return _checked(section, Roles(trainer, sampler, role("reference", mesh, TRAINER_RULES)), devices)
-
-
-def role_options(section: MeshSection, device: Any) -> tuple[tuple[str, Any], ...]:
-    """Compiler options: those of the device, and `mesh.compiler_options` over them."""
-    own = dict(option.split("=", 1) for option in section.compiler_options)
-    return tuple({**device_options(device), **own}.items())
+    reference = trainer  # one layout, and so one program for its log-probs and the trainer's
+    if set(numbers.reference) != set(numbers.trainer):
+        scoring = [devices[number] for number in numbers.reference]
+        within = math.gcd(*map(len, by_slice(scoring)))
+        tensor = math.gcd(section.tensor, within)
+        mesh = as_mesh(arrange_copies(scoring, (math.gcd(within // tensor, hidden_size), tensor)), mesh.axis_names)
+        reference = role("reference", mesh, TRAINER_RULES)
+    roles = Roles(trainer, sampler, reference)
+    if jax.process_count() > 1 and (
+            reason := refusal(section, roles, {device: device.process_index for device in devices})):
+        raise ShoalError(reason)
+    return roles
 
 
 def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices) -> Mesh:
@@ -218,14 +217,6 @@ def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], n
         # torus it puts neighbours on different hosts, but a process samples with whole replicas on its own devices.
         return as_mesh(by_host(trainer.devices, tensor), SAMPLER_AXES)
     return as_mesh(arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES)
-
-
-def _checked(section: MeshSection, roles: Roles, devices: Sequence[Any]) -> Roles:
-    """The roles; ShoalError where this is one of several processes, which cannot have them."""
-    if jax.process_count() > 1 and (
-            reason := refusal(section, roles, {device: device.process_index for device in devices})):
-        raise ShoalError(reason)
-    return roles
 
 
 def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,25 +87,25 @@ class Topology:
 
 def parse_topology(text: str) -> Topology:
     """The topology that a text names; ShoalError with the nearest for one that does not exist."""
-    found = re.fullmatch(r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
+    match = re.fullmatch(r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
                          r"(?:@(?P<slices>\d+))?", text)
-    kind = found[1].lower().replace("v5litepod", "v5e") if found else ""
-    if not found or kind not in ACCELERATORS:
+    kind = match[1].lower().replace("v5litepod", "v5e") if match else ""
+    if not match or kind not in ACCELERATORS:
         name = re.split("[-:@]", text)[0].lower()
         meant = nearest(name, ACCELERATORS)
         raise ShoalError(f"topology={text}: there is no such topology, did you mean {example(meant)}? Kinds: "
                          f"{', '.join(ACCELERATORS)}; written as v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h200:8x8 "
                          "(eight machines of eight)")
-    slices = int(found["slices"] or 1)
+    slices = int(match["slices"] or 1)
     if not ACCELERATORS[kind].is_tpu:
-        sizes = [int(size) for size in (found["shape"] or found["count"]).split("x")]
+        sizes = [int(size) for size in (match["shape"] or match["count"]).split("x")]
         if len(sizes) > 2 or 0 in sizes or slices != 1:
             raise ShoalError(f"topology={text}: expected {kind}:GPUS of one machine or {kind}:MACHINESxGPUS, such as "
                              f"{example(kind)}")
         return Topology(kind, (1, *sizes) if len(sizes) == 1 else tuple(sizes))
-    if found["count"]:
-        return Topology(kind, _named_shape(text, kind, int(found["count"])), max(1, slices))
-    shape = tuple(map(int, found["shape"].split("x")))
+    if match["count"]:
+        return Topology(kind, _named_shape(text, kind, int(match["count"])), max(1, slices))
+    shape = tuple(map(int, match["shape"].split("x")))
     _check_shape(text, kind, shape)
     return Topology(kind, shape, max(1, slices))
 
@@ -140,13 +140,7 @@ def _named_shape(text: str, kind: str, counted: int) -> tuple[int, ...]:
     a = ACCELERATORS[kind]
     shape = None if counted % a.cores else slice_shape(kind, counted // a.cores)
     if shape is None:
-        sizes = {int(name.partition("-")[2]) for name in slice_names(kind)}
-        below, above = max((s for s in sizes if s < counted), default=0), min((s for s in sizes if s > counted),
-                                                                             default=0)
-        near = " or ".join(f"{kind}-{size}" for size in (below, above) if size)
-        counts = "cores, two a chip" if a.cores == 2 else "chips"
-        raise ShoalError(f"topology={text}: there is no such slice, the nearest are {near} ({kind} counts {counts}); a "
-                         f"shape is written as {kind}:{'x'.join(['4'] * a.torus)}")
+        raise _no_slice(text, kind, counted / a.cores, str)
     return shape
 
 
@@ -156,13 +150,18 @@ def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
     fits = len(shape) == a.torus and 0 not in shape and math.prod(shape) <= a.largest and (
         math.prod(shape) == 1 or all(size % host == 0 for size, host in zip(shape, hosts, strict=False)))
     if not fits:
-        chips = math.prod(shape)
-        sizes = {s: made for name in slice_names(kind) if (s := int(name.partition("-")[2]) // a.cores)
-                 and (made := slice_shape(kind, s))}
-        near = sorted(sizes, key=lambda size: abs(size - chips))[:2]
-        raise ShoalError(f"topology={text}: there is no such slice, the nearest are "
-                         + " or ".join(f"{kind}:{'x'.join(map(str, sizes[size]))}" for size in sorted(near))
-                         + f" ({a.torus} dimensions, whole hosts of {'x'.join(map(str, hosts))} chips)")
+        raise _no_slice(text, kind, math.prod(shape), lambda name: str(parse_topology(name)))
+
+
+def _no_slice(text: str, kind: str, chips: float, show: Callable[[str], str]) -> ShoalError:
+    """The error for a slice that does not exist, with the nearest ones, as `show` writes their names."""
+    a = ACCELERATORS[kind]
+    nearest_two = sorted(slice_names(kind), key=lambda name: abs(int(name.partition("-")[2]) / a.cores - chips))[:2]
+    names = sorted(nearest_two, key=lambda name: int(name.partition("-")[2]))
+    counts = "cores, two a chip" if a.cores == 2 else "chips"
+    return ShoalError(f"topology={text}: there is no such slice, the nearest are {' or '.join(map(show, names))} "
+                      f"({kind} counts {counts}); a shape is written as {kind}:{'x'.join(['4'] * a.torus)}, of "
+                      f"{a.torus} dimensions and whole hosts of 2x2 chips")
 
 
 def topology_devices(topology: Topology) -> list[Any]:

@@ -16,6 +16,10 @@ LOWEST = -1e30
 """In place of minus infinity for masked scores: in a row without any key, -inf minus -inf would be NaN."""
 
 
+MOST_SPLASH_TOKENS = 2**16
+"""In splash, the positions of a query and of its segment's first token share 32 bits."""
+
+
 class Keys(NamedTuple):
     """A cache's keys and values, and which of them are read.
 
@@ -47,10 +51,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array:
-    """Which queries of a row read which keys, from (segment, prompt, place) of both, ready to meet: the tokens at or
+    """Which queries of a row read which keys, from (segment, prompt, position) of both, ready to meet: the tokens at or
     before them of their own segment and of their prompt's. Padding, segment 0, reads nothing."""
-    (own, prompt, place), (segment, _, at) = query, key
-    return ((segment == own) | (segment == prompt)) & (own > 0) & (at <= place)
+    (own, prompt, position), (segment, _, key_position) = query, key
+    return ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
 
 
 def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -66,6 +70,12 @@ def einsum32(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, LOWEST)
+
+
+def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, prompt: jax.Array) -> jax.Array:
+    """`attend` of rows of several sequences, all scores of each row at once: the reference of blocks and kernels."""
+    tokens = segment, prompt, jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
+    return attend(q, k, v, reads(tuple(x[:, :, None] for x in tokens), tuple(x[:, None] for x in tokens)))
 
 
 def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,

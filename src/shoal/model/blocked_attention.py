@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
     segment: jax.Array  # int32[N, b]
     prompt: jax.Array  # int32[N, b]
-    place: jax.Array  # int32[N, b]: in the row
+    position: jax.Array  # int32[N, b]: in the row
     lists: jax.Array  # int32[N, T // b]: numbers of blocks, the first `counts` of them to be read
     counts: jax.Array  # int32[N]
 
@@ -46,8 +46,9 @@ def blocks_of(segment: jax.Array, prompt: jax.Array, block: int, of_keys: bool =
     def by_block(x: jax.Array) -> jax.Array:
         return x.reshape(rows * each, -1)
 
-    place = jnp.broadcast_to(jnp.arange(size), (rows, size))
-    return Blocks(by_block(segment), by_block(prompt), by_block(place), by_block(order), is_needed.sum(-1).reshape(-1))
+    position = jnp.broadcast_to(jnp.arange(size), (rows, size))
+    counts = is_needed.sum(-1).reshape(-1)
+    return Blocks(by_block(segment), by_block(prompt), by_block(position), by_block(order), counts)
 
 
 def needed_blocks(segment: jax.Array, prompt: jax.Array, block: int, keys: jax.Array | None = None) -> jax.Array:
@@ -154,8 +155,8 @@ _attend.defvjp(_forward, _backward)
 def _turn(blocks: Blocks, mine: Blocks, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys [n, 1, 1, c, t]."""
     number = mine.lists[:, turn]
-    tokens = blocks.segment, blocks.prompt, blocks.place
-    mask = reads(tuple(x[:, :, None] for x in (mine.segment, mine.prompt, mine.place)),
+    tokens = blocks.segment, blocks.prompt, blocks.position
+    mask = reads(tuple(x[:, :, None] for x in (mine.segment, mine.prompt, mine.position)),
                  tuple(x[number][:, None] for x in tokens))
     return number, (mask & (turn < mine.counts)[:, None, None])[:, None, None]
 

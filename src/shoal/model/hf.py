@@ -10,7 +10,6 @@ never holds a second copy of the model, nor of one parameter.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.files import read_json
+from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
 from shoal.model.hf_config import config_to_save
@@ -130,7 +129,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _match(stored: Mapping[str, StoredTensor], a: Architecture, folder: Path) -> dict[str, list[StoredTensor]]:
     """The stored tensors of each parameter, by dotted path; ShoalError unless they fit one to one."""
-    found: dict[str, list[StoredTensor]] = {}
+    by_path: dict[str, list[StoredTensor]] = {}
     missing, misshapen = [], []
     # Old Llama files store the rotary frequencies, which are computed here.
     left = {name for name in stored if not name.endswith("rotary_emb.inv_freq")}
@@ -138,7 +137,7 @@ def _match(stored: Mapping[str, StoredTensor], a: Architecture, folder: Path) ->
         left.discard("lm_head.weight")  # the same tensor once more, or alone
         stored = {"model.embed_tokens.weight": stored["lm_head.weight"], **stored}
     for path, name, shape, numbers in _tensor_specs(a):
-        tensors = found.setdefault(path, [])
+        tensors = by_path.setdefault(path, [])
         for layer in numbers:
             text = name.template.format(layer=layer)
             left.discard(text)
@@ -154,7 +153,7 @@ def _match(stored: Mapping[str, StoredTensor], a: Architecture, folder: Path) ->
     listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems if names)
     if listed:
         raise ShoalError(f"The tensors in {folder} do not fit its config.json. {listed}.")
-    return found
+    return by_path
 
 
 def _tensor_specs(a: Architecture) -> Iterator[tuple[str, TensorName, tuple[int, ...], Sequence[int]]]:
@@ -210,28 +209,22 @@ def save(
     if dtype not in DTYPES.values():
         raise ShoalError(f"dtype={dtype.name!r}: expected float32, bfloat16 or float16.")
     config = config_to_save(architecture, source, config, dtype)
-    # Beside the target, so that the rename stays on one file system and is atomic.
-    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    partial.mkdir(parents=True)
-    try:
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with scratch_folder(folder) as scratch:
+        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in TOKENIZER_FILES:
             if source is not None and (source / name).is_file():
-                shutil.copyfile(source / name, partial / name)
-        _write_shards(partial, _output_tensors(parameters, architecture), dtype, shard_bytes)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+                shutil.copyfile(source / name, scratch / name)
+        _write_shards(scratch, _output_tensors(parameters, architecture), dtype, shard_bytes)
+        move_folder(scratch, folder)
 
 
 def _output_tensors(parameters: Parameters, a: Architecture) -> Iterator[OutputTensor]:
     declared = jax.tree.leaves(param_specs(a))
-    for leaf, one, (path, name, shape, numbers) in zip(jax.tree.leaves(parameters), declared, _tensor_specs(a),
+    for leaf, spec, (path, name, shape, numbers) in zip(jax.tree.leaves(parameters), declared, _tensor_specs(a),
                                                        strict=True):
-        if tuple(leaf.shape) != one.shape:
-            raise ValueError(f"parameter {path} is {tuple(leaf.shape)}; the architecture has {one.shape}")
-        read = _reader(leaf, one, name)
+        if tuple(leaf.shape) != spec.shape:
+            raise ValueError(f"parameter {path} is {tuple(leaf.shape)}; the architecture has {spec.shape}")
+        read = _reader(leaf, spec, name)
         for layer in numbers:
             yield OutputTensor(name.template.format(layer=layer), shape, partial(read, layer))
 

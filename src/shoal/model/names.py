@@ -98,10 +98,10 @@ MAX_DIFFERENCES = 3
 def check_name(name: str, a: Architecture, where: object, key: str) -> None:
     """ShoalError unless `a`, the model at `where`, is the one that `name`, the value of `key`, means; with the first
     entries of config.json that differ."""
-    found, named = config_of(a), config_of(model_named(name).architecture)
-    wrong = [f"{entry} {found.get(entry, 'none')} instead of {named.get(entry, 'none')}"
-             for entry in dict.fromkeys((*found, *named))
-             if entry != "architectures" and found.get(entry) != named.get(entry)]
+    config, named = config_of(a), config_of(model_named(name).architecture)
+    wrong = [f"{entry} {config.get(entry, 'none')} instead of {named.get(entry, 'none')}"
+             for entry in dict.fromkeys((*config, *named))
+             if entry != "architectures" and config.get(entry) != named.get(entry)]
     if wrong:
         shown = ", ".join(wrong[:MAX_DIFFERENCES])
         raise ShoalError(f"{key}={name} is not the model at {where}: {shown}; leave {key} out, or give the right one")

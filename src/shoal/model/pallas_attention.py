@@ -19,25 +19,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shoal.model.attention import LOWEST, reads
+from shoal.model.attention import LOWEST, attend_at_once, reads
 from shoal.model.blocked_attention import Blocks, blocks_of
-from shoal.model.segment_attention import attend_at_once
 
 LOG2E = math.log2(math.e)
 """GPUs compute powers of two: scores in exponents, and their log-sum-exp, are in base 2."""
 
 
-class Readings(NamedTuple):
+class BlockLists(NamedTuple):
     """What the tokens of rows read, the rows rounded up to whole blocks."""
 
     queries: Blocks  # with lists of the blocks of keys that each reads
     keys: Blocks  # with lists of the blocks of queries that read each
 
 
-def readings_of(segment: jax.Array, prompt: jax.Array, block: int) -> Readings:
+def block_lists(segment: jax.Array, prompt: jax.Array, block: int) -> BlockLists:
     """Of rows segment[R, T], prompt[R, T]."""
     segment, prompt = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))) for x in (segment, prompt))
-    return Readings(blocks_of(segment, prompt, block), blocks_of(segment, prompt, block, of_keys=True))
+    return BlockLists(blocks_of(segment, prompt, block), blocks_of(segment, prompt, block, of_keys=True))
 
 
 def block_size(head_dim: int, dtype: Any) -> int:
@@ -45,11 +44,11 @@ def block_size(head_dim: int, dtype: Any) -> int:
     return (64 if head_dim <= 128 else 32) // (2 if dtype == jnp.float32 else 1)
 
 
-def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, interpret: bool = False) -> jax.Array:
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False) -> jax.Array:
     """Softmax attention of q[R, T, H, A] to k, v[R, T, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
     float32."""
     rows, size, _, head_dim = q.shape
-    count, block = readings.queries.segment.shape
+    count, block = lists.queries.segment.shape
     # Triton's arrays have sizes of powers of two, and its products at least 16.
     width = max(16, pl.next_power_of_2(head_dim))
 
@@ -58,7 +57,7 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings, in
         return x.reshape(count, block, *x.shape[2:])
 
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
-    out: Any = _attend(interpret, by_block(q), by_block(k), by_block(v), readings)
+    out: Any = _attend(interpret, by_block(q), by_block(k), by_block(v), lists)
     return out.reshape(rows, -1, *out.shape[2:])[:, :size, :, :head_dim]
 
 
@@ -89,7 +88,7 @@ def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool
     try:
         # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            ours = results(lambda q, k, v: attend_rows(q, k, v, readings_of(segment, prompt, block), interpret))
+            ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(segment, prompt, block), interpret))
             exact = results(partial(attend_at_once, segment=segment, prompt=prompt))
     except Exception as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
         return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
@@ -101,23 +100,23 @@ def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings) -> jax.Array:
-    return _forward(interpret, q, k, v, readings)[0]
+def _attend(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists) -> jax.Array:
+    return _forward(interpret, q, k, v, lists)[0]
 
 
-def _forward(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, readings: Readings) -> tuple[jax.Array, Any]:
+def _forward(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists) -> tuple[jax.Array, Any]:
     lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)  # [N, H, b]
-    out, lse = _call(_forward_kernel, interpret, (q, lse), 2, q, k, v, readings.queries)
+    out, lse = _call(_forward_kernel, interpret, (q, lse), 2, q, k, v, lists.queries)
     out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # as splash names its own, see REMAT
-    return out, (q, k, v, readings, out, lse)
+    return out, (q, k, v, lists, out, lse)
 
 
 def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
-    q, k, v, readings, out, lse = residuals
+    q, k, v, lists, out, lse = residuals
     delta = jnp.einsum("nbha,nbha->nhb", out, d_out, preferred_element_type=jnp.float32)
     inputs = q, k, v, d_out, lse, delta
-    d_q, = _call(_query_kernel, interpret, (q,), 3, *inputs, readings.queries)
-    return d_q, *_call(_key_kernel, interpret, (k, v), 4, *inputs, readings.keys), None
+    d_q, = _call(_query_kernel, interpret, (q,), 3, *inputs, lists.queries)
+    return d_q, *_call(_key_kernel, interpret, (k, v), 4, *inputs, lists.keys), None
 
 
 _attend.defvjp(_forward, _backward)

@@ -38,11 +38,12 @@ class ParamLayout:
     @classmethod
     def on(cls, array: jax.Array, declared: ParamSpec, transposed: bool) -> ParamLayout:
         """The layout that an array has."""
-        found, dims = array.sharding, len(declared.shape)
-        if not isinstance(found, NamedSharding):  # one device
-            found = NamedSharding(Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec())
-        assert isinstance(found.mesh, Mesh)
-        return cls(found.mesh, PartitionSpec(*found.spec, *[None] * (dims - len(found.spec))), declared, transposed)
+        sharding, dims = array.sharding, len(declared.shape)
+        if not isinstance(sharding, NamedSharding):  # one device
+            sharding = NamedSharding(Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec())
+        assert isinstance(sharding.mesh, Mesh)
+        spec = PartitionSpec(*sharding.spec, *[None] * (dims - len(sharding.spec)))
+        return cls(sharding.mesh, spec, declared, transposed)
 
     @property
     def sharding(self) -> NamedSharding:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
-from shoal.model.attention import attend, reads
+from shoal.model.attention import MOST_SPLASH_TOKENS, attend_at_once
 from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
 from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
@@ -30,9 +30,6 @@ KERNEL_TOKENS = 512
 """Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two of splash's blocks. By the
 compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with all scores at once and
 76 with the kernels."""
-
-MOST_SPLASH_TOKENS = 2**16
-"""In splash, the places of a query and of its segment's first token share 32 bits."""
 
 MOST_PALLAS_HEAD = 256
 """Dimensions of a head in the kernels for GPUs: of wider ones, not even a small block fits the registers."""
@@ -120,26 +117,20 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
         return partial(attend_at_once, segment=segment, prompt=prompt)
     # What each token reads is found once, not in every layer.
     if kind == "splash":
-        from shoal.model.splash_attention import attend_rows, readings_of  # Pallas takes a second to import
+        from shoal.model.splash_attention import attend_rows, row_masks  # Pallas takes a second to import
 
-        return _on_each_device(role, attend_rows, _on_each_device(role, readings_of)(segment, prompt))
+        return _on_each_device(role, attend_rows, _on_each_device(role, row_masks)(segment, prompt))
     if kind == "pallas":
         from shoal.model import pallas_attention as pallas
 
         block = pallas.block_size(model.architecture.head_dim, model.dtype)
-        readings = _on_each_device(role, partial(pallas.readings_of, block=block))(segment, prompt)
-        return _on_each_device(role, pallas.attend_rows, readings)
+        lists = _on_each_device(role, partial(pallas.block_lists, block=block))(segment, prompt)
+        return _on_each_device(role, pallas.attend_rows, lists)
     block = block_size(size, role.platform)
     scores = block**2 * model.architecture.num_heads // role.tensor
     at_once = max(1, SCORES_AT_ONCE // scores) if role.platform == "cpu" else 0
     blocks = _on_each_device(role, partial(blocks_of, block=block))(segment, prompt)
     return _on_each_device(role, partial(attend_by_blocks, at_once=at_once), blocks)
-
-
-def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, prompt: jax.Array) -> jax.Array:
-    """The reference: all scores of each row."""
-    tokens = segment, prompt, jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
-    return attend(q, k, v, reads(tuple(x[:, :, None] for x in tokens), tuple(x[:, None] for x in tokens)))
 
 
 def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:

@@ -164,8 +164,8 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
     return finished(whole, sharding, dtype)
 
 
-def _overlap(one: slice, other: slice) -> slice:
-    return slice(max(one.start, other.start), min(one.stop, other.stop))
+def _overlap(a: slice, b: slice) -> slice:
+    return slice(max(a.start, b.start), min(a.stop, b.stop))
 
 
 @partial(jax.jit, donate_argnums=0)

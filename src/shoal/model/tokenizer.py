@@ -143,8 +143,8 @@ class Tokenizer:
                              "model.template") from error
         if not continued:
             return text
-        text, found, rest = text.rpartition(_END.strip())
-        if not found:
+        text, mark, rest = text.rpartition(_END.strip())
+        if not mark:
             raise ShoalError("The chat template leaves out the assistant's message that a prompt ends with, "
                              f"{messages[-1]['content']!r:.60}: remove it, or give another template with "
                              "model.template.")

@@ -369,7 +369,7 @@ def _reap(worker: _Worker) -> bool:
 def _reaped(pid: int) -> int | None:
     """The status of a child that has ended; 0 where another call got it."""
     try:
-        found, status = os.waitpid(pid, os.WNOHANG)
+        ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return 0
-    return status if found else None
+    return status if ended else None

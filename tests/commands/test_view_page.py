@@ -270,7 +270,7 @@ def test_what_is_not_there_is_said(page, address):
 
 
 def test_a_run_that_trains_is_followed(page, workshop):
-    words = workshop.words("live", "steps=12", "task.num_eval_questions=2", "train.pass_k=0", "checkpoint.every=50")
+    words = workshop.words("live", "steps=5", "task.num_eval_questions=2", "train.pass_k=0", "checkpoint.every=50")
     training = subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.DEVNULL,
                                 stderr=subprocess.DEVNULL)
     try:
@@ -282,9 +282,9 @@ def test_a_run_that_trains_is_followed(page, workshop):
             page.wait_for_function("() => document.querySelector('.view .badge')", timeout=60_000)
             seen = page.locator(".badge.running").count()
             page.wait_for_function("() => document.querySelector('.status .badge.finished')", timeout=90_000)
-            assert seen and "step 12 of 12" in page.locator(".status").inner_text()
+            assert seen and "step 5 of 5" in page.locator(".status").inner_text()
             assert page.locator("canvas").count() > 3
-            page.goto(address + "#/groups?run=live&filter=step%3D12+set%3Dtrain")
+            page.goto(address + "#/groups?run=live&filter=step%3D5+set%3Dtrain")
             settle(page, "2 groups")
             page.goto("about:blank")
         assert training.wait(60) == 0

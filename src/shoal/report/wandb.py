@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,25 @@ class WandbSink:
     accepts nothing more. Steps that the service has from before a kill are not sent again."""
 
     def __init__(self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str) -> None:
-        wandb, offline = load(section), section.mode == "offline"
+        wandb = load(section)
         id_path = folder / "wandb" / "run_id"
         if not id_path.is_file():
             write_atomically(id_path, [uuid.uuid4().hex[:12]])
         # no terminal output, nothing of the terminal, of git or of the code is sent
         settings = wandb.Settings(
-            mode="offline" if offline else "online", root_dir=str(folder), silent=True, console="off",
+            mode=section.mode, root_dir=str(folder), silent=True, console="off",
             disable_git=True, disable_code=True, save_code=False, init_timeout=SECONDS_TO_START,
             finish_timeout=SECONDS_TO_FINISH, x_transaction_log_flush_interval=SECONDS_BETWEEN_FLUSHES)
         try:
-            self._run = wandb.init(
-                project=section.project, entity=section.entity or None, id=id_path.read_text(encoding="utf-8").strip(),
-                name=run_name or folder.name, config=json_ready(config), resume="allow", reinit="create_new",
-                settings=settings)
+            with _no_error_reports(section):
+                self._run = wandb.init(
+                    project=section.project, entity=section.entity or None, name=run_name or folder.name,
+                    id=id_path.read_text(encoding="utf-8").strip(), config=json_ready(config), resume="allow",
+                    reinit="create_new", settings=settings)
             self._run.define_metric("evaluate/*", step_metric="evaluate/step")
         except (wandb.Error, OSError) as error:
             raise _refused(section, error) from error
-        self.url: str | None = None if offline else self._run.url
+        self.url: str | None = None if section.mode == "offline" else self._run.url
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = scalars(metrics)
@@ -58,11 +60,10 @@ class WandbSink:
 
 def load(section: WandbSection) -> Any:
     """The package `wandb`. ShoalError if it is not installed, or would ask for a key."""
-    if section.mode == "offline":  # without this its package reports to its makers over the network
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
-        import wandb
-        from wandb.sdk.lib.wbauth import authenticate_session
+        with _no_error_reports(section):
+            import wandb
+            from wandb.sdk.lib.wbauth import authenticate_session
     except ImportError as error:
         raise ShoalError(f"report.wandb.mode={section.mode} needs a package that is not installed: "
                          "pip install 'shoal[wandb]'") from error
@@ -75,6 +76,20 @@ def load(section: WandbSection) -> Any:
             raise ShoalError("report.wandb.mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or set "
                              "report.wandb.mode=offline")
     return wandb
+
+
+@contextlib.contextmanager
+def _no_error_reports(section: WandbSection) -> Iterator[None]:
+    """Around import and start of the package, which for an offline run would report errors to its makers."""
+    name = "WANDB_ERROR_REPORTING"
+    is_set_here = section.mode == "offline" and name not in os.environ
+    if is_set_here:
+        os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if is_set_here:
+            os.environ.pop(name, None)
 
 
 def _refused(section: WandbSection, error: Exception) -> ShoalError:

@@ -66,14 +66,10 @@ def before_after(run: StoredRun, summary: Mapping[str, Any], evaluations: Evalua
 # ---- what happened, and when
 
 _STEP = re.compile(r"step (\d{1,9})/\d")
-_COUNTED = (("update/skipped", "update skipped: its gradient was not finite", "warning"),
-            ("rewards/failed", "completions for which a reward function failed", "warning"),
-            ("groups/unscorable", "groups with fewer than two scorable completions", "warning"),
-            ("prompts/dropped", "prompts longer than the limit", "note"))
 
 
 def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
-    """Warnings and failures of log.txt, at the step that was printed before them; counted failures; resumptions."""
+    """Warnings and failures of log.txt, at the step that was printed before them; spikes; resumptions."""
     step = 0
     for line in run.text("log.txt", MAX_LOG_BYTES).splitlines():
         if found := _STEP.match(line):
@@ -82,11 +78,6 @@ def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator
                                                  ("resumed", "note")) if line.startswith(start)), "")
         if level:
             yield {"step": step, "level": level, "text": one_line(line.removeprefix("warning: "))}
-    for name, text, level in _COUNTED:
-        hits = [(at, value) for at, value in zip(curves.steps, curves.columns.get(name, ()), strict=False) if value > 0]
-        if hits:
-            more = f", and in {len(hits) - 1} later steps" if len(hits) > 1 else ""
-            yield {"step": int(hits[0][0]), "level": level, "text": f"{hits[0][1]:g} {text}{more}"}
     yield from spikes(curves)
     for path in sorted(run.root.glob("config_[1-9]*.yaml"))[:50]:
         if (at := path.stem.removeprefix("config_")).isdecimal() and len(at) < 10:

@@ -24,7 +24,7 @@ from shoal.config.loading import compose
 from shoal.config.schema import RewardSection
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.tasks.task import Task
 from shoal.trainer.checkpoint import Restored

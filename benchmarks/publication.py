@@ -236,7 +236,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     import jax
 
     from shoal.config.schema import MeshSection
-    from shoal.rollout.publish import MemoryPublisher
+    from shoal.rollout.publisher import MemoryPublisher
 
     trainer = Trainer(args.layers, MeshSection(trainer="1", sampler=str(args.workers)))
     publisher, hosts = MemoryPublisher(trainer.model), [trainer.model.on(role) for role in trainer.roles.hosts]

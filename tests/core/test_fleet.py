@@ -29,11 +29,11 @@ from shoal.report.timeline import Timeline
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import Stage
 from shoal.rollout.member import Member, wrong_answer
-from shoal.rollout.publish import MemoryPublisher
+from shoal.rollout.publisher import MemoryPublisher
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.update import Updater

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.rollout.ledger import TRANSITIONS, Entry, Ledger, Stage
+from shoal.rollout.ledger import TRANSITIONS, Ledger, PendingGroup, Stage
 from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
 
 HOSTS = ("a", "b", "c")
@@ -25,7 +25,7 @@ def answer_of(id: int) -> list[Completion]:
     return [Completion(id, 0, np.array([id]), np.zeros(1), np.ones(1, bool), np.zeros(1, int), StopReason.LENGTH)]
 
 
-def group_of(entry: Entry) -> Group:
+def group_of(entry: PendingGroup) -> Group:
     request = entry.request
     return Group(request.purpose, request.step, request.version, request.example, request.prompt_ids,
                  tuple(entry.completions), ("",), np.zeros(1), {}, np.ones(1, bool))
@@ -139,7 +139,7 @@ def test_under_any_interleaving_every_group_is_handed_over_once_and_in_order(cal
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(Stage, Stage)))
 def test_a_stage_changes_only_as_the_table_says(before, after):
-    entry = Entry(3, request_of(5), 0, before)
+    entry = PendingGroup(3, request_of(5), before)
     if after in TRANSITIONS[before]:
         entry.move(after)
         assert entry.stage is after

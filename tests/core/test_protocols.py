@@ -25,9 +25,9 @@ from shoal.rollout.cluster import ObjectManifest, ObjectPublisher, RayHost
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.file_publisher import FileManifest, FilePublisher
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.publish import MemoryManifest, MemoryPublisher, Publisher, StoredManifest
+from shoal.rollout.publisher import MemoryManifest, MemoryPublisher, Publisher, StoredManifest
 from shoal.run import job, records
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update

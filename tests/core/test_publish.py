@@ -20,7 +20,7 @@ from shoal.model import tensor_file
 from shoal.model.transformer import Model
 from shoal.rollout import file_publisher
 from shoal.rollout.file_publisher import OWNER, FileManifest, FilePublisher, file_system, remove_abandoned
-from shoal.rollout.publish import MemoryPublisher
+from shoal.rollout.publisher import MemoryPublisher
 from shoal.types import ShoalError
 
 

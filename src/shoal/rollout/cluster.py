@@ -34,7 +34,7 @@ from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Proof
 from shoal.rollout.publication import from_host, tensor_names, to_host
-from shoal.rollout.publish import StoredManifest, StoredPublisher
+from shoal.rollout.publisher import StoredManifest, StoredPublisher
 from shoal.types import Completion, HostLost, HostProgress, HostRefused, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.watcher import Watcher
 

@@ -24,7 +24,7 @@ from shoal.files import appearing, writing
 from shoal.model.tensor_file import OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model
 from shoal.rollout.publication import from_host, tensor_names, to_host
-from shoal.rollout.publish import StoredManifest, StoredPublisher
+from shoal.rollout.publisher import StoredManifest, StoredPublisher
 from shoal.types import Params, ShoalError
 
 MEMORY_FOLDER = Path("/dev/shm")

@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 import jax
 
 from shoal.report.timeline import Timeline
-from shoal.rollout.group import sample_request
-from shoal.rollout.group_rewards import GroupRewards
-from shoal.rollout.ledger import Entry, Ledger, Stage, whereabouts
+from shoal.rollout.group import GroupRewards, sample_request
+from shoal.rollout.ledger import Ledger, PendingGroup, Stage, whereabouts
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
-from shoal.rollout.publish import Publisher
+from shoal.rollout.publisher import Publisher
 from shoal.text import count
 from shoal.types import (
     Completion,
@@ -215,7 +214,7 @@ class Fleet:
 
     # -- waiting
 
-    def _wait_until(self, entries: Sequence[Entry], stages: set[Stage]) -> None:
+    def _wait_until(self, entries: Sequence[PendingGroup], stages: set[Stage]) -> None:
         began = time.time()
         while not all(one.stage in stages for one in entries):
             self.stop.check()
@@ -230,7 +229,7 @@ class Fleet:
                 self._turn(self.stop.raising_at_once, wait=all(one.stage is not Stage.RUNNING
                                                                and one.stage is not Stage.WAITING for one in entries))
 
-    def _say_waiting(self, entries: Sequence[Entry], began: float) -> None:
+    def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
         """Says what is waited for, once that takes long, and then where it takes twice as long as was said before."""
         if (seconds := time.time() - began) < self._patience:
             return
@@ -276,14 +275,14 @@ class Fleet:
             with guard(), self.timeline.span("rewards", "submit"):
                 self.rewards.submit(entry)
         with guard(), self.timeline.span("rewards", "collect"):
-            found = self.rewards.collect(wait)
+            found = self.rewards.pool.collect(wait=wait)
         with self._changed:
             self.rewards.enter(found, self.ledger)
             self._changed.notify_all()
 
     # -- what is done with the ledger's lock held
 
-    def _enter(self, member: Member, id: int, completions: Sequence[Completion]) -> Entry | None:
+    def _enter(self, member: Member, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
         """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose answer is wrong is
         lost, with all that it has."""
         member.given.pop(id, None)
@@ -306,7 +305,7 @@ class Fleet:
     def _assign(self) -> None:
         """Gives what waits to hosts with room, each to the one that should end it first: training's groups, the oldest
         first, then an evaluation's, which have a share of their own."""
-        batches: dict[str, list[Entry]] = {}
+        batches: dict[str, list[PendingGroup]] = {}
         waiting = [one for one in self.ledger.waiting() if self._may_start(one)]
         purposes = {one.request.purpose is Purpose.TRAIN for one in self.ledger.entries.values()
                     if one.stage in (Stage.WAITING, Stage.RUNNING)}
@@ -386,7 +385,7 @@ class Fleet:
         if all(one.is_gone for one in self.members.values()):
             raise ShoalError(f"no sampler host is left: {text}; see what ended them, then resume the run")
 
-    def _may_start(self, entry: Entry) -> bool:
+    def _may_start(self, entry: PendingGroup) -> bool:
         """True if a host has the weights, and, in the caller's thread, its step is being taken."""
         request = entry.request
         return (self.by_itself or (request.purpose, request.step) == self._taking) and any(
@@ -396,11 +395,12 @@ class Fleet:
         versions = self.publisher.versions
         return request.version in versions if request.exact else max(versions, default=-1) >= request.version
 
-    def _show_progress(self, entry: Entry) -> None:
+    def _show_progress(self, entry: PendingGroup) -> None:
         request = entry.request
         if self.on_progress and request.purpose is Purpose.EVALUATE:
             kind = "greedy" if request.params.temperature == 0 else "sampled"
-            batch = self.ledger.of_batch(entry.batch)
+            batch = [one for one in self.ledger.of(request.purpose, request.step)
+                     if (one.request.subset, one.request.params) == (request.subset, request.params)]
             done = sum(one.stage in (Stage.SAMPLED, Stage.REWARDED) for one in batch)
             self.on_progress(f"{request.subset}, {kind}", done, len(batch))
 
@@ -412,7 +412,7 @@ class Fleet:
             member.versions &= set(self.publisher.versions)
 
 
-def _count(stats: RolloutStats, entries: Sequence[Entry]) -> None:
+def _count(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
     for one in entries:
         stats.tokens += sum(map(len, one.completions))
         if one.scores is not None:

@@ -1,12 +1,15 @@
-"""A `Group` from its parts: the request to the sampler, and completions with scores as a rewarded group."""
+"""A group on its way: its request to the sampler, its texts to the reward pool, and the rewarded group at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
+from shoal.rollout.ledger import Ledger, PendingGroup, Stage
 from shoal.tasks.task import Task
 from shoal.types import Address, Completion, Group, GroupRequest, SampleRequest
 
@@ -48,3 +51,27 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
         extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={one.name: one.weight for one in task.rewards},
     )
+
+
+@dataclass
+class GroupRewards:
+    """A group is submitted to the pool as soon as it is sampled, so that workers score it while others are sampled."""
+
+    task: Task
+    pool: RewardPool
+    decode: Callable[[Sequence[int]], str]
+
+    def submit(self, entry: PendingGroup) -> None:
+        """Submits a sampled group to the pool; functions that are called in this process are called here."""
+        entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
+        token_ids = [one.token_ids.tolist() for one in entry.completions]
+        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [token_ids], entry.request.step)
+
+    def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
+        """Makes groups of the scores that the pool has given."""
+        for ticket, scores in found:
+            assert isinstance(ticket, int)
+            entry = ledger.entries.get(ticket)
+            if entry is not None and entry.stage is Stage.SAMPLED:  # else it was cancelled
+                group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)
+                ledger.reward(entry, group, scores)

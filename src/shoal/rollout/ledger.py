@@ -39,12 +39,11 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
 
 
 @dataclass(eq=False)
-class Entry:
-    """One group that was asked for. `batch`: the call that asked for it; its groups are of one version and size."""
+class PendingGroup:
+    """A group that was asked for and not handed over yet."""
 
     id: int
     request: GroupRequest
-    batch: int
     stage: Stage = Stage.WAITING
     attempt: int = 0  # how often it was given to a host
     host: str = ""  # that has it
@@ -65,36 +64,30 @@ class Entry:
 class Ledger:
     """All groups that were asked for and not handed over yet."""
 
-    entries: dict[int, Entry] = field(default_factory=dict)  # in the order asked
+    entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order asked
     next_id: int = 0
-    next_batch: int = 0
     duplicates: int = 0  # answers to groups that had been answered
     asked_again: int = 0  # groups whose host was lost
 
     def add(self, requests: Iterable[GroupRequest]) -> None:
-        """Enters the groups of one call."""
         for request in requests:
-            self.entries[self.next_id] = Entry(self.next_id, request, self.next_batch)
+            self.entries[self.next_id] = PendingGroup(self.next_id, request)
             self.next_id += 1
-        self.next_batch += 1
 
-    def of(self, purpose: Purpose, step: int) -> list[Entry]:
+    def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
         """What a step asked for, in that order."""
         return [one for one in self.entries.values() if (one.request.purpose, one.request.step) == (purpose, step)]
 
-    def of_batch(self, batch: int) -> list[Entry]:
-        return [one for one in self.entries.values() if one.batch == batch]
-
-    def waiting(self) -> list[Entry]:
+    def waiting(self) -> list[PendingGroup]:
         """Groups that wait for a host, the oldest first."""
         return [one for one in self.entries.values() if one.stage is Stage.WAITING]
 
-    def start(self, entry: Entry, host: str) -> None:
+    def start(self, entry: PendingGroup, host: str) -> None:
         """A host gets the group."""
         entry.move(Stage.RUNNING)
         entry.host, entry.attempt = host, entry.attempt + 1
 
-    def answer(self, id: int, completions: Sequence[Completion]) -> Entry | None:
+    def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
         """The entry that a host's answer is for; None if it has been answered, which is counted, or was cancelled."""
         entry = self.entries.get(id)
         if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
@@ -104,11 +97,11 @@ class Ledger:
         entry.completions = completions
         return entry
 
-    def reward(self, entry: Entry, group: Group, scores: Scores) -> None:
+    def reward(self, entry: PendingGroup, group: Group, scores: Scores) -> None:
         entry.move(Stage.REWARDED)
         entry.group, entry.scores = group, scores
 
-    def lose(self, host: str) -> list[Entry]:
+    def lose(self, host: str) -> list[PendingGroup]:
         """What a lost host had waits again, before what was asked for later."""
         lost = [one for one in self.entries.values() if one.stage is Stage.RUNNING and one.host == host]
         for one in lost:
@@ -116,7 +109,7 @@ class Ledger:
         self.asked_again += len(lost)
         return lost
 
-    def hand_over(self, entries: Collection[Entry]) -> list[Group]:
+    def hand_over(self, entries: Collection[PendingGroup]) -> list[Group]:
         groups = []
         for one in entries:
             one.move(Stage.HANDED_OVER)
@@ -125,7 +118,7 @@ class Ledger:
             del self.entries[one.id]
         return groups
 
-    def cancel(self, purpose: Purpose, step: int) -> list[Entry]:
+    def cancel(self, purpose: Purpose, step: int) -> list[PendingGroup]:
         """Gives up what a step asked for; the entries that hosts still work on."""
         running = []
         for one in self.of(purpose, step):
@@ -139,7 +132,7 @@ class Ledger:
         return sum(one.stage in stages for one in self.entries.values())
 
 
-def whereabouts(entries: Sequence[Entry], hosts: Mapping[str, str]) -> str:
+def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
     """Where groups are that somebody waits for. `hosts`: what to say of each host that has some."""
     places = Counter(f"at {hosts[one.host]}" if one.stage is Stage.RUNNING else str(one.stage) for one in entries)
     there = places.pop(str(Stage.REWARDED), 0)

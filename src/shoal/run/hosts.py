@@ -15,10 +15,10 @@ from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.file_publisher import KEY, FilePublisher, default_folder
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publication import num_bytes
-from shoal.rollout.publish import MemoryPublisher, Publisher
+from shoal.rollout.publisher import MemoryPublisher, Publisher
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
 from shoal.run.workers import ray_fleet
 from shoal.sampler.engine import Engine

@@ -44,7 +44,7 @@ from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.group import GroupRewards
 from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker

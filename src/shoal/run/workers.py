@@ -19,10 +19,10 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group_rewards import GroupRewards
+from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost
 from shoal.rollout.proof import Proof, prove
-from shoal.rollout.publish import Publisher
+from shoal.rollout.publisher import Publisher
 from shoal.run.cache import cache_by_configuration
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
 from shoal.run.fingerprint import machine

@@ -176,6 +176,7 @@ def meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]
 
 
 def _connect(section: MeshSection) -> socket.socket:
+    """A link to process 0; ShoalError if nothing listens there within START_SECONDS."""
     host, _, port = section.coordinator.rpartition(":")
     wait = Wait()
     while True:

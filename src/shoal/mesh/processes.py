@@ -135,6 +135,7 @@ class World:
         return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
 
     def _wait(self, number: int, head: bytes) -> bytes:
+        """What process `number` gives to this exchange, without the head; waits for as long as that process lives."""
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
             try:  # a second at a time: in between, Ctrl-C is heard
@@ -191,6 +192,7 @@ class World:
             threading.Thread(target=self._watch, args=(link, number), name=f"processes {number}", daemon=True).start()
 
     def _watch(self, link: socket.socket, number: int) -> None:
+        """Reads a link until it closes, and ends this process unless the other one said farewell."""
         text = b""
         with contextlib.suppress(OSError):
             while part := link.recv(4096):

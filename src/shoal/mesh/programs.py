@@ -94,9 +94,9 @@ class Program:
     """A function compiled once a shape, as `jax.jit` does it.
 
     A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished, and while another thread
-    dispatches to one of them. What it waits for is the last
-    output (of a tuple) or the only one, which must not be donated to a later program unless that is of these devices
-    too. Compiler options that the installed compiler does not know are dropped with a warning.
+    dispatches to one of them. What it waits for is the last output (of a tuple) or the only one, which must not be
+    donated to a later program unless that is of these devices too. Compiler options that the installed compiler does
+    not know are dropped with a warning.
     """
 
     def __init__(self, function: Callable, compiler_options: Mapping[str, Any], devices: Iterable[Any],
@@ -115,6 +115,7 @@ class Program:
             _wait(oldest)  # without the order: others may dispatch meanwhile
 
     def _dispatch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Calls the compiled function and enters its output in the queue of its devices."""
         result = self._known_options(lambda: self._jitted(*args, **kwargs))
         last = result[-1] if isinstance(result, tuple) else result
         # The smallest array stands for all: a program's outputs are ready at once, and a queue must hold no memory.
@@ -150,6 +151,7 @@ class Program:
         return jax.jit(self.function, compiler_options=options or None, **self.options)
 
     def _known_options(self, call: Callable[[], Any]) -> Any:
+        """Makes a call that compiles; options that the compiler refuses are dropped, and the call made again."""
         for _ in self.compiler_options:  # each failure is of another one
             try:
                 return call()

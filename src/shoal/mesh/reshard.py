@@ -85,6 +85,7 @@ def _cuts(mesh: Any) -> list[int]:
 
 
 def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
+    """The axes of a common mesh that split each dimension of an array with this sharding."""
     mesh, cuts = sharding.mesh, _cuts(sharding.mesh)
     ranges = {name: (cuts[axis + 1], cuts[axis]) for axis, name in enumerate(mesh.axis_names)}
     parts = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))

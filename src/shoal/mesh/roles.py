@@ -146,6 +146,8 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 @dataclass(frozen=True)
 class Roles:
+    """The trainer, the sampler and the reference; two of them may share devices, or be one."""
+
     trainer: Role
     sampler: Role
     reference: Role
@@ -205,6 +207,7 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
 
 
 def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices) -> Mesh:
+    """The sampler's replicas x tensor; ShoalError for a size that does not divide its devices."""
     tensor = section.sampler_tensor or section.tensor
     shared = set(numbers.sampler) == set(numbers.trainer)
     count = trainer.size if shared else len(numbers.sampler)

@@ -95,6 +95,7 @@ def _attend(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Bloc
 
 
 def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks) -> tuple[jax.Array, Any]:
+    """Output, and what the backward pass reads: output and log-sum-exp of each query beside the inputs."""
     def some(inputs: tuple[jax.Array, Blocks]) -> tuple[jax.Array, jax.Array]:
         q, mine = inputs
 
@@ -121,6 +122,7 @@ def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blo
 
 
 def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
+    """Gradients of q, k and v; scores are computed again, a pair of blocks at a time."""
     q, k, v, blocks, out, lse = residuals
     # Softmax's gradient: p * (dp - delta), with delta the sum of out * d_out over a head's dimensions.
     delta = jnp.moveaxis(einsum32("nckga,nckga->nckg", out, d_out), 1, 3)

@@ -110,6 +110,7 @@ def dotted(path: Sequence[Any]) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the only one, those that its index names, or all."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -219,6 +220,7 @@ def save(
 
 
 def _output_tensors(parameters: Parameters, a: Architecture) -> Iterator[OutputTensor]:
+    """The tensors of all parameters as files hold them, each read when it is written."""
     declared = jax.tree.leaves(param_specs(a))
     for leaf, spec, (path, name, shape, numbers) in zip(jax.tree.leaves(parameters), declared, _tensor_specs(a),
                                                        strict=True):
@@ -238,6 +240,7 @@ def _reader(leaf: Any, declared: ParamSpec, name: TensorName) -> Callable[[int, 
 
 
 def _write_shards(folder: Path, tensors: Iterator[OutputTensor], dtype: np.dtype, shard_bytes: int) -> None:
+    """Writes one file, or files of at most `shard_bytes` with an index."""
     shards: list[list[OutputTensor]] = [[]]
     sizes = [0]
     for tensor in tensors:

@@ -93,6 +93,7 @@ def _size(config: Mapping[str, Any], key: str, folder: Path) -> int:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
+    """Raises ShoalError for entries of config.json that ask for what `forward` does not compute."""
     def refuse(what: str, advice: str = "") -> None:
         raise ShoalError(f"{folder}: {what}, which is not supported.{advice and ' ' + advice}")
 

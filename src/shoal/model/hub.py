@@ -39,6 +39,7 @@ def _packaged(name: str) -> Path:
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:
+    """The folder in the cache of the hub to which a model is downloaded; ShoalError if it cannot be."""
     from huggingface_hub import errors, snapshot_download
 
     # No subfolders: they hold the same weights in other formats. No *.bin: pickles are never read.

@@ -136,6 +136,7 @@ def _call(kernel: Any, interpret: bool, results: tuple, products: int, q: jax.Ar
 
 
 def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any) -> None:
+    """Output and log-sum-exp of one block of queries of a head."""
     number, head = pl.program_id(0), pl.program_id(1)
     key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
     q, query = q_ref[number, :, head], _tokens(blocks, number)
@@ -160,6 +161,7 @@ def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: An
 
 def _query_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
                   d_q_ref: Any) -> None:
+    """The gradient of one block of queries of a head."""
     number, head = pl.program_id(0), pl.program_id(1)
     key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
     q, d_out, query = q_ref[number, :, head], d_out_ref[number, :, head], _tokens(blocks, number)
@@ -176,6 +178,7 @@ def _query_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: A
 
 def _key_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
                 d_k_ref: Any, d_v_ref: Any) -> None:
+    """The gradients of one block of keys and values of a key head."""
     number, key_head = pl.program_id(0), pl.program_id(1)
     share = q_ref.shape[2] // k_ref.shape[2]
     k, v, key = k_ref[number, :, key_head], v_ref[number, :, key_head], _tokens(blocks, number)

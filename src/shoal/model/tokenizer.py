@@ -209,6 +209,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _backend(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json; ShoalError if it is missing or invalid."""
     if not file.is_file():
         raise ShoalError(f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make one.")
     try:
@@ -247,6 +248,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _own_template(folder: Path, config: Mapping[str, Any]) -> str:
+    """The chat template of a model folder; empty if it has none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -284,6 +286,7 @@ class _Generation(Extension):
 
 
 def _compile(template: str) -> jinja2.Template:
+    """A chat template, ready to be rendered in the sandbox; ShoalError if it is no valid Jinja."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -129,6 +129,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
+    """Limits this process, on Linux, to so many bytes beyond what it uses now."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

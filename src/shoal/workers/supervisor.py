@@ -67,6 +67,7 @@ class _Worker:
     killed: bool = False  # by the supervisor
 
     def describe_end(self) -> str:
+        """How the worker ended, in words."""
         status = self.status or 0
         if self.killed:
             return "it closed or spoilt its socket to the supervisor"
@@ -132,6 +133,7 @@ class Supervisor:
         return task
 
     async def _pulse(self, reader: asyncio.StreamReader) -> None:
+        """Each second: ends with the trainer, sends a sign of life, and notices workers that have ended."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PULSE_SECONDS)
@@ -220,6 +222,7 @@ class Supervisor:
             self._reply(call, reply)
 
     async def _read_together(self, worker: _Worker) -> None:
+        """Gives the replies of the shared worker to those who wait, until it ends."""
         try:
             while True:
                 header, _ = await _read_frame(worker.reader)
@@ -259,6 +262,7 @@ class Supervisor:
         return worker
 
     def _work(self, end: socket.socket, supervisor: int, together: bool) -> None:
+        """The life of a worker that has one call at a time."""
         prctl(KILL_WITH_PARENT, signal.SIGKILL)
         limit_memory(self.limits.memory_bytes)
         if os.getppid() != supervisor:
@@ -318,6 +322,7 @@ async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
 
 
 async def _work_together(channel: Channel, handle: AsyncHandler) -> None:
+    """The life of the worker whose event loop calls share."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     running: set[asyncio.Task[None]] = set()

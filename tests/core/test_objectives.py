@@ -25,7 +25,6 @@ from shoal.run.parts import schedule_of
 from shoal.run.preflight.settings import algorithm_warnings
 from shoal.run.task import with_overlong
 from shoal.tasks.library import overlong_punishment
-from shoal.tasks.task import Task
 from shoal.trainer.batch import pack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
@@ -129,7 +128,7 @@ def test_without_a_check_groups_are_chosen_by_the_reward_less_the_penalty():
     assert useful(judged(right=[0.1, 0.1, 0.2], overlong=[0, 0, -0.1]), OVERLONG)
     # A completion of which only the penalty says something is not compared.
     assert not useful(judged(right=[1, np.nan, 1], overlong=[0, -1, 0]), OVERLONG)
-    added = with_overlong(Task("t", (), {}, ()), RewardSection(overlong_buffer_tokens=4), 8).rewards[-1].name
+    added = with_overlong((), RewardSection(overlong_buffer_tokens=4), 8)[-1].name
     assert added == PENALTY
 
 
@@ -223,12 +222,12 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
 def test_the_overlong_penalty_by_hand():
     told = overlong_punishment(100, 20)(completion_ids=[[0] * n for n in (1, 80, 85, 99, 100, 120)])
     np.testing.assert_allclose(told, [0, 0, -0.25, -0.95, -1, -1])
-    task = Task("t", (), {}, (RewardFunction("r", lambda **_: [0.0], 1.0),))
-    assert with_overlong(task, RewardSection(), 100) is task
-    paper = with_overlong(task, RewardSection(overlong_buffer_tokens=-1), 100).rewards[1]
+    own = (RewardFunction("r", lambda **_: [0.0], 1.0),)
+    assert with_overlong(own, RewardSection(), 100) is own
+    paper = with_overlong(own, RewardSection(overlong_buffer_tokens=-1), 100)[1]
     assert paper.function(completion_ids=[[0] * 90]) == [-0.5]  # a fifth
     with pytest.raises(ShoalError, match="overlong_buffer_tokens=20: expected at most"):
-        with_overlong(task, RewardSection(overlong_buffer_tokens=20), 10)
+        with_overlong(own, RewardSection(overlong_buffer_tokens=20), 10)
 
 
 @pytest.mark.parametrize(("words", "lag", "every"), [

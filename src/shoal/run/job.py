@@ -1,7 +1,9 @@
 """One job: what a configuration becomes, in stages that open when they are first asked for.
 
     settings      what cannot work is refused, and what is probably a mistake noted
-    task, pool    questions; the processes that score answers
+    inputs        files and names that are given
+    questions     the data of the task
+    scorers, pool the functions that score answers, and their processes
     cluster       the Ray cluster of its samplers, if they are there
     world         the processes, if there are several
     devices       those of this machine, unless others are given
@@ -52,18 +54,18 @@ from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, training_fleet
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.loading import ModelSpec, make_model, multiply_exactly, open_run_model, open_teacher
+from shoal.run.loading import ModelSpec, find_teacher, load_scorer, make_model, multiply_exactly, open_run_model
 from shoal.run.memory import check_memory
 from shoal.run.parts import make_learner, make_updater, open_prompts, open_reference, prepare_sets, schedule_of
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, check_vocabulary
 from shoal.run.preflight.reward import check_first_prompt
-from shoal.run.preflight.settings import check_before_weights, check_settings, check_size
+from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
 from shoal.run.processes import check_same, open_world
 from shoal.run.profile import Profiler
 from shoal.run.records import kept_text, open_folder, open_recorder, resume_command, write_head
 from shoal.run.resume import restore_latest
 from shoal.run.size import parameter_count
-from shoal.run.task import load_task, with_overlong
+from shoal.run.task import UNREWARDED, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating, showing_progress
@@ -75,7 +77,7 @@ from shoal.trainer.loop import Run
 from shoal.trainer.step import Learner
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
-from shoal.types import Params, Purpose, ShoalError, StopSignal
+from shoal.types import Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +85,17 @@ if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
 
 T = TypeVar("T")
+
+CHECKS = {
+    "settings": ("configuration", ""), "inputs": ("configuration", ""),
+    "folder_note": ("configuration", "base_output_directory"), "questions": ("data", "task.path"),
+    "scorers": ("reward", "reward.functions"), "pool": ("reward", "reward.functions"), "devices": ("devices", "mesh"),
+    "spec": ("tokenizer", "model.path"), "roles": ("devices", "mesh"), "config": ("devices", "mesh"),
+    "model": ("model", "model.path"), "teacher": ("teacher", "teacher.path"), "tokenizer": ("tokenizer", "model.path"),
+    "prompts": ("data", "task.path"), "sets": ("data", "task.path"), "lengths": ("template", "model.template"),
+    "engines": ("memory", "sampling.slots_per_device"),
+}
+"""Stage -> what it checks, as findings call it, and the key that mends it unless the error names another."""
 
 
 class stage(Generic[T]):
@@ -126,14 +139,15 @@ class Job:
 
     def __init__(self, config: Config | EvalConfig | GenerateConfig, console: Console, *, run: Path | None = None,
                  functions: Sequence[Callable] = (), task: Task | None = None, devices: Sequence[Any] = (),
-                 spec: ModelSpec | None = None) -> None:
+                 spec: ModelSpec | None = None, findings: Findings | None = None) -> None:
         self.given: Any = config  # one of these: a stage reads what the commands that open it have
         self.console, self.run, self.functions = console, run, functions
         self._task, self._devices, self._spec = task, devices, spec
         self.trains = isinstance(config, Config)
-        self.findings, self.stop, self.stack = Findings(), StopSignal(), ExitStack()
+        self.findings, self.stop, self.stack = findings or Findings(), StopSignal(), ExitStack()
         self.opened: dict[str, Any] = {}
         self.failed: dict[str, ShoalError] = {}
+        self.noted: list[ShoalError] = []
         self.started, self.compilations = time.perf_counter(), CompilationCounter()
 
     def __enter__(self) -> Job:
@@ -143,38 +157,69 @@ class Job:
                  traceback: TracebackType | None) -> None:
         self.stack.__exit__(kind, error, traceback)
 
+    def collect(self, *stages: str) -> bool:
+        """Opens stages and notes what is wrong with each, in place of raising it. True if all are open."""
+        for name in stages:
+            try:
+                getattr(self, name)
+            except ShoalError as error:
+                if error not in self.noted:  # that of a stage which this one needs has been noted
+                    self.noted.append(error)
+                    source = next(name for name, known in self.failed.items() if known is error)
+                    self.findings.of(*CHECKS[source]).wrong(error)
+        return self.opened.keys() >= {*stages}
+
     # ---- before devices
 
     @stage
     def settings(self) -> None:
-        check_before_weights(self.given, bool(self.functions) or self._task is not None, self.run is not None)
         if self.trains:
-            check_sinks(self.given.report)
             check_settings(self.given, self.findings)
+            check_sinks(self.given.report)
 
     @stage
-    def task(self) -> Task:
-        """The questions, and the functions that score their answers."""
+    def inputs(self) -> None:
+        """The files and names that are given, as far as they are on this machine."""
+        check_before_weights(self.given, bool(self.functions) or self._task is not None, self.run is not None)
+
+    @stage
+    def folder_note(self) -> str:
+        """A note if the run's folder is there already; ShoalError where it cannot be made."""
+        return "" if self.run else check_run_folder(self.given)
+
+    @stage
+    def questions(self) -> Task:
+        """The data of the task, with its own rewards."""
         c = self.given
         with ExitStack() as reading:
             reading.enter_context(showing_progress(self.console.note))
             if not self.trains:
                 reading.enter_context(evaluating())
-            task = self._task or load_task(c.task, c.reward, self.functions,
-                                           not self.trains or c.algorithm.uses_rewards)
+            task = self._task or load_questions(c.task, c.reward)
         if self.trains and c.train.evaluate_every < 0:
             task = replace(task, evaluations={})
         for note in task.notes:
             self.console.note(note)
-        return with_overlong(task, c.reward, c.sampling.max_completion_tokens)
+        return task
+
+    @stage
+    def scorers(self) -> tuple[RewardFunction, ...]:
+        """The functions that score answers. Those that were given need no data."""
+        c = self.given
+        needed = not self.trains or c.algorithm.uses_rewards
+        rewards = self._task.rewards if self._task else given_rewards(c.reward, self.functions) or \
+            own_rewards(self.questions, c.task, c.reward, needed)
+        return with_overlong(rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens)
+
+    @property
+    def task(self) -> Task:
+        return replace(self.questions, rewards=self.scorers)
 
     @stage
     def pool(self) -> RewardPool:
         """The processes that score answers: forked while this one has no threads of JAX (decision 0006)."""
-        rewards = self.task.rewards
-        return self.stack.enter_context(closing(
-            RewardPool(rewards, self.given.reward, self.given.steps) if self.trains else
-            RewardPool(rewards, self.given.reward)))
+        steps = (self.given.steps,) if self.trains else ()
+        return self.stack.enter_context(closing(RewardPool(self.scorers, self.given.reward, *steps)))
 
     @stage
     def cluster(self) -> Cluster | None:
@@ -197,7 +242,9 @@ class Job:
 
     @stage
     def devices(self) -> Sequence[Any]:
-        return self._devices or available_devices(self.given.mesh)
+        devices = self._devices or available_devices(self.given.mesh)
+        make_roles(self.given.mesh, devices)  # judged before the model is known
+        return devices
 
     @stage
     def roles(self) -> Roles:
@@ -232,7 +279,19 @@ class Job:
         multiply_exactly(model.dtype, self.stack)
         return model
 
+    @stage
+    def teacher(self) -> ModelSpec | None:
+        return find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
+
     # ---- data
+
+    @property
+    def expected(self) -> Config:
+        """The configuration; before its devices are known, as for one of them."""
+        if "config" in self.opened:
+            return self.config
+        b = self.given.batch
+        return replace(self.given, batch=replace(b, prompts_per_step=b.prompts_per_device or b.prompts_per_step))
 
     @stage
     def tokenizer(self) -> Tokenizer:
@@ -243,11 +302,11 @@ class Job:
 
     @stage
     def prompts(self) -> PromptStream:
-        return open_prompts(self.config, self.task, self.tokenizer)
+        return open_prompts(self.expected, self.task, self.tokenizer)
 
     @property
     def first_prompt(self) -> TokenizedExample:
-        return self.prompts.peek(self.config.batch.prompts_per_step)
+        return self.prompts.peek(self.expected.batch.prompts_per_step)
 
     @stage
     def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
@@ -258,7 +317,7 @@ class Job:
     @stage
     def lengths(self) -> str:
         """The training prompts' lengths, as text."""
-        return check_prompts(self.config, self.task, self.tokenizer, self.findings)
+        return check_prompts(self.expected, self.task, self.tokenizer, self.findings)
 
     @stage
     def reward_findings(self) -> list[Finding]:
@@ -327,8 +386,8 @@ class Job:
 
     def check(self) -> None:
         """Opens everything that can be wrong with a run before its weights are read."""
-        for name in ("settings", "pool", "cluster", "world", "config", "model", "sets", "prompts", "lengths",
-                     "reward_findings", "sizes"):
+        for name in ("settings", "inputs", "folder_note", "pool", "cluster", "world", "config", "model", "teacher",
+                     "sets", "prompts", "lengths", "reward_findings", "sizes"):
             getattr(self, name)
 
     def open_run(self) -> Run:
@@ -338,7 +397,7 @@ class Job:
         # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
         weights = None if self.run else self.load_weights()
         reference = open_reference(config, spec, self.model, roles.reference, weights)
-        teacher = open_teacher(config, spec, roles.reference, self.console)
+        teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
         folder = open_folder(config, self.run, self.console, self.stack, world)
         source, updater = self.source, make_updater(config, self.learner, reference, teacher)
         facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))

@@ -149,13 +149,10 @@ def find_teacher(config: Config, student: ModelSpec, console: Console | None) ->
     return teacher
 
 
-def open_teacher(config: Config, student: ModelSpec, role: Role, console: Console) -> ModelScorer | None:
-    """The teacher with its weights, in the dtype of the computation; None without `teacher.path`."""
-    if not config.teacher.path:
-        return None
-    teacher = find_teacher(config, student, console)
-    model = make_model(config.model, teacher, role)
-    return ModelScorer(model, teacher.load(role, model.dtype))
+def load_scorer(section: ModelSection, spec: ModelSpec, role: Role) -> ModelScorer:
+    """A model that only scores, with its weights, in the dtype of the computation."""
+    model = make_model(section, spec, role)
+    return ModelScorer(model, spec.load(role, model.dtype))
 
 
 def compute_dtype(name: str, platform: str) -> Any:

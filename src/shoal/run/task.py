@@ -21,6 +21,10 @@ def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
+UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
+"""The rewards of data without a function, where a teacher alone gives the signal."""
+
+
 def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
     path = Path(task.path).expanduser()
@@ -39,15 +43,29 @@ def load_task(task: TaskSection, reward: RewardSection | None = None,
     signal) data without a function is rewarded with 0.
     """
     judged, reward = reward is not None, reward or RewardSection()
+    loaded = load_questions(task, reward)
+    rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, judged and needs_reward)
+    return replace(loaded, rewards=rewards if rewards or needs_reward else UNREWARDED)
+
+
+def load_questions(task: TaskSection, reward: RewardSection) -> Task:
+    """The task of a name with its own rewards; every evaluation set is cut to its first `task.num_eval_questions`."""
     if task.name == ROWS:
         raise ShoalError("task.name='rows': the data of this run came from Python, give it again there with its "
                          "reward: shoal.train(resume=FOLDER, task=rows, reward=f)")
-    loaded = with_rewards(load_by_name(task, reward), task, reward, functions)
-    if not needs_reward and not loaded.rewards:
-        return replace(loaded, rewards=(RewardFunction("unrewarded", _zero_reward, runs_in_process=True),))
-    if judged and not loaded.rewards:
+    return with_fewer_questions(load_by_name(task, reward), task)
+
+
+def own_rewards(loaded: Task, task: TaskSection, reward: RewardSection, required: bool) -> tuple[RewardFunction, ...]:
+    """The task's own reward functions, weighted; ShoalError where it has none and one is `required`."""
+    rewards = loaded.rewards
+    if required and not rewards:
         raise no_reward(task)
-    return loaded
+    if reward.weights and len(reward.weights) != len(rewards):
+        raise ShoalError(f"reward.weights: expected {len(rewards)} numbers, one for each of the task's own functions "
+                         f"({', '.join(one.name for one in rewards)}), got {len(reward.weights)}", "reward.weights")
+    return tuple(replace(one, weight=float(w)) for one, w in zip(rewards, reward.weights, strict=True)) \
+        if reward.weights else rewards
 
 
 def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunction]:
@@ -60,7 +78,7 @@ def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunc
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
                  functions: Sequence[Callable[..., Any]] = ()) -> Task:
     """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions given, if any."""
-    rewards = given_rewards(reward, functions) or _weigh(loaded.rewards, reward.weights)
+    rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, required=False)
     return replace(with_fewer_questions(loaded, task), rewards=rewards)
 
 
@@ -82,13 +100,6 @@ def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
     return replace(loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()})
 
 
-def _weigh(rewards: tuple[RewardFunction, ...], weights: Sequence[float]) -> tuple[RewardFunction, ...]:
-    if weights and len(weights) != len(rewards):
-        raise ShoalError(f"reward.weights: expected {len(rewards)} numbers, one for each of the task's own functions "
-                         f"({', '.join(one.name for one in rewards)}), got {len(weights)}")
-    return tuple(replace(one, weight=float(w)) for one, w in zip(rewards, weights, strict=True)) if weights else rewards
-
-
 def task_of_data(data: Any, held_out: Any, correct: Correct | None, task: TaskSection, reward: RewardSection,
                  functions: Sequence[Callable[..., Any]]) -> Task:
     """The task of data given from Python, rows or a whole `Task`, with the reward functions given."""
@@ -107,18 +118,18 @@ def task_of_data(data: Any, held_out: Any, correct: Correct | None, task: TaskSe
     return with_rewards(rows_task(data, held_out, correct, task.num_eval_questions), task, reward, functions)
 
 
-def with_overlong(task: Task, reward: RewardSection, max_tokens: int) -> Task:
-    """The task with the penalty on long completions as a further reward, where `reward.overlong_buffer_tokens` is
-    set."""
+def with_overlong(rewards: tuple[RewardFunction, ...], reward: RewardSection,
+                  max_tokens: int) -> tuple[RewardFunction, ...]:
+    """The reward functions with the penalty on long completions as a further one, where `reward.overlong_buffer_tokens`
+    is set."""
     buffer = max(1, max_tokens // 5) if reward.overlong_buffer_tokens == -1 else reward.overlong_buffer_tokens
     if not buffer:
-        return task
+        return rewards
     if buffer > max_tokens:
         raise ShoalError(f"reward.overlong_buffer_tokens={buffer}: expected at most sampling.max_completion_tokens "
-                         f"({max_tokens}): it is the last part of a completion")
-    if any(one.name == PENALTY for one in task.rewards):
+                         f"({max_tokens}): it is the last part of a completion", "reward.overlong_buffer_tokens")
+    if any(one.name == PENALTY for one in rewards):
         raise ShoalError("reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give yours "
-                         "another, or leave that key at 0")
-    penalty = RewardFunction(PENALTY, overlong_punishment(max_tokens, buffer), reward.overlong_penalty,
-                             runs_in_process=True)
-    return replace(task, rewards=(*task.rewards, penalty))
+                         "another, or leave that key at 0", "reward.overlong_buffer_tokens")
+    return (*rewards, RewardFunction(PENALTY, overlong_punishment(max_tokens, buffer), reward.overlong_penalty,
+                                     runs_in_process=True))

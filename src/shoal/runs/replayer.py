@@ -27,7 +27,7 @@ from shoal.rollout.publication import publish_to
 from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import machine
 from shoal.run.fitting import run_roles, trained_model
-from shoal.run.loading import ModelSpec, multiply_exactly, open_model, open_teacher, resolve_model
+from shoal.run.loading import ModelSpec, find_teacher, load_scorer, multiply_exactly, open_model, resolve_model
 from shoal.run.parts import make_learner, make_updater, open_reference
 from shoal.runs.bounded import leaves
 from shoal.runs.compare import INERT_KEYS
@@ -126,8 +126,8 @@ class Replayer:
         """The updater of the step from `version` to the next."""
         config = self.run.config_at(version)
         if self._updater_of is None or self._updater_of[0] is not config:
-            teacher = open_teacher(config, self.model_spec, self.roles.reference, self.console) if with_teacher \
-                else None
+            teacher = load_scorer(config.model, find_teacher(config, self.model_spec, self.console),
+                                  self.roles.reference) if with_teacher and config.teacher.path else None
             reference = None if first is None else open_reference(config, self.model_spec, self.model(config),
                                                                   self.roles.reference, first)
             self._updater_of = config, make_updater(config, self._learner(config), reference, teacher)

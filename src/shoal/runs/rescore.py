@@ -25,7 +25,6 @@ from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.runs.stored_run import StoredRun
-from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.trainer.step_table import StepTable
 from shoal.types import Example, RewardFunction
@@ -71,7 +70,7 @@ def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction
     else:
         found = load_task(run.task, reward).rewards
     penalty = reward if reward.overlong_buffer_tokens else run.reward
-    return with_overlong(Task(run.task.name, (), {}, found), penalty, run.sampling.max_completion_tokens).rewards
+    return with_overlong(found, penalty, run.sampling.max_completion_tokens)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     lengths = np.array([len(one.prompt_ids) for one in readable(
         np.linspace(0, size - 1, min(NUM_PROMPTS, size)).astype(int).tolist())], int)
     if refused and (not lengths.size or config.sampling.long_prompts == "error"):
-        raise ShoalError(refused[0])
+        raise ShoalError(f"{refused[0]}. Give another template with model.template", "model.template")
     if refused:
         check.warning(f"{len(refused)} of {len(refused) + len(lengths)} prompts checked are dropped; the first: "
                       f"{refused[0]}", "model.template")

@@ -44,7 +44,6 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         if key in known:
             check_local(getattr(config, key), key)
     if isinstance(config, Config):
-        check_trainable(config)
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
             raise no_reward(config.task)
@@ -232,11 +231,9 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_settings(config: Config, findings: Findings) -> None:
-    """Reports settings that the run would refuse, and those that are probably mistakes."""
+    """Reports settings that are probably mistakes; ShoalError for those that the run would refuse."""
     check, before = findings.of("configuration"), len(findings.found)
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
-    with check.errors():
-        check_trainable(config)
     for key, text in algorithm_warnings(config):
         check.warning(text, key)
     usual = "1e-6 for a large model, 5e-5 for a tiny one"
@@ -258,6 +255,7 @@ def check_settings(config: Config, findings: Findings) -> None:
     if config.algorithm.kl_coef >= 1:
         check.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual",
                       "algorithm.kl_coef")
+    check_trainable(config)
     if len(findings.found) == before:
         check.ok(step_text(config))
 

@@ -213,7 +213,7 @@ def _run_command(command: str, words: list[str]) -> int:
 
 
 def _dry_run_warnings(config: Any) -> list[str]:
-    from shoal.run.preflight.dry_run import check_dry_run
+    from shoal.run.dry_run import check_dry_run
 
     try:
         return [f"warning: {found}" for found in check_dry_run(config)]

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shoal.run.preflight.head import attention_text
 from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
 
 from shoal.config.schema import Config, ModelSection, OptimizerSection
@@ -23,6 +22,7 @@ from shoal.model.parameters import shardings
 from shoal.model.segment_attention import attention_kind
 from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.model.transformer import Model
+from shoal.run.head import attention_text
 from shoal.run.loading import ModelSpec, make_model
 from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
 from shoal.trainer.loss import batch_loss

@@ -43,10 +43,10 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
                                   "memory": {}, "time": {}, "advice": {}}
         if job.collect("settings", "folder_note") and job.folder_note:
             findings.of("configuration").ok(job.folder_note)
-        job.collect("questions", "pool", "devices", "spec", "config", "tokenizer")
+        job.collect("questions", "pool", "devices", "spec", "placement", "tokenizer")
         begins = check_data(job, result)
         scored = job.collect("questions", "pool") and check_reward(job, result)
-        if job.collect("config", "model", "teacher"):
+        if job.collect("model", "teacher"):
             check_step(job, result, begins and scored)
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
         console.heading(f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "

@@ -91,6 +91,7 @@ CHECKS = {
     "folder_note": ("configuration", "base_output_directory"), "questions": ("data", "task.path"),
     "scorers": ("reward", "reward.functions"), "pool": ("reward", "reward.functions"), "devices": ("devices", "mesh"),
     "spec": ("tokenizer", "model.path"), "roles": ("devices", "mesh"), "config": ("devices", "mesh"),
+    "placement": ("devices", "mesh"), "sizes": ("memory", "model.path"),
     "model": ("model", "model.path"), "teacher": ("teacher", "teacher.path"), "tokenizer": ("tokenizer", "model.path"),
     "prompts": ("data", "task.path"), "sets": ("data", "task.path"), "lengths": ("template", "model.template"),
     "engines": ("memory", "sampling.slots_per_device"),
@@ -267,9 +268,12 @@ class Job:
         if self.run and before != config.batch.prompts_per_step:
             self.console.warning(f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
                                  "the number of the trainer's devices has changed")
-        check_devices(config, self.roles, self.findings)
-        check_vocabulary(self.spec.architecture.vocab_size, self.roles, self.findings)
         return config
+
+    @stage
+    def placement(self) -> None:
+        check_devices(self.config, self.roles, self.findings)
+        check_vocabulary(self.spec.architecture.vocab_size, self.roles, self.findings)
 
     @stage
     def model(self) -> Model:
@@ -386,7 +390,7 @@ class Job:
 
     def check(self) -> None:
         """Opens everything that can be wrong with a run before its weights are read."""
-        for name in ("settings", "inputs", "folder_note", "pool", "cluster", "world", "config", "model", "teacher",
+        for name in ("settings", "inputs", "folder_note", "pool", "cluster", "world", "placement", "model", "teacher",
                      "sets", "prompts", "lengths", "reward_findings", "sizes"):
             getattr(self, name)
 

@@ -74,7 +74,7 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
     ("reward={rewards}", ["expected `file.py:function`"]),
     ("reward.weights=1,2", ["reward.weights", "1 numbers"]),
     ("run_name=../out", ["run_name='../out'", "without '..'"]),
-    ("base_output_directory={rewards}/below", ["cannot write", "base_output_directory"]),
+    ("base_output_directory={rewards}/below", ["base_output_directory=", "cannot be written", "is a file"]),
     ("base_output_directory=gs://bucket/out", ["cloud storage is not supported"]),
     ("model=gs://bucket/model", ["model.path=gs://bucket/model", "give a local folder"]),
     ("nonsense.yml", ["nonsense.yml"]),

@@ -52,10 +52,7 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
         path = named_folder(base, run_name)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."]
-        if foreign and CONFIG not in foreign:
-            raise ShoalError(f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
-                             "another run_name, or empty it")
+            refuse_foreign(path)
         return path
     now = now or datetime.now()
     day, second = base / now.strftime("%Y-%m-%d"), now.strftime("%H-%M-%S")
@@ -67,6 +64,14 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
                 path.mkdir()
                 return path
     raise ShoalError(f"cannot make a run folder: {day / second} and its numbered names are all taken; set run_name")
+
+
+def refuse_foreign(path: Path) -> None:
+    """ShoalError for a folder that holds other files than a run's."""
+    foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."]
+    if foreign and CONFIG not in foreign:
+        raise ShoalError(f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
+                         "another run_name, or empty it", "run_name")
 
 
 def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:

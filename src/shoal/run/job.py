@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from shoal.config.schema import Config, EvalConfig, GenerateConfig
+from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.tokenizer import Tokenizer
@@ -244,17 +244,22 @@ class Job:
     @stage
     def devices(self) -> Sequence[Any]:
         devices = self._devices or available_devices(self.given.mesh)
-        make_roles(self.given.mesh, devices)  # judged before the model is known
+        make_roles(self.mesh, devices)  # judged before the model is known
         return devices
+
+    @property
+    def mesh(self) -> MeshSection:
+        """The mesh as given, for the devices that Ray holds for this process."""
+        # Not `self.cluster`: a plan joins none.
+        return trainer_mesh(self.given, self.opened["cluster"]).mesh if "cluster" in self.opened else self.given.mesh
 
     @stage
     def roles(self) -> Roles:
         """The mesh of each role. A command that only samples has no trainer to share the devices with."""
-        given = self.given.mesh
+        given, devices = self.mesh, self.devices
         if not self.trains:
-            return make_roles(given, self.devices)
-        # Not `self.cluster`: a plan joins none.
-        roles = run_roles(trainer_mesh(self.given, self.opened.get("cluster")), self.spec.architecture, self.devices)
+            return make_roles(given, devices)
+        roles = run_roles(replace(self.given, mesh=given), self.spec.architecture, devices)
         if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
             self.console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit "
                               "fewer devices")

@@ -16,7 +16,7 @@ from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSection
 from shoal.files import check_local, check_place
 from shoal.report.findings import Findings
-from shoal.report.folder import is_run, named_folder
+from shoal.report.folder import is_run, named_folder, refuse_foreign
 from shoal.run.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS
@@ -270,8 +270,8 @@ def check_run_folder(config: Config) -> str:
     check_place(place / "any", key)
     if config.run_name and is_run(place):
         return f"{place} is a run already, which `shoal train` would resume"
-    if config.run_name and place.is_dir() and any(place.iterdir()):
-        raise ShoalError(f"{place} holds something that is no run: choose another run_name", "run_name")
+    if config.run_name and place.is_dir():
+        refuse_foreign(place)
     return ""
 
 

@@ -175,7 +175,7 @@ def test_a_dry_run_refuses_what_the_data_does_not_allow(capsys, workshop, change
 def test_what_is_printed_is_kept(tmp_path: Path):
     out, log = io.StringIO(), tmp_path / "log.txt"
     for terminal in (False, True):
-        console = Console(out, terminal=terminal, notebook=False)
+        console = Console(out, terminal=terminal)
         console.note("before there was a folder")
         console.keep_log(log)
         console.heading("training")

@@ -78,11 +78,10 @@ JOBS: Mapping[str, Job] = {
     # NVLink: 450 GB/s each way.
     "8b-h200-8": Job("topology=h200:8 model.name=llama3.1-8b mesh.fsdp=-1 mesh.sampler_tensor=1 "
                      "batch.prompts_per_step=32 batch.micro_tokens=16384", 32, 8, 8, 4.8e12, 450e9),
-    # 16 of 32 chips, in a slice of 2 x 4 x 4 without wrap-around: three dimensions, a link of 100 GB/s each. Whichever
-    # half it is, along one dimension it has a part.
-    "8b-v5p-64": Job("topology=v5p:4x4x4 model.name=llama3.1-8b mesh.trainer=32 mesh.sampler=32 mesh.fsdp=-1 "
-                     "mesh.sampler_tensor=1 batch.prompts_per_step=64 batch.micro_tokens=4352 train.max_staleness=1",
-                     64, 32, 32, 2.765e12, 500e9, overlaps=True),
+    # Half of a slice of 2 x 2 x 2 chips, which has no wrap-around: a square, a link of 100 GB/s along each side.
+    "8b-v5p-16": Job("topology=v5p:2x2x2 model.name=llama3.1-8b mesh.trainer=4 mesh.sampler=4 mesh.fsdp=-1 "
+                     "mesh.sampler_tensor=1 batch.prompts_per_step=16 batch.micro_tokens=4352 train.max_staleness=1",
+                     16, 4, 4, 2.765e12, 200e9, overlaps=True),
 }
 
 Row = tuple[str, float, float, float, float]

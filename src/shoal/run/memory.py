@@ -58,7 +58,7 @@ def judge_memory(figures: Figures, available: AvailableMemory, describe: Describ
     """Whether a job fits: what each device needs and has, and if that is tight, what to change. `bound`: `at least`
     where activations are unknown."""
     shared = f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""
-    text = f"{bound} {gib(figures.peak)}{shared}, in {PHASES[figures.fullest][0]} ({parts_text(figures)})"
+    text = f"{bound} {gib(figures.peak)}{shared}, in the {PHASES[figures.fullest][0]} phase ({parts_text(figures)})"
     if not available.free:
         return Judged(Finding("memory", "ok", f"{text}; the device does not report its memory"))
     text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"

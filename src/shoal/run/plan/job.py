@@ -5,8 +5,8 @@ These are the run's own learner and engines, made as a run makes them; nothing i
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +30,12 @@ from shoal.model.kv_cache import keys_at_once
 from shoal.model.parameters import param_shapes, param_specs
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
+from shoal.report.console import Console
 from shoal.rollout.publication import publication_program, published_shapes
-from shoal.run.derived import for_devices, max_support
+from shoal.run.derived import max_support
 from shoal.run.engines import num_hosts, run_engines
-from shoal.run.fitting import run_roles, trained_model
-from shoal.run.loading import ModelSpec, multiply_exactly, planned_architecture
+from shoal.run.job import Job
+from shoal.run.loading import ModelSpec, planned_architecture
 from shoal.run.outline import outline
 from shoal.run.parts import make_learner, micro_batch_shapes
 from shoal.run.plan.links import axis_links
@@ -69,14 +70,11 @@ class PlannedJob:
         self.topology: Topology | None = parse_topology(topology) if topology else None
         devices = topology_devices(self.topology) if self.topology else available_devices(config.mesh)
         self.architecture = planned_architecture(config.model)
-        self.roles = run_roles(config, self.architecture, devices)
-        self.config = for_devices(config, self.roles.trainer.mesh.size, self.roles.trainer.platform)
-        spec = ModelSpec(Path(), self.architecture)
-        model = trained_model(self.config, spec, self.roles)
-        multiply_exactly(model.dtype, ExitStack())
-        # After `trained_model`: with fewer layers model.remat=auto would choose another program.
+        job = Job(config, Console(io.StringIO()), devices=devices, spec=ModelSpec(Path(), self.architecture))
+        self.roles, self.config = job.roles, job.config
+        # After the job's: with fewer layers model.remat=auto would choose another program.
         a = replace(self.architecture, num_layers=layers) if layers else self.architecture
-        self.model: Model = replace(model, architecture=a)
+        self.model: Model = replace(job.model, architecture=a)
         self.sampler_model = self.model.on(self.roles.sampler)
         self.hosts = self.topology.hosts(devices) if self.topology else dict.fromkeys(devices, 0)
 

@@ -9,6 +9,7 @@ import jax
 import pytest
 from pods import gpu, tpu
 
+from shoal.config.device_sections import SamplerSection
 from shoal.config.schema import (
     AlgorithmSection,
     BatchSection,
@@ -22,7 +23,7 @@ from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
 from shoal.model.parameters import shardings
 from shoal.run.fitting import decided_remat, run_roles
-from shoal.run.size import held_versions
+from shoal.run.size import held_versions, weight_sizes
 
 OWN = {"trainer": "4", "sampler": "2", "fsdp": 4}
 V5P, V6E = tpu("v5p", 2, 2), tpu("v6e", 2, 4)
@@ -100,3 +101,15 @@ def test_as_much_is_kept_as_there_is_memory_for(model: str, devices: Any, mesh: 
     made = Config(mesh=MeshSection(**mesh), batch=BatchSection(micro_tokens=micro_tokens))
     a = model_named(model).architecture
     assert decided_remat(made, run_roles(made, a, devices), a) == remat
+
+
+@pytest.mark.parametrize(("kind", "parts"), [
+    ("local", {"parameters", "Adam's moments", "the sampler's copy", "reference", "gradient"}),
+    ("ray", {"parameters", "Adam's moments", "reference", "gradient"})])
+def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_own(kind, parts):
+    made = replace(config(0.1, fsdp=4), sampler=SamplerSection(kind=kind))
+    a = model_named("llama3.1-8b").architecture
+    sizes = weight_sizes(made, a, run_roles(made, a, V5P), "bfloat16", None)
+    assert set(sizes.on("trainer", "update")) == parts and "gradient" not in sizes.on("trainer", "sampling")
+    assert ("parameters" in sizes.on("sampler")) == (kind == "local")
+    assert sizes.on("trainer")["parameters"] == 4 * 2_007_565_312  # a quarter of 8,030,261,248, in float32

@@ -316,8 +316,6 @@ class ViewConfig:
 
     runs: tuple[str, ...] = ()
     """Run folders, folders of runs, or `last`; without any, the newest run."""
-    from_step: int = 0
-    """First step of the curves; 0 for all."""
     port: int = 0
     """Port to serve at; 0 for 8700 or the next free one."""
     host: str = "127.0.0.1"
@@ -332,7 +330,7 @@ class ViewConfig:
     """Groups to put into that file: 12 (all of a step), 12:3, 12:0-7; without any, groups of the newest step."""
 
     def __post_init__(self) -> None:
-        at_least(self, "", 0, "from_step", "port")
+        at_least(self, "", 0, "port")
         require(self.port < 65_536, "port", self.port, "at most 65535")
 
 

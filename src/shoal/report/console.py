@@ -46,8 +46,7 @@ class Console:
 
     def heading(self, text: str) -> None:
         """Begins a part: evaluation, training."""
-        self.close()
-        self._write(f"== {one_line(text)}", "bold cyan")
+        self.text(f"== {one_line(text)}", "bold cyan")
 
     def note(self, text: str) -> None:
         """One fact in one line. A repetition is only counted; the summary shows the counts."""

@@ -47,7 +47,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
             raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
         runs = open_runs(config.runs)
         listening = listen(config.host, config.port)
-        viewer = Viewer(runs, config.from_step)
+        viewer = Viewer(runs)
         address = _address(config.host, listening.getsockname()[1], token)
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)

@@ -25,13 +25,12 @@ SAME_TASK = ("task.name", "task.path", "task.split", "task.columns", "reward.fun
 
 def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float],
              settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All of it as one record."""
-    summary = run.summary()
+    """All of it but the progress as one record."""
     names = [*curves.columns, *evaluations.curves()]
     topics = by_topic(names)
     return {
-        "name": run.name, "path": str(run.path), "progress": progress(run, curves, settings, bool(summary)),
-        "table": before_after(run, summary, evaluations), "topics": topics, "about": about(names),
+        "name": run.name, "path": str(run.path),
+        "table": before_after(run, evaluations), "topics": topics, "about": about(names),
         "events": sorted(events(run, curves, evaluations), key=lambda event: event["step"])[:MAX_EVENTS],
         "settings": settings_rows(settings),
         "drivers": drivers(curves, weights), "problems": sorted(run.problems.values()),
@@ -53,9 +52,9 @@ def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_fin
             "step_seconds": lately, "reading": not curves.complete}
 
 
-def before_after(run: StoredRun, summary: Mapping[str, Any], evaluations: Evaluations) -> list[list[str]]:
+def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[str]]:
     """The rows of the table that a run prints at its end; of an unfinished one, up to its newest evaluation."""
-    before, after = evaluations.before_after(summary)
+    before, after = evaluations.before_after(run.summary())
     try:
         return [list(row) for row in summary_rows(before, after)] if before else []
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:

@@ -33,7 +33,7 @@ _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 def write_page(runs: Sequence[StoredRun], config: ViewConfig, to: Path) -> int:
     """Writes the page; returns its size in bytes. ShoalError for groups that the runs lack."""
-    viewer = Viewer(runs, config.from_step)
+    viewer = Viewer(runs)
     try:
         viewer.read_all()
         records = dict(_records(viewer, config.groups))

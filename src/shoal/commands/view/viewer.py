@@ -50,14 +50,34 @@ class OpenRun:
     pieces: Pieces
     lint: TextLint | None = None
     lint_revision: int = -1
-    kept: dict[Any, Any] = field(default_factory=dict)  # answers that hold until the run writes again
+    _kept: dict[Any, Any] = field(default_factory=dict)  # answers that hold until the run writes again
+
+    def kept(self, name: str, revision: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made again only when the revision is another."""
+        held = self._kept.get(name)
+        if held is None or held[0] != revision:
+            self._kept[name] = held = (revision, make())
+        return held[1]
+
+    def _stored(self, file: str, read: Callable[[], Any]) -> Any:
+        """What `read` gives of a file, read again only when the file has changed."""
+        path = self.run.file(file)
+        return self.kept(file, path and path.stat().st_mtime_ns, read)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self._stored(CONFIG, self.run.settings)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return progress(self.run, self.curves, self.settings, bool(self._stored(SUMMARY, self.run.summary)))
 
 
 class Viewer:
     """The runs of a page. `refresh` reads what is new, `start` does so in a thread until `close`."""
 
-    def __init__(self, runs: Sequence[StoredRun], from_step: int = 0) -> None:
-        self.database, self.from_step = Database(runs), from_step
+    def __init__(self, runs: Sequence[StoredRun]) -> None:
+        self.database = Database(runs)
         self.runs = {run.name: OpenRun(
             run, GroupTable(run, self.database, number), Curves(run), Evaluations(),
             GrowingLines(run, "evaluations.jsonl"), Pieces(run)) for number, run in enumerate(runs)}
@@ -176,59 +196,33 @@ class Parameters:
 
 
 def _runs(viewer: Viewer, _: Parameters) -> dict[str, Any]:
-    return {"runs": [{"name": name, "path": str(one.run.path),
-                      "progress": _progress(one),
-                      "problems": len(one.run.problems)} for name, one in viewer.runs.items()],
-            "from_step": viewer.from_step}
-
-
-def _settings(one: OpenRun) -> dict[str, Any]:
-    return _stored(one, CONFIG, one.run.settings)
-
-
-def _progress(one: OpenRun) -> dict[str, Any]:
-    return progress(one.run, one.curves, _settings(one), bool(_stored(one, SUMMARY, one.run.summary)))
-
-
-def _stored(one: OpenRun, file: str, read: Callable[[], Any]) -> Any:
-    """What `read` gives of a file, read again only when the file has changed."""
-    path = one.run.file(file)
-    return _kept(one, file, path and path.stat().st_mtime_ns, read)
-
-
-def _kept(one: OpenRun, name: str, revision: Any, make: Callable[[], Any]) -> Any:
-    """What `make` gives, made again only when the revision is another."""
-    held = one.kept.get(name)
-    if held is None or held[0] != revision:
-        one.kept[name] = held = (revision, make())
-    return held[1]
+    return {"runs": [{"name": name, "path": str(one.run.path), "progress": one.progress,
+                      "problems": len(one.run.problems)} for name, one in viewer.runs.items()]}
 
 
 def _compare(viewer: Viewer, asked: Parameters) -> dict[str, Any]:
     names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
-    return comparison([(name, _settings(viewer.runs[name])) for name in names])
+    return comparison([(name, viewer.runs[name].settings) for name in names])
 
 
 def _overview(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
-    revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems),
-                bool(one.index.weights))
-    record = _kept(one, "overview", revision, lambda: overview(one.run, one.curves, one.evaluations,
-                                                           one.index.weights, _settings(one)))
-    return record | {"progress": _progress(one),
-                     "waiting": one.index.waiting}
+    revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems), bool(one.index.weights))
+    record = one.kept("overview", revision, lambda: overview(one.run, one.curves, one.evaluations, one.index.weights,
+                                                             one.settings))
+    return record | {"progress": one.progress, "waiting": one.index.waiting}
 
 
 def _curves(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
-    first, last = asked.real("first", viewer.from_step or -math.inf), asked.real("last", math.inf)
+    first, last = asked.real("first", -math.inf), asked.real("last", math.inf)
     if asked.text("first") or asked.text("last"):
         return one.curves.thinned(first, last) | {"revision": one.curves.revision}
-    return _kept(one, "curves", one.curves.revision, lambda: one.curves.thinned(first, last)) | {
+    return one.kept("curves", one.curves.revision, lambda: one.curves.thinned(first, last)) | {
         "revision": one.curves.revision}
 
 
 def _status(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return {"revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
-            "progress": _progress(one)}
+            "progress": one.progress}
 
 
 def _groups(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
@@ -242,12 +236,12 @@ def _groups(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
 
 def _group(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return group_detail(one.index, asked.text("file"), asked.number("group")) | {
-        "path": str(one.run.path), "no_replay": refusal(one.run, _settings(one), asked.text("file"))}
+        "path": str(one.run.path), "no_replay": refusal(one.run, one.settings, asked.text("file"))}
 
 
 def _tokens(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     return token_detail(one.index, asked.text("file"), asked.number("group"), asked.number("completion", 0),
-                        one.pieces, _settings(one))
+                        one.pieces, one.settings)
 
 
 def _replay(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
@@ -260,12 +254,12 @@ def _prompt(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
 
 def _prompts(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
     key = (asked.text("set"), asked.text("change"), asked.number("offset", 0), asked.number("limit", 100, 1, 500))
-    return _kept(one, "prompts", (key, one.index.revision),
+    return one.kept("prompts", (key, one.index.revision),
                  lambda: prompt_list(one.index, *key)) | {"waiting": one.index.waiting}
 
 
 def _lint(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
-    numbers = _kept(one, "lint", one.index.revision, lambda: number_findings(one.index))
+    numbers = one.kept("lint", one.index.revision, lambda: number_findings(one.index))
     return lint(one.index, numbers, viewer.text_lint(one)) | {"waiting": one.index.waiting}
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +17,11 @@ from small import QWEN3, learner, roles
 from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
 
+from shoal.config.schema import Config
 from shoal.model.parameters import Parameters, shardings
+from shoal.report.console import Console
 from shoal.run.compilation import CompilationCounter
+from shoal.run.job import Job
 from shoal.trainer.checkpoint import Checkpoints, find_checkpoint, load_parameters
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
@@ -119,6 +125,18 @@ def test_what_cannot_be_read_is_an_error(run, tmp_path):
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     with pytest.raises(ShoalError, match="checkpoints/1 cannot be read"):
         load_parameters(tmp_path, 1, QWEN3, role)
+
+
+def test_a_job_leaves_loggers_hooks_and_warnings_as_they_were(tmp_path):
+    def seen():
+        levels = [logging.getLogger(name).level for name in ("absl", "asyncio")]
+        return [*levels, sys.unraisablehook, warnings.filters[:]]
+
+    before = seen()
+    with Job(Config(), Console()) as job:
+        assert job.given == Config() and all(now != then for now, then in zip(seen(), before, strict=True))
+        Checkpoints(tmp_path, keep_last=1).close()
+    assert seen() == before
 
 
 def test_a_number_that_was_not_saved_is_not_another(run):

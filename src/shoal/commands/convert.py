@@ -34,6 +34,7 @@ from shoal.run.preflight.settings import check_model
 from shoal.text import count
 from shoal.trainer.array_tree import ITEM, STEP, write_tree
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
+from shoal.trainer.orbax import orbax_silenced
 from shoal.types import ShoalError
 
 PROGRESS_BYTES = 1 << 30
@@ -52,7 +53,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
         check_model(ModelSection(path=source), key="from")
     if _name(config):
         model_named(_name(config))
-    with console or Console() as console:
+    with console or Console() as console, orbax_silenced():
         _warn_of_unused(config, console)
         role = make_roles(MeshSection(fsdp=1)).trainer
         if config.format == "maxtext":

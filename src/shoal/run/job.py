@@ -74,6 +74,7 @@ from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
+from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner
 from shoal.trainer.update import num_scorings
 from shoal.trainer.utilisation import Utilisation
@@ -152,6 +153,7 @@ class Job:
         self.started, self.compilations = time.perf_counter(), CompilationCounter()
 
     def __enter__(self) -> Job:
+        self.stack.enter_context(orbax_silenced())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -7,12 +7,14 @@ failure becomes one `ShoalError`.
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import shutil
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,28 +27,36 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def load_orbax() -> Any:
-    """The module `orbax.checkpoint`, imported late because it takes a second, with its own reports silenced."""
+    """The module `orbax.checkpoint`, imported late because it takes a second."""
     import orbax.checkpoint as ocp
 
-    for name in ("absl", "asyncio"):  # they log what is raised as well
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning)
-    # Once: each hook wraps the one before, and this function is called for every checkpoint.
-    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
-        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
     return ocp
 
 
-class _WithoutClosedLoops:
-    """Drops the tracebacks "Event loop is closed". When one array of many cannot be read or written, Orbax closes its
-    event loop and each of the other arrays' callbacks prints one; the error itself is raised."""
+@contextmanager
+def orbax_silenced() -> Iterator[None]:
+    """Drops what Orbax prints beside the errors that it raises, until the end of the block.
 
-    def __init__(self, before: Callable[[Any], Any]):
-        self.before = before
+    When one array of many cannot be read or written, Orbax closes its event loop, and the callback of each other array
+    prints a traceback."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, hook = [logger.level for logger in loggers], sys.unraisablehook
 
-    def __call__(self, unraisable: Any) -> None:
+    def without_closed_loops(unraisable: Any) -> None:
         if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
-            self.before(unraisable)
+            hook(unraisable)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning)
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        sys.unraisablehook = without_closed_loops
+        try:
+            yield
+        finally:
+            sys.unraisablehook = hook
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 @contextmanager
@@ -71,7 +81,16 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """The first line of an error, shortened in the middle: in Orbax's long ones the reason is at the end."""
+    """The first line of an error, shortened in the middle: in Orbax's long ones the reason is at the end.
+
+    Frees what the error's frames hold: a closed event loop that is freed later would print its tracebacks then, after
+    the end of `orbax_silenced`."""
+    found: list[BaseException | None] = [error]
+    while found:
+        if one := found.pop():
+            traceback.clear_frames(one.__traceback__)
+            found += [one.__cause__, *([] if one.__cause__ else [one.__context__]), *getattr(one, "exceptions", ())]
+    gc.collect()
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line if len(line) <= 200 else f"{line[:60]} ... {line[-120:]}"
 

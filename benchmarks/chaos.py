@@ -117,8 +117,8 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any],
         first: dict[str, Any] = {name: hosts.make(name) if name not in hosts.away else Absent() for name in NAMES}
         fleet = make_fleet(first, hosts.woken, PUBLISH_SECONDS, restart=hosts.make, restarts=10**6,
                            stall_seconds=STALL_SECONDS, on_note=on_note)
-        run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest, ahead=k * newest),
-                       QUESTIONS)
+        run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest), QUESTIONS,
+                       pins=newest)
         account.asked, started, read = run.pending, time.perf_counter(), len(trainer.stats)
         account.under_way = lambda ledger=fleet.ledger: sum(
             one.request.purpose is Purpose.TRAIN for one in ledger.entries.values())

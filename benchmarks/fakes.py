@@ -43,7 +43,7 @@ from shoal.types import (
     SampleRequest,
     StopReason,
 )
-from simulation import Case, Trace
+from simulation import Case, Trace, pinned
 
 VOCABULARY = SimpleNamespace(architecture=SimpleNamespace(vocab_size=1000))
 
@@ -258,7 +258,7 @@ def make_fleet(hosts: Mapping[str, Host], woken: threading.Event, publish_second
 
 
 def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int, schedule: Schedule,
-             questions: int = 0) -> Run:
+             questions: int = 0, pins: bool = False) -> Run:
     """A run, or the rest of one that the trainer has a checkpoint of; every third step has one. Every tenth version is
     evaluated where there are questions."""
     trainer.after_step = lambda: trainer.stats.append(fleet.read_stats(Purpose.TRAIN))
@@ -269,8 +269,11 @@ def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group
     stream = PromptStream(examples, lambda prompt: np.array([1]), 0, 10)
     held_out = [TokenizedExample(Example(row, str(row)), np.array([1])) for row in range(questions)]
     evaluator = Evaluator({"held_out": held_out} if questions else {}, config.sampling.params, 0, TASK)
-    return Run(config, weights(0), trainer, fleet, stream, evaluator, trainer, trainer,  # type: ignore[arg-type]
-               schedule, trainer.saved)
+    run = Run(config, weights(0), trainer, fleet, stream, evaluator, trainer, trainer,  # type: ignore[arg-type]
+              schedule, trainer.saved)
+    if pins:
+        pinned(run.lookahead)
+    return run
 
 
 def run_case(case: Case, lengths: np.ndarray, update_seconds: float, token_seconds: float) -> Trace:
@@ -289,7 +292,8 @@ def run_case(case: Case, lengths: np.ndarray, update_seconds: float, token_secon
     fleet = make_fleet(hosts, woken)
     cpu = time.process_time()
     try:
-        make_run(fleet, trainer, len(lengths), case.prompts, case.group_size, case.schedule).train()
+        make_run(fleet, trainer, len(lengths), case.prompts, case.group_size, case.schedule,
+                 pins=case.mode == "newest").train()
     finally:
         fleet.close()
     trace.cpu_seconds = time.process_time() - cpu

@@ -47,7 +47,7 @@ class Case:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.k, newest=self.mode != "fixed", ahead=self.k if self.mode == "newest" else 0)
+        return Schedule(self.k, newest=self.mode != "fixed")
 
     @property
     def places_per_host(self) -> int:
@@ -61,6 +61,12 @@ class Case:
         tokens = np.random.default_rng(seed).lognormal(np.log(MEDIAN_TOKENS), self.sigma, shape)
         most = self.most * MEDIAN_TOKENS or np.inf
         return np.rint(np.clip(tokens, 1, most)).astype(int)
+
+
+def pinned(lookahead: Lookahead) -> Lookahead:
+    """All steps that the lag allows are asked for ahead, from the start on."""
+    lookahead.adapts, lookahead.steps = False, lookahead.most
+    return lookahead
 
 
 @dataclass
@@ -124,7 +130,7 @@ class Simulation:
         self.published: list[float] = []  # when each version was
         self.begins = np.zeros(self.lengths.shape)
         self.asked = 0  # steps
-        self.lookahead = Lookahead(case.schedule)
+        self.lookahead = pinned(Lookahead(case.schedule)) if case.mode == "newest" else Lookahead(case.schedule)
         self.updating = False
         self.trace = Trace()
 

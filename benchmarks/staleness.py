@@ -33,9 +33,9 @@ MODES = {
     "fixed-0": (),
     "fixed-1": ("train.max_staleness=1",),
     "fixed-4": ("train.max_staleness=4",),
-    "newest-1": (*OWN_DEVICES, "train.max_staleness=1", "train.ahead=1"),
-    "newest-4": (*OWN_DEVICES, "train.max_staleness=4", "train.ahead=4"),
-    "newest-4-slow": (*OWN_DEVICES, "train.max_staleness=4", "train.ahead=4", "sampling.slots_per_device=1280"),
+    "newest-1": (*OWN_DEVICES, "train.max_staleness=1"),
+    "newest-4": (*OWN_DEVICES, "train.max_staleness=4"),
+    "newest-4-slow": (*OWN_DEVICES, "train.max_staleness=4", "sampling.slots_per_device=1280"),
     "control-corrected": CONTROL,
     "control": (*CONTROL, "algorithm.correction=none"),
 }
@@ -47,7 +47,8 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     place = folder / f"{mode}-seed{seed}"
     if (found := last_accuracy(place, steps)) is None:
         flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2" * (mode[:6] == "newest")
-        program = [__file__, "--slow"] if mode[-4:] == "slow" else ["-m", "shoal.cli", "train"]
+        program = [__file__, "--slow" if mode[-4:] == "slow" else "--pinned"] if mode[:6] == "newest" else \
+            ["-m", "shoal.cli", "train"]
         command = [sys.executable, *program, *MODES[mode], f"seed={seed}", f"steps={steps}", "train.pass_k=0",
                    f"run_name={place.name}", f"base_output_directory={folder}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "XLA_FLAGS": flags.strip()})
@@ -58,13 +59,28 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
             "ess": mean(one["sampler_gap/ess"] for one in metrics)}
 
 
+def train_pinned(words: Sequence[str]) -> None:
+    """`shoal train` that asks for as many steps ahead as the lag allows, from the start on."""
+    from shoal import cli
+    from shoal.trainer.loop import Run
+    from simulation import pinned
+
+    begin = Run.begin
+
+    def begin_pinned(self: Run) -> Any:
+        pinned(self.lookahead)
+        return begin(self)
+
+    Run.begin = begin_pinned
+    sys.exit(cli.main(["train", *words]))
+
+
 def train_slowly(words: Sequence[str]) -> None:
     """`shoal train` with a sampler that stands still after STEPS_A_VERSION compiled steps of CHUNK tokens, until the
     next version is published or the trainer waits for its groups."""
     from shoal.sampler import programs
 
     programs.CHUNK = CHUNK
-    from shoal import cli
     from shoal.rollout.fleet import Fleet
     from shoal.rollout.host import EngineHost
 
@@ -93,7 +109,7 @@ def train_slowly(words: Sequence[str]) -> None:
             changed.notify_all()
 
     EngineHost.poll, Fleet.take, Fleet.publish = slow_poll, noted_take, noted_publish
-    sys.exit(cli.main(["train", *words]))
+    train_pinned(words)
 
 
 def last_accuracy(place: Path, steps: int) -> float | None:
@@ -112,6 +128,8 @@ def interval(differences: list[float]) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["--slow"]:
         train_slowly(sys.argv[2:])
+    if sys.argv[1:2] == ["--pinned"]:
+        train_pinned(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))

@@ -387,9 +387,6 @@ class TrainSection:
     """Which weights samples are from. fixed: those that a step's number and max_staleness name, the same in every run.
     newest: the newest that a sampler has, changed while completions go on; none start on older ones than max_staleness
     allows."""
-    ahead: int = 0
-    """Steps whose samples are asked for before their turn, with versions=newest; 0 for as few as keep the trainer from
-    waiting, up to max_staleness."""
     retire_above: float = 1.0
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled again, and harder
     prompts are sampled more often; 1 for off."""
@@ -408,9 +405,6 @@ class TrainSection:
             require(self.max_staleness >= self.weight_sync_interval, "train.max_staleness", self.max_staleness,
                     f"weight_sync_interval = {self.weight_sync_interval} or more with train.versions=newest: samples "
                     "that are asked for ahead are of older weights")
-        most = max(0, self.max_staleness) if self.versions == "newest" else 0
-        require(0 <= self.ahead <= most, "train.ahead", self.ahead,
-                f"0 (auto) to max_staleness = {most}" if most else "0: it is for train.versions=newest")
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ def step_seconds(schedule: Schedule, sampling: float, training: float, own_devic
     """
     if not own_devices:
         return sampling + training
-    ahead = schedule.ahead or schedule.max_staleness
     sampled, trained = 0.0, [0.0]  # when each step's update has ended, the first entry being the start
     steady = ROUNDS * schedule.weight_sync_interval
     for step in range(2 * steady):
-        # Asked for `ahead` steps early, and answered by the version that was published for it.
-        known = max(trained[max(0, step - ahead)], trained[schedule.version(step)])
+        # Asked for as early as its age allows, and answered by the version that was published for it.
+        known = max(trained[max(0, step - schedule.max_staleness)], trained[schedule.version(step)])
         sampled = max(sampled, known) + sampling
         trained.append(max(trained[-1], sampled) + training)
     return (trained[-1] - trained[steady]) / steady

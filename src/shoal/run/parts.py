@@ -26,7 +26,7 @@ def schedule_of(t: TrainSection) -> Schedule:
     """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
     # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
     lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
-    return Schedule(lag, t.weight_sync_interval, t.versions == "newest", t.ahead)
+    return Schedule(lag, t.weight_sync_interval, t.versions == "newest")
 
 
 def make_learner(config: Config, model: Model) -> Learner:

@@ -27,7 +27,6 @@ class Schedule:
     lag: int = 0
     weight_sync_interval: int = 1
     newest: bool = False
-    ahead: int = 0  # with `newest`: steps asked for before their turn; 0 for as many as it takes, up to the lag
     held: tuple[int, ...] = ()  # versions that a resumed run began with, in order: the checkpoint's own is the last
 
     @property
@@ -73,9 +72,9 @@ class Lookahead:
     that samples are as fresh as full speed allows; of fixed versions, all that the lag allows."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.adapts = schedule.newest and not schedule.ahead
+        self.adapts = schedule.newest
         self.most = schedule.max_staleness
-        self.steps = 1 if self.adapts else schedule.ahead or self.most
+        self.steps = 1 if self.adapts else self.most
         self._patience, self._was_lowered = PATIENCE, False
         self._measure(after=0)
 

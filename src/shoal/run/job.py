@@ -136,18 +136,19 @@ class Job:
     ...     job.open_run().train()
 
     `run`: the folder of a run that is resumed. `functions`, `task`: reward functions and data from Python. `devices`:
-    others than this machine's. `spec`: another model than the one of `model.path`.
+    others than this machine's. `spec`: another model than the one of `model.path`. `settled`: the configuration has
+    what follows from its run's devices, as a stored one has.
     """
 
     def __init__(self, config: Config | EvalConfig | GenerateConfig, console: Console, *, run: Path | None = None,
                  functions: Sequence[Callable] = (), task: Task | None = None, devices: Sequence[Any] = (),
-                 spec: ModelSpec | None = None, findings: Findings | None = None) -> None:
+                 spec: ModelSpec | None = None, findings: Findings | None = None, settled: bool = False) -> None:
         self.given: Any = config  # one of these: a stage reads what the commands that open it have
         self.console, self.run, self.functions = console, run, functions
         self._task, self._devices, self._spec = task, devices, spec
         self.trains = isinstance(config, Config)
         self.findings, self.stop, self.stack = findings or Findings(), StopSignal(), ExitStack()
-        self.opened: dict[str, Any] = {}
+        self.opened: dict[str, Any] = {"config": config} if settled else {}
         self.failed: dict[str, ShoalError] = {}
         self.noted: list[ShoalError] = []
         self.started, self.compilations = time.perf_counter(), CompilationCounter()

@@ -8,6 +8,7 @@ A run that was resumed with other settings has segments; each step is retrained 
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -33,32 +34,32 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
     `mesh`: devices other than the run's own. `likeliest`: as many of the likeliest tokens at each place are added."""
     stored = run.group(step, number, name)
     group = stored.group
-    player = Replayer.open(run, group, mesh, console)
-    prompt = check_prompt(run, player.config, group)
-    if not prompt["same"]:
-        console.warning(f"the prompt: {prompt['reason']}")
-    params, origin = player.weights(group.version)
-    sampled = player.sample(group, params)
-    kept = tokens_of_first_version(group)
-    if kept != list(map(len, group.completions)):
-        console.warning(f"the weights changed while this group was sampled (train.versions=newest): {sum(kept)} of "
-                        f"{sum(map(len, group.completions))} tokens are of version {group.version} and compared, "
-                        "the others are of newer ones")
-    differences = [describe_completion_difference(one, other, player.tokenizer, size)
-                   for one, other, size in zip(group.completions, sampled, kept, strict=True)]
-    difference = next(filter(None, differences), None)
-    result = json_ready({
-        "run": str(run.path), "step": step, "group": number, "version": group.version,
-        "identical": difference is None, "difference": difference, "weights": asdict(origin),
-        "prompt_check": prompt, "row": group.example.row, "prompt": group.example.prompt,
-        "columns": group.example.columns,
-        "completions": [_completion_record(stored, i, sampled[i], differences[i] is None, player.tokenizer)
-                        for i in range(group.size)],
-    })
-    if likeliest:
-        for record, tokens in zip(result["completions"], player.likeliest(group, params, likeliest), strict=True):
-            for token, found in zip(record["tokens"], tokens, strict=True):
-                token |= found
+    with closing(Replayer.open(run, group, mesh, console)) as player:
+        prompt = check_prompt(run, player.config, group)
+        if not prompt["same"]:
+            console.warning(f"the prompt: {prompt['reason']}")
+        params, origin = player.weights(group.version)
+        sampled = player.sample(group, params)
+        kept = tokens_of_first_version(group)
+        if kept != list(map(len, group.completions)):
+            console.warning(f"the weights changed while this group was sampled (train.versions=newest): {sum(kept)} of "
+                            f"{sum(map(len, group.completions))} tokens are of version {group.version} and compared, "
+                            "the others are of newer ones")
+        differences = [describe_completion_difference(one, other, player.tokenizer, size)
+                       for one, other, size in zip(group.completions, sampled, kept, strict=True)]
+        difference = next(filter(None, differences), None)
+        result = json_ready({
+            "run": str(run.path), "step": step, "group": number, "version": group.version,
+            "identical": difference is None, "difference": difference, "weights": asdict(origin),
+            "prompt_check": prompt, "row": group.example.row, "prompt": group.example.prompt,
+            "columns": group.example.columns,
+            "completions": [_completion_record(stored, i, sampled[i], differences[i] is None, player.tokenizer)
+                            for i in range(group.size)],
+        })
+        if likeliest:
+            for record, tokens in zip(result["completions"], player.likeliest(group, params, likeliest), strict=True):
+                for token, found in zip(record["tokens"], tokens, strict=True):
+                    token |= found
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from shoal.config.keys import is_under
 from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.config.text import to_dict
-from shoal.mesh import Roles, available_devices
+from shoal.mesh import Roles
 from shoal.model.segment_attention import segment_attention
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, head_projection, output_head
@@ -24,18 +23,17 @@ from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
-from shoal.run.engines import training_engine_maker
 from shoal.run.fingerprint import machine
-from shoal.run.fitting import run_roles, trained_model
-from shoal.run.loading import ModelSpec, find_teacher, load_scorer, multiply_exactly, open_model, resolve_model
-from shoal.run.parts import make_learner, make_updater, open_reference
+from shoal.run.job import Job
+from shoal.run.loading import ModelSpec, find_teacher, load_scorer, open_model, resolve_model
+from shoal.run.parts import make_updater, open_reference
 from shoal.runs.bounded import leaves
 from shoal.runs.compare import INERT_KEYS
 from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import drain
 from shoal.text import ranges
 from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
-from shoal.trainer.step import Learner, TrainState
+from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater, UpdateResult
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose, ShoalError
 
@@ -59,28 +57,40 @@ class Replayer:
 
     run: StoredRun
     config: Config  # the settings that sampled the group
-    roles: Roles
+    mesh: MeshSection  # of the devices that sample it again; the default: the run's own
     model_spec: ModelSpec
     console: Console
+    _jobs: list[Job] = field(default_factory=list)  # of the settings met so far
     _updater_of: tuple[Config, Updater] | None = field(default=None)  # of one segment: each compiles its own
 
     @classmethod
     def open(cls, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> Replayer:
         """Opens the run on its own mesh, unless another is given."""
         config = run.config_at(group.step if group.purpose is Purpose.TRAIN else group.step - 1)
-        spec = resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER)))
-        placed = config if mesh == MeshSection() else replace(config, mesh=mesh)
-        roles = run_roles(placed, spec.architecture, available_devices(placed.mesh))
-        return cls(run, config, roles, spec, console)
+        return cls(run, config, mesh, resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER))), console)
+
+    def close(self) -> None:
+        for job in reversed(self._jobs):
+            job.stack.close()
+
+    def job(self, config: Config) -> Job:
+        """The training job of one of the run's settings, on the devices of this group's."""
+        placed = replace(config, mesh=self.config.mesh if self.mesh == MeshSection() else self.mesh)
+        known = next((job for job in self._jobs if job.given == placed), None)
+        if known is None:
+            self._jobs.append(known := Job(placed, self.console, spec=self.model_spec, settled=True))
+        return known
+
+    @property
+    def roles(self) -> Roles:
+        return self.job(self.config).roles
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.model_spec.tokenizer
 
     def model(self, config: Config) -> Model:
-        model = trained_model(config, self.model_spec, self.roles)
-        multiply_exactly(model.dtype, ExitStack())
-        return model
+        return self.job(config).model
 
     # ---- weights
 
@@ -114,13 +124,10 @@ class Replayer:
         """The newest readable checkpoint up to `version`."""
         for saved in sorted((v for v in self.run.checkpoints() if v <= version), reverse=True):
             try:
-                return restore(self.run.path, saved, self._learner(self.run.config_at(saved)))
+                return restore(self.run.path, saved, self.job(self.run.config_at(saved)).learner)
             except ShoalError as error:
                 self.console.warning(f"{error}; the one before it is used")
         return None
-
-    def _learner(self, config: Config) -> Learner:
-        return make_learner(config, self.model(config))
 
     def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
         """The updater of the step from `version` to the next."""
@@ -130,7 +137,7 @@ class Replayer:
                                   self.roles.reference) if with_teacher and config.teacher.path else None
             reference = None if first is None else open_reference(config, self.model_spec, self.model(config),
                                                                   self.roles.reference, first)
-            self._updater_of = config, make_updater(config, self._learner(config), reference, teacher)
+            self._updater_of = config, make_updater(config, self.job(config).learner, reference, teacher)
         return self._updater_of[1]
 
     def _retrain(self, updater: Updater, state: TrainState, stored: Sequence[StoredGroup], step: int,
@@ -176,8 +183,7 @@ class Replayer:
 
     def sample(self, group: Group, params: Params) -> list[Completion]:
         """The group's completions from its address, by a sampler compiled as the run's own was."""
-        make = training_engine_maker(self.config, self.model(self.config), self.roles, self.tokenizer)
-        engine = make(group.purpose, group.size)
+        engine = self.job(self.config).make_engine()(group.purpose, group.size)
         how = self.config.sampling.params
         if group.purpose is Purpose.EVALUATE and group.size == 1:
             how = how.as_greedy()

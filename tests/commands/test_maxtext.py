@@ -304,7 +304,7 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
 
 def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     from shoal.commands.convert import find_source
-    from shoal.trainer import array_tree
+    from shoal.trainer import orbax
 
     folder = folder_of(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
     a, open_source = find_source(str(folder))
@@ -318,8 +318,8 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     arrays = maxtext.arrays_to_write(counted, a, True, True, np.dtype(np.float32))
     sizes: list[int] = []
     (tmp_path / "m").mkdir()
-    monkeypatch.setattr(array_tree, "CHUNK_BYTES", 7000)  # a layer's largest tensor has 6144
-    array_tree.write_tree(tmp_path / "m", tmp_path / "m", arrays, {}, sizes.append)
+    monkeypatch.setattr(orbax, "CHUNK_BYTES", 7000)  # a layer's largest tensor has 6144
+    maxtext.write_tree(tmp_path / "m", tmp_path / "m", arrays, {}, sizes.append)
     assert [layer for path, layer in asked if path == "blocks.down"] == [*range(3)]
     assert len([path for path, _ in asked if path == "embed_tokens"]) > 4
     assert sum(sizes) == sum(array.nbytes for array in arrays.values())
@@ -333,10 +333,10 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
 def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
     """To two devices, and back to files: no part is larger than a window, or a piece of the file with whole heads."""
     from shoal.model import spread
-    from shoal.trainer import array_tree
+    from shoal.trainer import orbax
 
     sizes: list[int] = []
-    plain_read = array_tree.StoredArray.read
+    plain_read = orbax.StoredArray.read
 
     def counted(array: Any, part: tuple[slice, ...]) -> np.ndarray:
         values = plain_read(array, part)
@@ -345,8 +345,8 @@ def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
 
     folder = folder_of(tmp_path / "hf", tie_word_embeddings=False, head_dim=16)
     section = ModelSection(path=str(tmp_path / "items"), tokenizer=str(folder), scan_layers=scan_layers)
-    monkeypatch.setattr(array_tree, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(array_tree.StoredArray, "read", counted)
+    monkeypatch.setattr(orbax, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(orbax.StoredArray, "read", counted)
     monkeypatch.setattr(spread, "SMALL_BYTES", 0)
     monkeypatch.setattr(maxtext, "WINDOW_BYTES", 3000)
     run_convert(source=folder, to=section.path, scan_layers=scan_layers)

@@ -18,11 +18,12 @@ from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
 
 from shoal.config.schema import Config
+from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import Parameters, shardings
 from shoal.report.console import Console
 from shoal.run.compilation import CompilationCounter
 from shoal.run.job import Job
-from shoal.trainer.checkpoint import Checkpoints, find_checkpoint, load_parameters
+from shoal.trainer.checkpoint import Checkpoints, DamagedCheckpoint, find_checkpoint, load_parameters, restore
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
 
@@ -93,6 +94,53 @@ def test_a_checkpoint_with_other_versions_compiles_nothing(tmp_path):
         checkpoints.save(version, state, {}, {version - 1: state.trainable, version - 2: state.trainable})
     assert counter.read() == 0
     checkpoints.close()
+
+
+def on_host(parameters: Parameters, used: list[int]) -> Parameters:
+    """The parameters as a publisher of files has them; `used` gets the bytes of each that is read."""
+    def lazy(leaf: jax.Array) -> LazyArray:
+        values = np.asarray(leaf)
+
+        def read(part: tuple[slice, ...]) -> np.ndarray:
+            used.append(values[part].nbytes)
+            return values[part]
+
+        return LazyArray(leaf.shape, values.dtype, read)
+
+    return jax.tree.map(lazy, parameters)
+
+
+def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monkeypatch):
+    """One array at a time is on a device, for its checksum: a copy of the sampler's weights would not fit there."""
+    one, parameters, held = learner(QWEN3), random_parameters(3), []
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(parameters)]
+
+    def bytes_on_devices() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    plain = LazyArray.__array__
+
+    def counted(array: LazyArray, *args) -> np.ndarray:
+        held.append(bytes_on_devices())
+        return plain(array, *args)
+
+    monkeypatch.setattr(LazyArray, "__array__", counted)
+    checkpoints, state = Checkpoints(tmp_path / "checkpoints", keep_last=1), state_on((1, 1, 1))
+    read: list[int] = []
+    before = bytes_on_devices()
+    checkpoints.save(5, state, {}, {4: on_host(parameters, read)})
+    checkpoints.close()
+    assert sorted(read) == sorted(2 * sizes)  # for the checksum, and to be written
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
+    found = restore(tmp_path, 5, one, shapes).published[4]
+    assert len(held) == 2 * len(sizes) and max(held[:len(sizes)]) <= before + max(sizes)
+    assert all(isinstance(leaf, LazyArray) for leaf in jax.tree.leaves(found))
+    assert same_bits(by_path(found), by_path(parameters))
+    flipped = tmp_path / "checkpoints" / "5" / "published"
+    largest = max((path for path in flipped.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(bytes(byte ^ (place == 3000) for place, byte in enumerate(largest.read_bytes())))
+    with pytest.raises(DamagedCheckpoint, match="checkpoints/5 is damaged"):
+        restore(tmp_path, 5, one, shapes)
 
 
 def test_one_device_to_eight(tmp_path):

@@ -32,7 +32,6 @@ from shoal.run.checkpoint_formats import ReadRows, load_format
 from shoal.run.loading import model_path
 from shoal.run.preflight.settings import check_model
 from shoal.text import count
-from shoal.trainer.array_tree import ITEM, STEP, write_tree
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
 from shoal.trainer.orbax import orbax_silenced
 from shoal.types import ShoalError
@@ -82,7 +81,8 @@ def _target(config: ConvertConfig) -> Path:
     target = check_local(config.base_output_directory, "base_output_directory")
     if config.run_name:
         target = named_folder(target, config.run_name)
-    return check_new_folder(target / STEP / ITEM if config.format == "maxtext" else target, "base_output_directory")
+    inner = load_format("maxtext").inner if config.format == "maxtext" else ""
+    return check_new_folder(target / inner, "base_output_directory")
 
 
 def _target_key(config: ConvertConfig) -> str:
@@ -107,19 +107,19 @@ def _to_maxtext(config: ConvertConfig, source: str, target: Path, role: Role, co
     a, open_source = find_source(source)
     if _name(config) and config.source:
         check_name(_name(config), a, source, "model_name")
-    made = load_format("maxtext").arrays(open_source(role), a, _name(config), config.scan_layers,
-                                         np.dtype(jnp.dtype(config.dtype)))
+    maxtext = load_format("maxtext")
+    made = maxtext.arrays(open_source(role), a, _name(config), config.scan_layers, np.dtype(jnp.dtype(config.dtype)))
     for text in made.warnings:
         console.warning(text)
     size = sum(array.nbytes for array in made.arrays.values())
     console.note(f"reads {source}; writes {len(made.arrays)} tensors as {config.dtype}, {gib(size)}, "
                  f"{made.description}")
     with writing(target, _target_key(config)), scratch_folder(target) as scratch:
-        write_tree(scratch, target, made.arrays, made.metadata, _progress(size, console))
-        if target.parts[-2:] == (STEP, ITEM) and not target.parent.exists():
-            move_folder(scratch / STEP, target.parent)  # with Orbax's own files of the step
+        maxtext.write(scratch, target, made, _progress(size, console))
+        if target.parts[-2:] == maxtext.inner.parts and not target.parent.exists():
+            move_folder(scratch / maxtext.inner.parent, target.parent)  # with Orbax's own files of the step
         else:
-            move_folder(scratch / STEP / ITEM, target)
+            move_folder(scratch / maxtext.inner, target)
     return {"tensors": len(made.arrays), "bytes": size}
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,18 +32,20 @@ from typing import IO, Any
 import jax
 import numpy as np
 
+from shoal.compat.maxtext_tree import ITEM, STEP, find_tree, inspect_tree, write_tree
 from shoal.config.schema import ModelSection
 from shoal.mesh import Role
 from shoal.model import hf, hf_config, hub
 from shoal.model.architecture import Architecture
 from shoal.model.hf import NAMES, dotted
+from shoal.model.lazy_array import LazyArray, grid
 from shoal.model.names import model_named
 from shoal.model.param_layout import WINDOW_BYTES
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.model.spread import Part, assemble
 from shoal.run.checkpoint_formats import ForeignArrays, ReadRows
 from shoal.run.loading import ModelSpec
-from shoal.trainer.array_tree import LazyArray, StoredArray, find_tree, grid, inspect_tree
+from shoal.trainer.orbax import StoredArray
 from shoal.types import Params, ShoalError
 
 ROOTS = ("params/params/", "params/", "")
@@ -337,15 +339,17 @@ def arrays_to_write(read: ReadRows, a: Architecture, pairs: bool, scan_layers: b
         for layer, name in enumerate(parameter.names(a.num_layers, scan_layers)):
             if parameter.layered and scan_layers:
                 row_axis = parameter.row_axis() + (parameter.row_axis() >= STACKED_AXIS)
-                array = LazyArray(shape, dtype, (STACKED_AXIS, row_axis), partial(of_layers, parameter), STACKED_AXIS)
+                array = LazyArray(shape, dtype, partial(of_layers, parameter), (STACKED_AXIS, row_axis), STACKED_AXIS)
             else:
-                array = LazyArray(shape, dtype, (parameter.row_axis(),), partial(of_layer, parameter, layer))
+                array = LazyArray(shape, dtype, partial(of_layer, parameter, layer), (parameter.row_axis(),))
             arrays[ROOTS[0] + name] = array
     return arrays
 
 
 class MaxTextFormat:
     """The CheckpointFormat of MaxText."""
+
+    inner = Path(STEP, ITEM)
 
     def find(self, path: Path) -> Path | None:
         return find_tree(path)
@@ -384,6 +388,9 @@ class MaxTextFormat:
         return ForeignArrays(arrays_to_write(read, a, pairs, scan_layers, dtype),
                              {"scan_layers": scan_layers, "rope_in_pairs": pairs}, layout_text(scan_layers, pairs),
                              warnings if inexact and dtype.name == "bfloat16" else ())
+
+    def write(self, folder: Path, target: Path, made: ForeignArrays, on_written: Callable[[int], None]) -> None:
+        write_tree(folder, target, made.arrays, made.metadata, on_written)
 
     def unnamed(self, found: Path, name_key: str, tokenizer_key: str) -> ShoalError:
         return ShoalError(f"{found} is a MaxText checkpoint, which does not say what model it is: give {name_key} "

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shoal.mesh import dispatching
 
@@ -16,17 +17,21 @@ FOLD = 8
 """Neighbours that a CPU adds first."""
 
 
-def checksum(parameters: Any) -> jax.Array:
-    """A uint32 over the bits of every array of a tree, independent of how the arrays are split over devices."""
-    arrays = (leaf for leaf in jax.tree.leaves(parameters) if isinstance(leaf, jax.Array))
-    with dispatching({device for leaf in arrays for device in leaf.sharding.device_set}):
-        return _checksum(parameters)
+def checksum(parameters: Any) -> int:
+    """32 bits over the bits of every array of a tree, independent of how the arrays are split over devices. Arrays
+    outside of any device are brought to one, one at a time."""
+    # Of leaves: a tree with names that change, as the numbers of versions, would be traced and compiled anew.
+    leaves = jax.tree.leaves(parameters)
+    on_devices = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    with dispatching({device for leaf in on_devices for device in leaf.sharding.device_set}):
+        if len(on_devices) == len(leaves):
+            return int(_checksum(leaves))
+        return sum(int(_part(jnp.asarray(leaf), np.uint32(number))) for number, leaf in enumerate(leaves)) % 2**32
 
 
 @jax.jit
-def _checksum(parameters: Any) -> jax.Array:
-    return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(jax.tree.leaves(parameters))),
-               jnp.uint32(0))
+def _checksum(leaves: list[jax.Array]) -> jax.Array:
+    return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(leaves)), jnp.uint32(0))
 
 
 def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
@@ -43,6 +48,9 @@ def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
     terms = mixed(bits.astype(jnp.uint32) ^ mixed(position + number))
     return jax.lax.platform_dependent(terms, cpu=_fold_and_sum, default=jnp.sum)
+
+
+_part = jax.jit(array_checksum)
 
 
 def _fold_and_sum(terms: jax.Array) -> jax.Array:

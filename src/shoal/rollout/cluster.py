@@ -33,7 +33,7 @@ from shoal.mesh import devices_asked
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Proof
-from shoal.rollout.publication import from_host, tensor_names, to_host
+from shoal.rollout.publication import tensor_names, to_host
 from shoal.rollout.publisher import StoredManifest, StoredPublisher
 from shoal.types import Completion, HostLost, HostProgress, HostRefused, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.watcher import Watcher
@@ -477,7 +477,7 @@ class ObjectManifest(StoredManifest):
     def forget(self) -> None:
         self.refs.clear()
 
-    def read_now(self, model: Model) -> Callable[[], Params]:
+    def open(self, model: Model) -> tuple[Callable[[str], np.ndarray], Mapping[str, int], str]:
         if not self.refs:
             raise LookupError(f"version {self.version} is not in Ray's object store any more")
         shapes, refs = tensor_names(model), dict(self.refs)
@@ -486,4 +486,4 @@ class ObjectManifest(StoredManifest):
             values: Any = ray.get(refs[name])
             return values.view(np.dtype(model.dtype)).reshape(shapes[name])
 
-        return from_host(model, read, self.checksums, "Ray's object store")
+        return read, self.checksums, "Ray's object store"

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 from shoal.files import appearing, writing
 from shoal.model.tensor_file import OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model
-from shoal.rollout.publication import from_host, tensor_names, to_host
+from shoal.rollout.publication import tensor_names, to_host
 from shoal.rollout.publisher import StoredManifest, StoredPublisher
 from shoal.types import Params, ShoalError
 
@@ -118,7 +118,7 @@ class FileManifest(StoredManifest):
                              f"there, but {socket.gethostname()} finds no such folder: give one that trainer and "
                              "samplers share, or publish.channel=ray")
         try:
-            return self._read(model)
+            return super().read_now(model)
         except (OSError, ShoalError) as error:
             if not self.exists:
                 raise LookupError(f"version {self.version} is not in {self.place} any more") from error
@@ -127,7 +127,7 @@ class FileManifest(StoredManifest):
             raise ShoalError(f"the weights in {self.place} cannot be read ({error}): check the disk, or choose another "
                              f"{KEY}") from error
 
-    def _read(self, model: Model) -> Callable[[], Params]:
+    def open(self, model: Model) -> tuple[Callable[[str], np.ndarray], Mapping[str, int], str]:
         manifest = json.loads((self.place / MANIFEST).read_text(encoding="utf-8"))
         declared, file = manifest["tensors"], self.place / manifest["place"]
         shapes = {name: tuple(one["shape"]) for name, one in declared.items()}
@@ -135,8 +135,8 @@ class FileManifest(StoredManifest):
             raise ShoalError(f"the weights in {self.place} are of another model than this sampler's "
                              f"({np.dtype(model.dtype).name}): trainer and sampler have to be of one run")
         tensors, read = read_header(file), _mapped(file) if file_system(self.place) in MEMORY else _copied
-        return from_host(model, lambda name: read(tensors[name], np.dtype(model.dtype)),
-                         {name: one["checksum"] for name, one in declared.items()}, str(self.place))
+        return (lambda name: read(tensors[name], np.dtype(model.dtype)),
+                {name: one["checksum"] for name, one in declared.items()}, str(self.place))
 
 
 def _mapped(file: Path) -> Callable[[StoredTensor, np.dtype], np.ndarray]:

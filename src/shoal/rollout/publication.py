@@ -9,7 +9,6 @@ To a sampler in another process they go over the host: `to_host` here, `from_hos
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,10 +107,8 @@ def num_bytes(model: Model) -> int:
 def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array]]:
     """Name, values in the sampler's type, and checksum (computed meanwhile) of each parameter, layers stacked. One at a
     time is on the host, and of one alone is there a copy on the trainer's devices."""
-    if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
-        params = dataclasses.replace(params, blocks=jax.tree.map(lambda *layers: jnp.stack(layers), *params.blocks))
     for number, (name, leaf) in enumerate(zip(tensor_names(model), jax.tree.leaves(params), strict=True)):
-        cast = leaf.astype(model.dtype)
+        cast = jnp.asarray(leaf, model.dtype)  # of a checkpoint's, read here
         sum = _sum(cast, np.uint32(number))
         yield name, np.asarray(cast), sum
 

@@ -17,9 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
+from shoal.model.lazy_array import LazyArray
+from shoal.model.parameters import param_specs
 from shoal.model.transformer import Model
-from shoal.rollout.publication import num_bytes, part_of, publish_to, published_shapes, shards_of
+from shoal.rollout.publication import (
+    from_host,
+    num_bytes,
+    part_of,
+    publish_to,
+    published_shapes,
+    shards_of,
+    tensor_names,
+)
 from shoal.types import Manifest, Params
 
 
@@ -117,8 +128,12 @@ class StoredManifest(abc.ABC):
     def exists(self) -> bool: ...
 
     @abc.abstractmethod
+    def open(self, model: Model) -> tuple[Callable[[str], np.ndarray], Mapping[str, int], str]:
+        """What reads a tensor by its name, their checksums, and where they are."""
+
     def read_now(self, model: Model) -> Callable[[], Params]:
         """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once."""
+        return from_host(model, *self.open(model))
 
     def forget(self) -> None:  # noqa: B027 - a file needs nothing
         """Lets go of what this process refers to."""
@@ -132,8 +147,8 @@ class StoredManifest(abc.ABC):
 
 
 class StoredPublisher(abc.ABC):
-    """Versions outside of any device. `model` is the sampler's on devices of this process, to which a checkpoint reads
-    them; hosts elsewhere have their own."""
+    """Versions outside of any device, from where a checkpoint reads them. `model` is the sampler's; hosts elsewhere
+    have devices of their own."""
 
     model: Model
 
@@ -170,7 +185,8 @@ class StoredPublisher(abc.ABC):
             self.remove(before[version])
 
     def published_shapes(self) -> Params:
-        return published_shapes(self.model)
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, self.model.dtype),
+                            param_specs(self.model.architecture))
 
     def close(self) -> None:
         self.stored = {}
@@ -178,13 +194,17 @@ class StoredPublisher(abc.ABC):
 
 @dataclass(frozen=True)
 class StoredVersions(Mapping[int, Params]):
-    """The versions of a `StoredPublisher`, each read when it is asked for."""
+    """The versions of a `StoredPublisher` as `LazyArray`s. On devices, each of the trainer's would hold a replica's
+    weights beside its own."""
 
     stored: Mapping[int, StoredManifest]
     model: Model
 
     def __getitem__(self, version: int) -> Params:
-        return self.stored[version].read_now(self.model)()
+        read, _, _ = self.stored[version].open(self.model)
+        arrays = [LazyArray(shape, np.dtype(self.model.dtype), lambda part, name=name: read(name)[part])
+                  for name, shape in tensor_names(self.model).items()]
+        return jax.tree.unflatten(jax.tree.structure(param_specs(self.model.architecture)), arrays)
 
     def __contains__(self, version: object) -> bool:
         return version in self.stored

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shoal.config.schema import ModelSection
     from shoal.mesh import Role
     from shoal.model.architecture import Architecture
+    from shoal.model.lazy_array import LazyArray
     from shoal.run.loading import ModelSpec
-    from shoal.trainer.array_tree import LazyArray
     from shoal.types import Params, ShoalError
 
 FORMATS: dict[str, str] = {}
@@ -54,6 +54,11 @@ class ForeignArrays:
 class CheckpointFormat(Protocol):
     """Reads and writes one system's checkpoints."""
 
+    @property
+    def inner(self) -> Path:
+        """Where the arrays are in a folder that holds a checkpoint."""
+        ...
+
     def find(self, path: Path) -> Path | None:
         """The checkpoint at a path; None if there is none of this format."""
         ...
@@ -68,6 +73,11 @@ class CheckpointFormat(Protocol):
 
     def arrays(self, read: ReadRows, a: Architecture, model_name: str, scan_layers: bool,
                dtype: np.dtype) -> ForeignArrays: ...
+
+    def write(self, folder: Path, target: Path, made: ForeignArrays, on_written: Callable[[int], None]) -> None:
+        """Writes the arrays to `inner` of a folder, one piece of one array at a time; `on_written` gets its bytes.
+        Errors name `target`, the folder that the result will be moved to."""
+        ...
 
     def unnamed(self, found: Path, name_key: str, tokenizer_key: str) -> ShoalError:
         """The error if neither key names the checkpoint's model."""

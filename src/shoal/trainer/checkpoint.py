@@ -19,12 +19,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shoal.mesh import Role, World
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import checksum
+from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import param_shapes, param_specs
-from shoal.trainer.orbax import cause, check_room, load_orbax, writing
+from shoal.trainer.orbax import StoredArray, cause, check_room, leaf_types, load_orbax, save_args, writing
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
 
@@ -43,7 +45,7 @@ class Restored:
     version: int
     state: TrainState
     extra: dict[str, Any]
-    published: dict[int, Params] = field(default_factory=dict)  # older versions that are still sampled from
+    published: dict[int, Params] = field(default_factory=dict)  # older versions that are still sampled from, as saved
 
 
 class Checkpoints:
@@ -59,13 +61,17 @@ class Checkpoints:
         self._scores: Mapping[int, float] = {}
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=self.in_background,
                                                cleanup_tmp_directories=True)
+        arrays = {"type_handler_registry": leaf_types()}
+        handlers = {"state": ocp.PyTreeCheckpointHandler(**arrays), "published": ocp.PyTreeCheckpointHandler(**arrays),
+                    "extra": ocp.JsonCheckpointHandler()}
         with writing(self.folder):
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=tuple(handlers),
+                                                  item_handlers=handlers)
         self._args = ocp.args
 
     def save(self, version: int, state: TrainState, extra: Mapping[str, Any],
              published: Mapping[int, Params] | None = None, scores: Mapping[int, float] | None = None) -> None:
-        """Saves the state, `extra` as JSON, and `published` weights of older versions.
+        """Saves the state, `extra` as JSON, and `published` weights of older versions, on devices or as `LazyArray`s.
 
         `scores` of evaluated versions decide which older checkpoints are kept; none is deleted before a newer one is
         whole. ShoalError if it cannot be written: the older checkpoints are then kept.
@@ -75,9 +81,9 @@ class Checkpoints:
         if published:
             items["published"] = {str(number): params for number, params in sorted(published.items())}
         # Orbax notices a lost or shortened file, but not every flipped bit.
-        # Of leaves: a tree with the numbers of its versions would be traced and compiled anew each time.
-        sums = {name: int(checksum(jax.tree.leaves(tree))) for name, tree in items.items()}
-        saves = {name: self._args.StandardSave(tree) for name, tree in items.items()}
+        sums = {name: checksum(tree) for name, tree in items.items()}
+        saves = {name: self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
+                 for name, tree in items.items()}
         layouts = {name: layout(tree) for name, tree in items.items()}
         extra = {**extra, "checksums": sums, "layouts": layouts, "published": sorted(published or {})}
         self._scores = scores or {}
@@ -150,7 +156,7 @@ class DamagedCheckpoint(ShoalError):
 def restore(run: Path, version: int, learner: Learner, sampler: Params | None = None,
             world: World | None = None) -> Restored:
     """Reads a checkpoint, each array in the trainer's layout. `sampler` holds the shapes and layout of published
-    weights; None does not read them.
+    weights, which are `LazyArray`s of the checkpoint where they have no layout; None does not read them.
 
     Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved, ShoalError if it was
     saved with another model or optimizer, or if the machine cannot read it now (memory, permissions, network). Of
@@ -167,6 +173,8 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
             extra["checksums"]
 
     def read_arrays(name: str) -> Any:
+        if name == "published" and all(leaf.sharding is None for leaf in jax.tree.leaves(wanted[name])):
+            return jax.tree_util.tree_map_with_path(partial(_lazily, path / name), wanted[name])
         with _reader(load_orbax().StandardCheckpointHandler()) as reader:
             return reader.restore(path / name, args=load_orbax().args.StandardRestore(wanted[name]))
 
@@ -177,11 +185,16 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
                          "optimizer.clip_grad_norm and weight_decay, 0 or not")
     found = {name: _read_everywhere(path, name, partial(read_arrays, name), world) for name in wanted}
     for name, tree in found.items():
-        if (now := int(checksum(jax.tree.leaves(tree)))) != checksums[name]:
+        if (now := _read_everywhere(path, name, partial(checksum, tree), world)) != checksums[name]:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged ({name} has checksum {now:#010x}, saved was "
                                     f"{checksums[name]:#010x})")
     state, published = TrainState(**found["state"]), found.get("published", {})
     return Restored(version, state, extra, {int(number): params for number, params in published.items()})
+
+
+def _lazily(folder: Path, keys: Any, wanted: jax.ShapeDtypeStruct) -> LazyArray:
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return LazyArray(wanted.shape, np.dtype(wanted.dtype), StoredArray(folder, name).read)
 
 
 def _reader(handler: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Access to Orbax, the library that writes and reads arrays: import, errors and free space. No other file imports it.
+"""Access to Orbax, the library that writes and reads arrays: import, errors, free space, and arrays that are read and
+written in parts. No other file imports it.
 
 Orbax reports trouble in several ways (exceptions of any kind, log lines, tracebacks of its event loop); here each
 failure becomes one `ShoalError`.
@@ -7,6 +8,7 @@ failure becomes one `ShoalError`.
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import logging
 import os
@@ -14,14 +16,20 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from shoal.model.lazy_array import LazyArray, grid
 from shoal.types import ShoalError
+
+CHUNK_BYTES = 64 << 20
+"""Largest piece of an array on disk and in memory."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -101,3 +109,86 @@ def check_room(folder: Path, tree: Any) -> None:
     if jax.process_count() == 1 and free < needed:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 2**20:.1f} MiB are needed, "
                                     f"{free / 2**20:.1f} MiB are free")
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a tree, of which parts can be read."""
+
+    folder: Path
+    name: str
+
+    @functools.cached_property
+    def opened(self) -> Any:
+        import tensorstore
+
+        # As Orbax stores it: in one store with all arrays, or in a folder of its own; Zarr of either version.
+        name, base = self.name.replace("/", "."), self.folder.absolute()
+        store = {"driver": "ocdbt", "base": f"file://{base}/", "path": f"{name}/"}
+        if not (self.folder / "manifest.ocdbt").exists():
+            store = {"driver": "file", "path": f"{base / name}/"}
+        with reading(self.folder):
+            return tensorstore.open({"driver": "auto", "kvstore": store}).result()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.opened.shape)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Shape of its pieces on disk: to read a part of one, all of it is decompressed."""
+        return tuple(self.opened.chunk_layout.read_chunk.shape)
+
+    def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        with reading(self.folder):
+            return self.opened[part].read().result()
+
+
+def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
+    """Orbax's registry of leaf types, with a handler that writes a `LazyArray` part by part; `on_written` gets the
+    bytes of each."""
+    import tensorstore
+
+    type_handlers = load_orbax().type_handlers
+
+    class Slices(type_handlers.NumpyHandler):
+        async def serialize(self, values: Sequence[Any], infos: Sequence[Any],
+                            args: Sequence[Any] | None = None) -> Sequence[Any]:
+            assert args is not None
+            for batch in _batches(values):
+                # All at once, as Orbax does it, every array would have a slice in memory at the same time.
+                for saved in await super().serialize(values[batch], infos[batch], args[batch]):
+                    saved.result()  # done before the next batch is read
+            return []
+
+        async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
+            array: Any = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+            # In the file's own pieces: one written twice in part is read, merged and compressed twice.
+            pieces = array.chunk_layout.write_chunk.shape
+            steps = [pieces[axis] if axis in value.axes else size for axis, size in enumerate(value.shape)]
+            for part in grid(value.shape, steps):
+                values = np.ascontiguousarray(value.read(part), value.dtype)
+                await array[part].write(values, can_reference_source_data_indefinitely=True)
+                on_written(values.nbytes)
+
+    return type_handlers.create_type_handler_registry(
+        (LazyArray, Slices(deepcopy_host_arrays=False)), (int, type_handlers.ScalarHandler()),
+        (jax.Array, type_handlers.ArrayHandler()))
+
+
+def save_args(leaf: Any) -> Any:
+    """How Orbax cuts a `LazyArray` into pieces."""
+    cut = isinstance(leaf, LazyArray) and leaf.nbytes > CHUNK_BYTES
+    axes = () if not cut or leaf.one_by_one is None else (leaf.one_by_one,)
+    return load_orbax().SaveArgs(**{"chunk_byte_size": CHUNK_BYTES, "shard_axes": axes} if cut else {})
+
+
+def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
+    """Runs of arrays of at most CHUNK_BYTES together, or of one array; each run is written at once."""
+    start, total = 0, 0
+    for number, value in enumerate(values):
+        if start < number and total + value.nbytes > CHUNK_BYTES:
+            yield slice(start, number)
+            start, total = number, 0
+        total += value.nbytes
+    yield slice(start, len(values))

@@ -174,6 +174,16 @@ def test_other_kinds_of_run(workshop, monkeypatch, words):
     assert_equal_ends(unbroken, workshop.train(f"{name}_cut", *WORDS, *words))
 
 
+def test_weights_published_as_files_resume_from_a_checkpoint(workshop, monkeypatch):
+    """Older versions go through the host; whoever samples, the weights are the same."""
+    words = (*WORDS, "train.max_staleness=2", "mesh.trainer=1", "mesh.sampler=1", "train.pass_k=0")
+    unbroken = workshop.train("lagging_arrays", *words)
+    run = cut(workshop, "lagging_files", monkeypatch, Updater, "update", 5, *words, "publish.channel=files")
+    assert saved(run, 4)["published"] == [2, 3]
+    workshop.train(run.name, *words, "publish.channel=files")
+    assert saved(run, 6)["checksums"] == saved(unbroken, 6)["checksums"]
+
+
 @pytest.mark.parametrize("schedule", [
     Schedule(lag=2), Schedule(weight_sync_interval=3), Schedule(lag=1, weight_sync_interval=2)])
 def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):

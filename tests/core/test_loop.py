@@ -433,7 +433,7 @@ def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
     with Console() as console, Job(resolve_run(config, console).config, console) as job:
         run = job.open_run()
         held = []
-        run.after_step = lambda step, _: held.append(sorted(run.source.channel.versions))  # type: ignore[attr-defined]
+        run.after_step = lambda step, _: held.append(sorted(run.source.published()))
         replace(run, schedule=schedule).train()
     return workshop.runs / name, held
 

@@ -20,7 +20,10 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     """
     # Before folders are looked at: a run must not change because a folder `tiny` lies where it is started.
     if str(path) == "tiny":
-        return _packaged("tiny")
+        folder = Path(str(resources.files("shoal").joinpath("assets", "tiny")))
+        if not folder.is_dir():
+            raise ShoalError(f"This installation lacks its packaged model `tiny` ({folder}): reinstall shoal.")
+        return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -29,13 +32,6 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     if HUB_ID.fullmatch(str(path)):
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`.")
-
-
-def _packaged(name: str) -> Path:
-    folder = Path(str(resources.files("shoal").joinpath("assets", name)))
-    if not folder.is_dir():
-        raise ShoalError(f"This installation lacks its packaged model `{name}` ({folder}): reinstall shoal.")
-    return folder
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:

@@ -150,7 +150,8 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
     moved = carrier(dtype, sharding.mesh)
     arrays = {device: zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device)) for device in held}
     for index, read in parts:
-        common = {device: [_overlap(*both) for both in zip(own, index, strict=True)] for device, own in held.items()}
+        common = {device: [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, index, strict=True)]
+                  for device, own in held.items()}
         shared = {device: cuts for device, cuts in common.items() if all(cut.start < cut.stop for cut in cuts)}
         values = read() if shared else np.empty(0)
         for device, cuts in shared.items():
@@ -162,10 +163,6 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
         jax.block_until_ready([arrays[device] for device in shared])
     whole = jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=moved)
     return finished(whole, sharding, dtype)
-
-
-def _overlap(a: slice, b: slice) -> slice:
-    return slice(max(a.start, b.start), min(a.stop, b.stop))
 
 
 @partial(jax.jit, donate_argnums=0)

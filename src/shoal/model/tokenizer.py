@@ -64,9 +64,8 @@ class Tokenizer:
         self._template = _compile(template) if template else None
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.bos_id: int | None = self._special_id("bos_token")
-        own_pad = self._special_id("pad_token")
-        choices = (own_pad, pad_id, *self.eos_ids, 0)
         # Any id will do, since no token attends to padding: 0 where the model names none.
+        choices = (self._special_id("pad_token"), pad_id, *self.eos_ids, 0)
         self.pad_id: int = next(id for id in choices if id is not None)
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.notes: list[str] = list(notes)
@@ -110,10 +109,9 @@ class Tokenizer:
 
         ShoalError if the template raises for these messages.
         """
-        if isinstance(prompt, str):
-            return self._encode_text(prompt)
-        text = self.render(prompt)
-        return self._array(self._encode(text, special=False)) if self.has_template else self._encode_text(text)
+        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        is_rendered = self.has_template and not isinstance(prompt, str)
+        return np.asarray(self._encode(text, special=False) if is_rendered else self._encode_text(text), np.int32)
 
     def render(self, messages: Messages) -> str:
         """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
@@ -174,7 +172,7 @@ class Tokenizer:
                 f"{architecture.vocab_size} entries: the tokenizer and the weights belong to different models."
             )
 
-    def _encode_text(self, text: str) -> np.ndarray:
+    def _encode_text(self, text: str) -> list[int]:
         """A text with the tokenizer's special tokens, but neither a second bos nor a closing eos.
 
         Some tokenizers append eos: a prompt that ends with it is finished, and a model continues it with another text.
@@ -185,14 +183,10 @@ class Tokenizer:
         appended = bool(plain) and ids[-1 - len(plain) : -1] == plain
         if appended and ids[-1] in self.eos_ids:
             ids = ids[:-1]
-        return self._array(ids)
+        return ids
 
     def _encode(self, text: str, special: bool) -> list[int]:
         return self._backend.encode(text, add_special_tokens=special).ids
-
-    @staticmethod
-    def _array(ids: Sequence[int]) -> np.ndarray:
-        return np.asarray(ids, dtype=np.int32)
 
     def _special_id(self, name: str) -> int | None:
         """The id of a special token by its role, as `bos_token`; None if the model has none."""
@@ -299,13 +293,8 @@ def _compile(template: str) -> jinja2.Template:
         raise ShoalError(f"The chat template is not valid Jinja: {error}", "model.template") from error
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
     """JSON without the HTML escapes of Jinja's own filter, as in transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

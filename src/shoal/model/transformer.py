@@ -162,7 +162,7 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     if cache is not None:
         # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
         q = jax.lax.optimization_barrier(q)
-    q, k, v = (_heads(x, a.head_dim) for x in (q, k, v))
+    q, k, v = (x.reshape(*x.shape[:-1], -1, a.head_dim) for x in (q, k, v))
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
     turn = rotate_by_product if is_tpu else rotate
@@ -219,10 +219,6 @@ def _cast(model: Model, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.
     kernel = model.role.constrain(jax.lax.stop_gradient(weight).astype(model.dtype), *axes)
     kernel = model.role.constrain(kernel, *(None if axis == "embed" else axis for axis in axes))
     return Cast(kernel, weight, model.reduce_dtype)
-
-
-def _heads(x: jax.Array, head_dim: int) -> jax.Array:
-    return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

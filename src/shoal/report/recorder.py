@@ -20,7 +20,7 @@ from shoal.report.groups import TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, evaluation_scalars
 from shoal.report.summary import (
-    Figures,
+    EvaluationFigures,
     SolvedProblem,
     WrongAnswers,
     solved_problem,
@@ -72,7 +72,7 @@ class Recorder:
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # tokens, by metric
-    evaluations: dict[int, Figures] = field(default_factory=dict)  # by version
+    evaluations: dict[int, EvaluationFigures] = field(default_factory=dict)  # by version
     account: Counter[str] = field(default_factory=Counter)  # of tokens: sampled by hosts, and what became of them
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
@@ -185,7 +185,7 @@ class Recorder:
         self._compiled_before = self.compilations()
         self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
 
-    def evaluation(self, version: int, figures: Figures, groups: Sequence[Group], num_completions: int,
+    def evaluation(self, version: int, figures: EvaluationFigures, groups: Sequence[Group], num_completions: int,
                    seconds: float) -> None:
         """Records the figures of one version by data set, and its greedy answers."""
         self.spent("evaluate", seconds)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from shoal.types import Group, Prompt
 
-Figures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
+EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""
 WrongAnswers: TypeAlias = "dict[str, dict[int, str]]"
 """Data set -> row -> text of a greedy answer that was wrong."""
@@ -47,7 +47,7 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
     return {"sampled": counts.get("sampled", 0), **ends, "unused": counts.get("sampled", 0) - sum(ends.values())}
 
 
-def summarise(evaluations: Mapping[int, Figures], last: int, started: float, seconds: Mapping[str, float],
+def summarise(evaluations: Mapping[int, EvaluationFigures], last: int, started: float, seconds: Mapping[str, float],
               totals: Mapping[str, float]) -> dict[str, Any]:
     """What summary.json says of evaluations and speed. `last`: the version after the last step; `seconds`: by phase."""
     before, after = evaluations.get(0, {}), evaluations.get(last, {})

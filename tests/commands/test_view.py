@@ -428,18 +428,6 @@ def test_a_hostile_run_leaves_the_others_to_be_seen(tmp_path):
         viewer.close()
 
 
-def test_an_older_format_says_so(tmp_path):
-    path = write_run(tmp_path / "old", 2)
-    for file in (path / "groups").iterdir():
-        file.rename(file.with_suffix(".jsonl"))
-    viewer = opened(path)
-    try:
-        assert any("read the groups with the version that wrote them" in text for text in problems(viewer))
-        assert viewer.answer("curves", {"run": "old"})["x"] == [1, 2]
-    finally:
-        viewer.close()
-
-
 # ---- which runs
 
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -376,21 +375,6 @@ def vowels(completions, **kwargs):
 
 def test_a_result_shows_itself(result):
     assert "held_out accuracy (greedy, 3 questions)" in repr(result) and "2 steps in" in repr(result)
-    assert "accuracy" in repr(result.evaluations).splitlines()[0] and "held_out" in repr(result.evaluations)
-    assert "accuracy_interval" not in repr(result.evaluations)
-    groups = result.groups(1)
-    assert len(repr(groups).splitlines()) == 1 + len(groups) and "best completion" in repr(groups)
-
-
-def test_differences_are_tables_in_a_notebook(result, tmp_path, monkeypatch):
-    shown: list[dict[str, str]] = []
-    monkeypatch.setattr(notebook, "_ipython_display", lambda: lambda data, raw: shown.append(data))
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
-    other = shutil.copytree(result.folder, tmp_path / "other")
-    lines = (other / "metrics.jsonl").read_text()
-    (other / "metrics.jsonl").write_text(lines.replace('"lr": ', '"lr": 1'))
-    assert shoal.diff(result.folder, other)["first_metrics"]["step"] == 1
-    assert any("<th>other</th>" in data["text/html"] for data in shown)
 
 
 def test_a_run_is_read_back(result, workshop, tmp_path):

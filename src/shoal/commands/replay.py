@@ -46,9 +46,6 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
     if not result["identical"]:
         for what, (then, now) in weights["machine"].items():
             console.warning(f"{what} is {now or 'not set'}, it was {then or 'not set'} in the run: bits may differ")
-        for key, values in weights["settings"].items():
-            console.warning(f"{key} changed in the run ({', then '.join(map(str, values))}): if only config.yaml "
-                            "keeps the settings, earlier steps are retrained with the last ones")
 
 
 def _token_text(token: dict[str, Any]) -> str:

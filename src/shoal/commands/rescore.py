@@ -11,7 +11,7 @@ from shoal.report.figures import figure
 from shoal.report.folder import find_run
 from shoal.runs.rescore import score_again
 from shoal.runs.stored_run import StoredRun
-from shoal.text import count, ranges
+from shoal.text import count
 
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
@@ -54,9 +54,6 @@ def report_rescored(result: dict[str, Any], console: Console) -> None:
         "correlation_with_length", "unscorable")])
     for warning in lint["warnings"]:
         console.warning(warning)
-    if steps := result["other_settings"]:
-        console.warning(f"the settings on file (algorithm.*) give other advantages than those trained on, at step "
-                        f"{ranges(steps)}: old advantages are the stored ones, new ones follow the settings")
     if number := result["advantages_not_stored"]:
         verb = "was" if number == 1 else "were"
         console.note(f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the settings")

@@ -129,11 +129,6 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
 _NUMBERS = {"num_responses": "response", "num_questions": "question"}
 
 
-def is_shown_figure(name: str, figures: Mapping[str, Any]) -> bool:
-    """True for a figure of an evaluation that stands for itself."""
-    return name in ("step", "name", "num_questions") or not _is_detail(name, figures)
-
-
 def _is_detail(name: str, figures: Mapping[str, Any]) -> bool:
     """True for figures that are shown with another one (protocols, numbers, intervals, errors) or not at all: pass@1 is
     the sampled accuracy, and of several pass@k only the largest is shown."""

@@ -179,12 +179,8 @@ class GroupTable:
     def _list(self, folder: Path) -> dict[str, tuple[Path, tuple[int, int]]]:
         found: dict[str, tuple[Path, tuple[int, int]]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        endings = {entry.name.rpartition(".")[2] for entry in entries}
         if len(entries) > MAX_FILES:
             self.run.problem("groups", f"holds {len(entries):,} files: the first {MAX_FILES:,} are read")
-        if "jsonl" in endings and "parquet" not in endings:
-            self.run.problem("groups", "are .jsonl files of a Shoal before 0.1, which stored no parquet: the curves "
-                             "are shown; read the groups with the version that wrote them")
         for entry in entries[:MAX_FILES]:
             stem, _, ending = entry.name.rpartition(".")
             if ending != "parquet" or not _FILE.fullmatch(stem):
@@ -227,8 +223,7 @@ class GroupTable:
         database, paths = self.database, [str(file.path) for file in files]
         columns = database.columns([file.path for file in files])
         if missing := [column for column in NEEDED if column not in columns]:
-            raise ShoalError(f"it lacks the column {missing[0]}: another program, or an earlier version of Shoal "
-                             "wrote it; read it with that")
+            raise ShoalError(f"it lacks the column {missing[0]}: another program wrote it")
         wrong = [column for column, kinds in NEEDED.items() if not any(kind in columns[column] for kind in kinds)]
         if wrong:
             raise ShoalError(f"its column {wrong[0]} has the type {columns[wrong[0]]}, which Shoal never writes")

@@ -8,7 +8,6 @@ A run that was resumed with other settings has segments; each step is retrained 
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -34,12 +33,12 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
     `mesh`: devices other than the run's own. `likeliest`: as many of the likeliest tokens at each place are added."""
     stored = run.group(step, number, name)
     group = stored.group
-    with closing(Replayer.open(run, group, mesh, console)) as player:
+    with Replayer(run, group, mesh, console) as player:
         prompt = check_prompt(run, player.config, group)
         if not prompt["same"]:
             console.warning(f"the prompt: {prompt['reason']}")
         params, origin = player.weights(group.version)
-        sampled = player.sample(group, params)
+        sampled = player.sample(params)
         kept = tokens_of_first_version(group)
         if kept != list(map(len, group.completions)):
             console.warning(f"the weights changed while this group was sampled (train.versions=newest): {sum(kept)} of "
@@ -57,7 +56,7 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
                             for i in range(group.size)],
         })
         if likeliest:
-            for record, tokens in zip(result["completions"], player.likeliest(group, params, likeliest), strict=True):
+            for record, tokens in zip(result["completions"], player.likeliest(params, likeliest), strict=True):
                 for token, found in zip(record["tokens"], tokens, strict=True):
                     token |= found
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,31 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.config.keys import is_under
 from shoal.config.schema import Config, MeshSection, ModelSection
-from shoal.config.text import to_dict
-from shoal.mesh import Roles
 from shoal.model.segment_attention import segment_attention
-from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, head_projection, output_head
 from shoal.report.console import Console
 from shoal.report.groups import StoredGroup, read_file
-from shoal.report.lines import json_ready
 from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
 from shoal.run.job import Job
-from shoal.run.loading import ModelSpec, find_teacher, load_scorer, open_model, resolve_model
+from shoal.run.loading import find_teacher, load_scorer, open_model, resolve_model
 from shoal.run.parts import make_updater, open_reference
-from shoal.runs.bounded import leaves
-from shoal.runs.compare import INERT_KEYS
 from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import drain
 from shoal.text import ranges
 from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater, UpdateResult
-from shoal.types import Completion, Group, GroupRequest, Params, Purpose, ShoalError
+from shoal.types import Completion, Group, GroupRequest, Params, Purpose, SamplingParams, ShoalError
 
 
 @dataclass
@@ -45,52 +38,39 @@ class WeightsOrigin:
     source: str  # `checkpoint 2`, or the first weights
     steps_retrained: int
     machine: dict[str, list[str]]  # what has changed since the checkpoint: name -> [then, now]
-    settings: dict[str, list[Any]]  # keys that changed between segments -> their values, in order
     updates_retrained: int = 0
     diverged_at: int | None = None  # the first step whose log-probs differ from the stored ones
     verified: bool | None = None  # by the stored log-probs of the step after them; None where there are none
 
 
-@dataclass
 class Replayer:
-    """A run's model, tokenizer and devices, opened from its folder."""
+    """A run opened on this machine's devices: a job for each of its segments, with the model of its folder.
 
-    run: StoredRun
-    config: Config  # the settings that sampled the group
-    mesh: MeshSection  # of the devices that sample it again; the default: the run's own
-    model_spec: ModelSpec
-    console: Console
-    _jobs: list[Job] = field(default_factory=list)  # of the settings met so far
-    _updater_of: tuple[Config, Updater] | None = field(default=None)  # of one segment: each compiles its own
+    `group`: what is sampled again. `mesh`: devices other than the run's own. Closed at the end, with its jobs."""
 
-    @classmethod
-    def open(cls, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> Replayer:
-        """Opens the run on its own mesh, unless another is given."""
-        config = run.config_at(group.step if group.purpose is Purpose.TRAIN else group.step - 1)
-        return cls(run, config, mesh, resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER))), console)
+    def __init__(self, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> None:
+        self.run, self.group, self.console = run, group, console
+        self._jobs: dict[int, Job] = {}
+        self._spec = resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER)))
+        self.config = run.config_at(group.step if group.purpose is Purpose.TRAIN else group.step - 1)
+        self._mesh = self.config.mesh if mesh == MeshSection() else mesh
+        self.job = self._job_of(self.config)
+        self.roles, self.tokenizer = self.job.roles, self._spec.tokenizer
+        self._updater_of: tuple[Config, Updater] | None = None  # of one segment: each compiles its own
 
-    def close(self) -> None:
-        for job in reversed(self._jobs):
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self._jobs.values():
             job.stack.close()
 
-    def job(self, config: Config) -> Job:
-        """The training job of one of the run's settings, on the devices of this group's."""
-        placed = replace(config, mesh=self.config.mesh if self.mesh == MeshSection() else self.mesh)
-        known = next((job for job in self._jobs if job.given == placed), None)
-        if known is None:
-            self._jobs.append(known := Job(placed, self.console, spec=self.model_spec, settled=True))
-        return known
-
-    @property
-    def roles(self) -> Roles:
-        return self.job(self.config).roles
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.model_spec.tokenizer
-
-    def model(self, config: Config) -> Model:
-        return self.job(config).model
+    def _job_of(self, config: Config) -> Job:
+        """The job of a segment's settings."""
+        if id(config) not in self._jobs:
+            self._jobs[id(config)] = Job(replace(config, mesh=self._mesh), self.console, spec=self._spec,
+                                         settled=True)
+        return self._jobs[id(config)]
 
     # ---- weights
 
@@ -99,7 +79,7 @@ class Replayer:
         found = self._nearest(version)
         start, state = (found.version, found.state) if found else (0, None)
         origin = WeightsOrigin(f"checkpoint {start}" if start else f"first weights ({self.config.model.path})",
-                               version - start, self._machine_changes(start, version), self._settings_changes())
+                               version - start, self._machine_changes(start, version))
         retrains = version > start
         kl = any(self.run.config_at(step).algorithm.kl_coef > 0 for step in range(start, version + 1))
         first = None
@@ -115,7 +95,7 @@ class Replayer:
             for step in range(start, version):
                 state = self._retrain(self._updater(step, first), state, self.run.groups(step + 1), step, origin)
             origin.updates_retrained, origin.verified = int(state.updates) - before, None
-        params = publish_to(self.model(self.config).on(self.roles.hosts[0]), state.trainable)
+        params = publish_to(self.job.model.on(self.roles.hosts[0]), state.trainable)
         if retrains and (file := self.run.group_files().get(version + 1)):  # its log-probs are those before its update
             self._retrain(self._updater(version, first), state, read_file(file), version, origin)
         return params, origin
@@ -124,7 +104,7 @@ class Replayer:
         """The newest readable checkpoint up to `version`."""
         for saved in sorted((v for v in self.run.checkpoints() if v <= version), reverse=True):
             try:
-                return restore(self.run.path, saved, self.job(self.run.config_at(saved)).learner)
+                return restore(self.run.path, saved, self._job_of(self.run.config_at(saved)).learner)
             except ShoalError as error:
                 self.console.warning(f"{error}; the one before it is used")
         return None
@@ -133,11 +113,11 @@ class Replayer:
         """The updater of the step from `version` to the next."""
         config = self.run.config_at(version)
         if self._updater_of is None or self._updater_of[0] is not config:
-            teacher = load_scorer(config.model, find_teacher(config, self.model_spec, self.console),
-                                  self.roles.reference) if with_teacher and config.teacher.path else None
-            reference = None if first is None else open_reference(config, self.model_spec, self.model(config),
-                                                                  self.roles.reference, first)
-            self._updater_of = config, make_updater(config, self.job(config).learner, reference, teacher)
+            job, role = self._job_of(config), self.roles.reference
+            teacher = load_scorer(config.model, find_teacher(config, self._spec, self.console), role) \
+                if with_teacher and config.teacher.path else None
+            reference = None if first is None else open_reference(config, self._spec, job.model, role, first)
+            self._updater_of = config, make_updater(config, job.learner, reference, teacher)
         return self._updater_of[1]
 
     def _retrain(self, updater: Updater, state: TrainState, stored: Sequence[StoredGroup], step: int,
@@ -152,8 +132,6 @@ class Replayer:
                                  "changed since")
         return state
 
-    # ---- what has changed
-
     def _machine_changes(self, start: int, version: int) -> dict[str, list[str]]:
         """Against the checkpoint retrained from; without one, the first after `version`; else any."""
         records = self.run.checkpoint_records()
@@ -164,44 +142,32 @@ class Replayer:
         return {name: [saved.get(name, "unknown"), value] for name, value in machine().items()
                 if saved.get(name) != value}
 
-    def _settings_changes(self) -> dict[str, list[Any]]:
-        """The keys that changed during the run, by its segments and its checkpoints."""
-        records, segments = self.run.checkpoint_records(), self.run.segments
-        newest = max(records, default=0)  # config.yaml alone stands for the newest segment
-        dated = [(start if len(segments) > 1 else newest, 1, json_ready(to_dict(config)))
-                 for start, config in segments.items()]
-        dated += [(saved, 0, record["config"]) for saved, record in records.items() if "config" in record]
-        values: dict[str, list[Any]] = {}
-        for _, _, settings in sorted(dated, key=lambda one: one[:2]):
-            for key, value in leaves(settings):
-                known = values.setdefault(key, [])
-                if not known or known[-1] != value:
-                    known.append(value)
-        return {key: known for key, known in values.items() if len(known) > 1 and not is_under(key, INERT_KEYS)}
-
     # ---- sampling
 
-    def sample(self, group: Group, params: Params) -> list[Completion]:
+    @property
+    def params(self) -> SamplingParams:
+        """How the group was sampled: the one answer of an evaluation greedily."""
+        params = self.config.sampling.params
+        return params.as_greedy() if self.group.purpose is Purpose.EVALUATE and self.group.size == 1 else params
+
+    def sample(self, params: Params) -> list[Completion]:
         """The group's completions from its address, by a sampler compiled as the run's own was."""
-        engine = self.job(self.config).make_engine()(group.purpose, group.size)
-        how = self.config.sampling.params
-        if group.purpose is Purpose.EVALUATE and group.size == 1:
-            how = how.as_greedy()
+        group = self.group
+        engine = self.job.make_engine()(group.purpose, group.size)
         request = GroupRequest(group.purpose, group.step, group.version, group.example, group.prompt_ids, group.size,
-                               how, group.subset)
+                               self.params, group.subset)
         engine.load(group.version, params)
         engine.submit([sample_request(request, 0, self.config.seed)])
         sampled = drain(engine)
         return [sampled[0, index] for index in range(group.size)]
 
-    def likeliest(self, group: Group, params: Params, most: int) -> list[list[dict[str, Any]]]:
+    def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
         """For each token of each stored completion the `entropy` there, and the `likeliest` tokens with log-probs: of
         the whole vocabulary, at the temperature that sampled."""
-        model = self.model(self.config).on(self.roles.sampler)
+        model, group = self.job.model.on(self.roles.sampler), self.group
         longest = len(group.prompt_ids) + max(map(len, group.completions))
         size, most = -(-longest // 64) * 64, min(most, model.architecture.vocab_size)
-        is_greedy = group.purpose is Purpose.EVALUATE and group.size == 1
-        temperature = 1.0 if is_greedy else self.config.sampling.temperature or 1.0
+        temperature = self.params.temperature or 1.0
         found = []
         for completion in group.completions:
             arrays = likeliest_tokens(model, params, group.prompt_ids, completion, temperature, most, size)

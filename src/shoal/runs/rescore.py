@@ -57,7 +57,6 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
         "functions": {one.name: one.weight for one in functions}, "comparison": compare_rewards(steps),
         "lint": lint_reward(steps, account, reward.on_error == "skip"), "hacks": find_hacks(steps, files),
         "flips": [one.record(n) for one, n in most_flips[:NUM_SHOWN]], "by_step": [one.figures() for one in steps],
-        "other_settings": [one.step for one in steps if one.settings_differ],
         "advantages_not_stored": sum(one.not_stored for one in steps),
         "groups": [one.record(n) for one in steps for n in range(len(one.rows))] if step else None,
     })
@@ -94,10 +93,6 @@ class RescoredStep:
     def flipped(self) -> np.ndarray:
         """Completions whose advantage is positive by one reward and negative by the other."""
         return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
-
-    @property
-    def settings_differ(self) -> bool:
-        return not np.allclose(self.old_advantages, self.old.advantages, rtol=1e-6, atol=1e-9, equal_nan=True)
 
     def figures(self) -> dict[str, Any]:
         return {"step": self.step, "groups": len(self.rows), "completions_compared": int(self.both.sum()),

@@ -6,30 +6,23 @@ import html
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import numpy as np
+from typing import Any
 
 from shoal.files import writing
-from shoal.report.console import prompt_text
 from shoal.report.figures import (
     duration,
     figure_text,
-    is_shown_figure,
-    number_text,
     summary_rows,
     text_table,
 )
 from shoal.report.folder import find_run, read_config
 from shoal.report.groups import StoredGroup
 from shoal.runs.stored_run import Evaluations, StoredRun
-from shoal.text import count, nearest, shorten
+from shoal.text import count, nearest
 from shoal.types import ShoalError
-
-T = TypeVar("T")
 
 CURVES = (
     ("reward", (("reward/mean", "reward"),)),
@@ -94,35 +87,6 @@ _SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "complet
 _SHOWN_ROWS = 10  # at either end
 
 
-class Shown(list[T], Generic[T]):
-    """A list that is shown as a table: `row` gives an item's cells under `head`."""
-
-    def __init__(self, items: Iterable[T], head: Sequence[str], row: Callable[[T], Sequence[str]]) -> None:
-        super().__init__(items)
-        self._head, self._row = head, row
-
-    def __repr__(self) -> str:
-        return "\n".join(text_table(self._head, [self._row(item) for item in self])) if self else "[]"
-
-
-def _group_row(stored: StoredGroup) -> list[str]:
-    group = stored.group
-    best = int(np.nanargmax(group.rewards)) if group.valid.any() else 0
-    solved = "" if group.correct is None else f"{int(group.correct.sum())} of {group.size}"
-    rewards = group.rewards[group.valid]
-    return [shorten(prompt_text(group.example.prompt)), solved,
-            *(number_text(value) for value in ((rewards.mean(), rewards.std()) if rewards.size else (np.nan, np.nan))),
-            f"{np.mean([len(completion) for completion in group.completions]):.0f}", shorten(group.texts[best])]
-
-
-_GROUP_HEAD = ("prompt", "correct", "mean reward", "standard deviation", "tokens", "best completion")
-
-
-def _evaluation_table(rows: Sequence[dict[str, Any]]) -> Shown[dict[str, Any]]:
-    names = list(dict.fromkeys(name for row in rows for name in row if is_shown_figure(name, row)))
-    return Shown(rows, names, lambda row: [figure_text(name, row[name]) if name in row else "" for name in names])
-
-
 class Result(Mapping[str, Any]):
     """A run read from its folder; as a mapping it is the summary.
 
@@ -143,7 +107,7 @@ class Result(Mapping[str, Any]):
         """The content of summary.json; empty until the run has finished."""
         self.metrics = Table(list(self._run.metrics().steps.values()))
         """A row a step."""
-        self.evaluations: list[dict[str, Any]] = _evaluation_table(self._run.evaluations().rows)
+        self.evaluations: list[dict[str, Any]] = self._run.evaluations().rows
         """An entry for each evaluation and data set: `step`, `name` and the figures."""
 
     @property
@@ -157,7 +121,7 @@ class Result(Mapping[str, Any]):
 
     def groups(self, step: int) -> list[StoredGroup]:
         """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`; ShoalError if none."""
-        return Shown(self._run.groups(step), _GROUP_HEAD, _group_row)
+        return self._run.groups(step)
 
     @property
     def before(self) -> dict[str, dict[str, Any]]:

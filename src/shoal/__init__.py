@@ -94,7 +94,7 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
 
 
 def diff(run: Any, other: Any) -> dict[str, Any]:
-    """Compares two run folders, prints (in a notebook: shows) what differs, and returns it; as `shoal diff`."""
+    """Compares two run folders, prints what differs and returns it; as `shoal diff`."""
     from shoal.commands.diff import diff
     from shoal.config.schema import DiffConfig
 

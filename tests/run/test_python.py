@@ -381,6 +381,7 @@ def test_a_run_is_read_back(result, workshop, tmp_path):
     again = shoal.load_run(str(result.folder))
     assert again == result and again.metrics.columns == result.metrics.columns
     assert again.evaluations == result.evaluations and again.finished
+    assert shoal.diff(result.folder, again.folder)["identical"] is True
     (workshop.runs / "last").write_text("own\n")
     assert shoal.load_run("last", str(workshop.runs)).folder == result.folder
     with pytest.raises(shoal.ShoalError, match="is no run folder"):

@@ -20,7 +20,7 @@ from shoal.rollout.group import sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
 from shoal.run.job import Job
-from shoal.run.loading import find_teacher, load_scorer, open_model, resolve_model
+from shoal.run.loading import load_scorer, open_model, resolve_model
 from shoal.run.parts import make_updater, open_reference
 from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import drain
@@ -114,8 +114,7 @@ class Replayer:
         config = self.run.config_at(version)
         if self._updater_of is None or self._updater_of[0] is not config:
             job, role = self._job_of(config), self.roles.reference
-            teacher = load_scorer(config.model, find_teacher(config, self._spec, self.console), role) \
-                if with_teacher and config.teacher.path else None
+            teacher = load_scorer(config.model, job.teacher, role) if with_teacher and job.teacher else None
             reference = None if first is None else open_reference(config, self._spec, job.model, role, first)
             self._updater_of = config, make_updater(config, job.learner, reference, teacher)
         return self._updater_of[1]

@@ -23,6 +23,7 @@ from shoal.config.arguments import names_of
 from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Rule, Setting, Translation
 from shoal.config.keys import dataclass_of, keys_of
 from shoal.config.loading import Resolved
+from shoal.config.merge import with_origins
 from shoal.config.schema import Config
 from shoal.config.values import shown, text_of
 from shoal.text import count
@@ -353,7 +354,7 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     given = [entry.name for entry in resolved.arguments.entries]
     found = [row[0] for name in given if (row := find_flag(dataclass_of(Config), name, ""))]
     system = max(set(found), key=found.count) if found else ""
-    explained = resolved.explain(message)
+    explained = with_origins(message, resolved.origins)
     named: dict[str, str] = {}
     for flag in SYSTEMS.get(system, ()):
         for key in flag.keys:

@@ -33,7 +33,8 @@ def layers_of(config_type: type, arguments: Arguments, stored: Path | None = Non
     layers, file = users_layers(config_type, arguments, stored)
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
-    task = "" if file else _task_of(config_type, layers[line])
+    by_line = {} if file else merge(config_type, [layers[line]])[0].top  # perhaps by another system's flag
+    task = text_of(by_line["task.name"].value) if "task.name" in by_line else ""
     if preset := preset_of_task(command_of(config_type), task):
         file = preset
         beneath[line] = file_layers(config_type, preset, f"task {task}")
@@ -46,12 +47,6 @@ def layers_of(config_type: type, arguments: Arguments, stored: Path | None = Non
                 place -= 1
             beneath.setdefault(place, []).extend(named_layers(config_type, key, name))
     return [one for number, layer in enumerate(layers) for one in (*beneath.get(number, ()), layer)], file
-
-
-def _task_of(config_type: type, line: Layer) -> str:
-    """The task that a command line names, perhaps by another system's flag."""
-    top = merge(config_type, [line])[0].top
-    return text_of(top["task.name"].value) if "task.name" in top else ""
 
 
 def preset_of_task(command: str, name: str) -> Path | None:

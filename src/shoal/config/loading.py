@@ -50,10 +50,6 @@ class Resolved:
         """Every key, as YAML that loads as the same configuration."""
         return to_yaml(self.config)
 
-    def explain(self, message: str) -> str:
-        """An error's text with the origin of each key in it: a flag, or a file's line."""
-        return with_origins(message, self.origins)
-
 
 # ---- entry points
 

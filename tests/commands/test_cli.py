@@ -353,7 +353,7 @@ def test_a_dry_run_judges_the_mesh_on_the_jobs_devices(capsys, words, code, part
     (["task=gsm8q"], "did you mean 'gsm8k'"),
     (["task=custom", "task.path={data}"], "task custom: it has no reward of its own"),
     (["task=custom", "reward=f.py:g"], "task custom: task.path is not given"),
-    (["task=custom", "task.path={data}", "reward=f.py:g"], "has no column `prompt`"),
+    (["task=custom", "task.path={data}", "algorithm.advantage=none", "teacher.path=tiny"], "has no column `prompt`"),
     (["sampling.temperature=0"], "sampling.temperature=0: in training every completion"),
     (["algorithm.advantage=none"], "set teacher.path"),
     (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
@@ -434,10 +434,11 @@ assert [main(words) for words in {commands!r}] == [2] * 7""", JAX_PLATFORMS="cud
     printed_by_jax = 2 * done.stderr.count("Jax plugin configuration error")
     assert done.returncode == 0 and done.stderr.count("Traceback") == printed_by_jax <= 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 14 and "(cpu, cuda, tpu)" not in done.stderr
-    for platform, lines in (("cuda", errors[:7]), ("kpu", errors[7:])):
+    found = [line for line in done.stdout.splitlines() if line.startswith("WRONG devices: ")]  # doctor goes on
+    assert (len(errors), len(found)) == (12, 2) and "(cpu, cuda, tpu)" not in done.stderr
+    for platform, lines in (("cuda", [*errors[:6], found[0]]), ("kpu", [*errors[6:], found[1]])):
         for line in lines:
-            assert line.startswith(f"error: JAX_PLATFORMS={platform}: JAX finds no such devices")
+            assert f": JAX_PLATFORMS={platform}: JAX finds no such devices" in line
             assert ("install 'shoal[cuda]'" in line) == (platform == "cuda")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 

@@ -295,7 +295,7 @@ def test_lengths_that_drift_over_200_steps_compile_few_updates():
         longest, prompt = int(3 * 20 ** (step / 199)), int(30 * 6 ** -(step / 199))
         drawn = random_groups(ARCHITECTURE, 4, 2, prompt, max(1, longest - int(rng.integers(0, 3))), seed=step)
         state, _ = updater.update(state, drawn, step)
-    assert 2 <= learner.programs["accumulate"].num_compiled <= 4  # batch.max_shapes
+    assert 2 <= learner.programs["accumulate"].num_compiled <= 4  # NUM_SHAPES
     assert learner.programs["apply"].num_compiled == 1
 
 

@@ -359,14 +359,11 @@ class BatchSection:
     """Tokens of a micro-batch on one device, padding included, in one row that prompts and completions fill; it holds
     at least the longest prompt with the longest completion. 0 for 4,096 on accelerators and 2,048 on CPU. This
     replaces micro-batch size and gradient accumulation: it affects memory and speed, never the result."""
-    max_shapes: int = 4
-    """Shapes of micro-batches, each a program to compile: rows of micro_tokens, and of a quarter, a sixteenth, ... of
-    it for updates of few tokens and what is left over at the end. Lengths never compile another."""
 
     def __post_init__(self) -> None:
         at_least(self, "batch.", 0, "prompts_per_device", note="off")
         at_least(self, "batch.", 0, "micro_tokens", note="auto")
-        at_least(self, "batch.", 1, "prompts_per_step", "max_shapes")
+        at_least(self, "batch.", 1, "prompts_per_step")
         require(self.group_size >= 2, "batch.group_size", self.group_size,
                 "2 or more: a group of one has nothing to be compared with")
 

@@ -124,7 +124,13 @@ MOST_ROW_TOKENS = 2**15
 """Tokens of a row where a device could take more: beyond, rows are packed no better."""
 
 
-def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int, count: int) -> tuple[Shape, ...]:
+NUM_SHAPES = 4
+"""Shapes of micro-batches, each a program to compile; the smaller ones are for updates of few tokens and for what is
+left over at an update's end."""
+
+
+def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int,
+               count: int = NUM_SHAPES) -> tuple[Shape, ...]:
     """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a quarter, a sixteenth, ...
     of them. They depend on settings alone.
 

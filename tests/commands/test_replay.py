@@ -50,6 +50,7 @@ def again(run: Path, step: int = 1, group: int = 0, **changes) -> dict:
     return replay(ReplayConfig(run=str(run), step=step, group=group, **changes))
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("step", "group", "start", "retrained"), [(1, 1, 0, 0), (2, 0, 0, 2), (3, 1, 2, 0)])
 def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, start, retrained, capsys):
     """Step 2 was sampled by version 1, which no checkpoint holds: it is retrained on the stored groups."""

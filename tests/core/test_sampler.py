@@ -240,6 +240,7 @@ def test_a_kernel_takes_whole_prompts(monkeypatch):
 # Tokens are a function of address and weights
 
 
+@pytest.mark.bitwise
 def test_other_companions_another_order_fewer_prompts(engine, base):
     same(play(engine, [request(row) for row in (6, 5, 4, 3, 2, 1, 0)]), base)
     for rows in ([3], [1, 5], [2, 4, 0]):

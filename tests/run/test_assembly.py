@@ -312,6 +312,7 @@ def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_p
         assert figures[name] == last[name]
 
 
+@pytest.mark.bitwise
 def test_a_seed_repeats_the_run_bit_for_bit(workshop, base):
     again, other = workshop.train("again", "steps=3"), workshop.train("other", "steps=3", "seed=1")
     assert same_bits(parameters_of(again, 3), parameters_of(base, 3))

@@ -17,7 +17,7 @@ import optax
 
 from shoal.algorithm.loss import Objective, metric_shapes
 from shoal.config.schema import OptimizerSection
-from shoal.mesh import Program, Role, put
+from shoal.mesh import Program, Role, dispatching, put
 from shoal.mesh.programs import UPDATE_OPTIONS
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import ParamSpec, param_specs, shardings
@@ -141,7 +141,8 @@ class ModelScorer:
     def score(self, batch: LearnerBatch) -> jax.Array:
         rows = len(batch.tokens)
         lp = score_program(self.model, Objective.chunk_elements)(self.parameters, self._put(batch))
-        return lp[:rows] if len(lp) > rows else lp
+        with dispatching(self.model.role.mesh.devices.flat):  # samplers may decode there
+            return lp[:rows] if len(lp) > rows else lp
 
     def _put(self, batch: LearnerBatch) -> LearnerBatch:
         """The batch on these devices, with rows of padding where they do not divide its rows."""

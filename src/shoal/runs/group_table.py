@@ -259,10 +259,6 @@ class GroupTable:
 
     # ---- what it knows
 
-    @property
-    def num_groups(self) -> int:
-        return self.database.rows(f"SELECT count(*) AS n FROM {self.table}")[0]["n"]
-
     def find(self, stem: str) -> GroupFile | None:
         return self.files.get(stem)
 

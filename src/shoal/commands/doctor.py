@@ -202,10 +202,10 @@ def report_memory(job: Job, result: dict[str, Any], figures: Figures, available:
         "sharing_devices": available.sharing, "where": available.where,
         "devices": [{"device": str(device), "needed_bytes": figures.peak}
                     for device in job.roles.trainer.mesh.devices.flat]}
-    found = judge_memory(figures, available, describer(job.model.architecture))
-    job.findings.extend([found.finding])
-    if found.finding.level == "wrong":
-        result["advice"] = {"text": found.advice, "key": found.finding.key, "gain": 0.0}
+    found, advice = judge_memory(figures, available, describer(job.model.architecture))
+    job.findings.extend([found])
+    if found.level == "wrong":
+        result["advice"] = {"text": advice, "key": found.key, "gain": 0.0}
 
 
 def report_time(job: Job, result: dict[str, Any], times: Times, figures: Figures, available: AvailableMemory) -> None:

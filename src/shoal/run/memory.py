@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.config.schema import Config
 from shoal.mesh import Roles, available_devices
@@ -41,33 +41,26 @@ def check_memory(config: Config, model: Model, roles: Roles) -> Finding:
     job = outline(config, model, roles, available_devices(config.mesh))
     figures = Figures(resolved(config, job), job, {})
     available = available_memory(roles.trainer.mesh.devices.flat)
-    found = judge_memory(figures, available, describer(model.architecture), "at least").finding
+    found, _ = judge_memory(figures, available, describer(model.architecture), "at least")
     if found.level == "wrong" and figures.peak * available.sharing > available.total:
         raise ShoalError(found.text)
     return found
 
 
-class Judged(NamedTuple):
-    """What was found, and the change that it names."""
-
-    finding: Finding
-    advice: str = ""
-
-
-def judge_memory(figures: Figures, available: AvailableMemory, describe: Describe, bound: str = "at most") -> Judged:
-    """Whether a job fits: what each device needs and has, and if that is tight, what to change. `bound`: `at least`
-    where activations are unknown."""
+def judge_memory(figures: Figures, available: AvailableMemory, describe: Describe, bound: str = "at most") -> tuple[Finding, str]:
+    """Whether a job fits: what each device needs and has, and, if that is tight, what to change, besides as the text of
+    its own. `bound`: `at least` where activations are unknown."""
     shared = f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""
     text = f"{bound} {gib(figures.peak)}{shared}, in the {PHASES[figures.fullest][0]} phase ({parts_text(figures)})"
     if not available.free:
-        return Judged(Finding("memory", "ok", f"{text}; the device does not report its memory"))
+        return Finding("memory", "ok", f"{text}; the device does not report its memory"), ""
     text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
     free = available.free / available.sharing
     if figures.peak <= TIGHT * free:
-        return Judged(Finding("memory", "ok", text))
+        return Finding("memory", "ok", text), ""
     advice = fitting(figures, describe, TIGHT * free)
     level, word = ("wrong", "too little") if figures.peak > free else ("warning", "tight")
-    return Judged(Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice["text"])
+    return Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice["text"]
 
 
 # ---- memory that ran out

@@ -119,13 +119,6 @@ class PlannedJob:
             found["teacher"] = replace(model, architecture=self._teacher)
         return found
 
-    def _total(self) -> Any:
-        return self._programs["zero"].eval_shape()
-
-    @property
-    def _programs(self) -> dict[str, Any]:
-        return self.learner.programs
-
     # ---- what they run
 
     def programs(self) -> dict[str, Planned]:
@@ -174,7 +167,8 @@ class PlannedJob:
         prompts, parts = c.batch.prompts_per_step, a.num_minibatches
         smaller, larger = prompts // parts, prompts % parts  # so many mini-batches have a prompt more
         trained = a.num_epochs * ((parts - larger) * self._runs(smaller) + larger * self._runs(smaller + 1))
-        total, programs, found = self._total(), self._programs, {}
+        programs, found = self.learner.programs, {}
+        total = programs["zero"].eval_shape()
         scored = self._runs(prompts)  # whole steps, whatever the mini-batches
         if needs_old_logprobs(a, bool(c.teacher.path)):
             found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored,

@@ -47,7 +47,8 @@ def check_memory(config: Config, model: Model, roles: Roles) -> Finding:
     return found
 
 
-def judge_memory(figures: Figures, available: AvailableMemory, describe: Describe, bound: str = "at most") -> tuple[Finding, str]:
+def judge_memory(figures: Figures, available: AvailableMemory, describe: Describe,
+                 bound: str = "at most") -> tuple[Finding, str]:
     """Whether a job fits: what each device needs and has, and, if that is tight, what to change, besides as the text of
     its own. `bound`: `at least` where activations are unknown."""
     shared = f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""

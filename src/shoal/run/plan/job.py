@@ -167,8 +167,8 @@ class PlannedJob:
         prompts, parts = c.batch.prompts_per_step, a.num_minibatches
         smaller, larger = prompts // parts, prompts % parts  # so many mini-batches have a prompt more
         trained = a.num_epochs * ((parts - larger) * self._runs(smaller) + larger * self._runs(smaller + 1))
-        programs, found = self.learner.programs, {}
-        total = programs["zero"].eval_shape()
+        programs: dict[str, Any] = self.learner.programs
+        total, found = programs["zero"].eval_shape(), {}
         scored = self._runs(prompts)  # whole steps, whatever the mini-batches
         if needs_old_logprobs(a, bool(c.teacher.path)):
             found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored,

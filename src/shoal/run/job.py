@@ -398,8 +398,8 @@ class Job:
 
     def check(self) -> None:
         """Opens everything that can be wrong with a run before its weights are read."""
-        for name in ("settings", "inputs", "folder_note", "pool", "cluster", "world", "placement", "model", "teacher",
-                     "sets", "prompts", "lengths", "reward_findings", "sizes"):
+        for name in ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "placement", "model",
+                     "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes"):
             getattr(self, name)
 
     def open_run(self) -> Run:

@@ -157,6 +157,14 @@ def test_evaluations_are_compared_too(first, tmp_path, capsys):
     assert "the 1 of both are compared" in capsys.readouterr().out
 
 
+def test_a_damaged_line_of_evaluations_is_named(first, tmp_path):
+    copy = shutil.copytree(first, tmp_path / "copy")
+    with (copy / "evaluations.jsonl").open("a") as file:
+        file.write('{"foo": 1}\n' + (copy / "evaluations.jsonl").read_text())
+    with pytest.raises(ShoalError, match=r"evaluations.jsonl, line \d+ is damaged"):
+        compared(first, copy)
+
+
 def test_runs_that_are_cut_or_have_no_groups(first, tmp_path, capsys):
     copy = shutil.copytree(first, tmp_path / "copy")
     text = (copy / "metrics.jsonl").read_text()

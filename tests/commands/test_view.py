@@ -399,7 +399,7 @@ def test_a_small_file_cannot_stand_for_billions_of_settings():
 @pytest.mark.parametrize("text", [
     "a: " + "{a: " * 20_000 + "}" * 20_000, "- " * 20_000, "? " * 20_000, "a: " + "[" * 20_000,
     "steps: 0x" + "f" * 5_000, "steps: " + "9" * 5_000, "steps: 1" + ":1" * 50_000, "lr: 1" + ":1" * 50_000 + ".5",
-    "{" + "a," * 60_000 + "}"])
+    "{" + "a," * 60_000 + "}", "steps: !!int ''", "steps: !!bool foo", "steps: !!timestamp foo", "a: !!float {}"])
 def test_settings_of_any_depth_and_length_are_refused_at_once(text):
     started = time.process_time()
     with pytest.raises(ValueError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import re
 import threading
@@ -553,6 +555,24 @@ def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch)
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     assert events[0]["args"] == {"name": "worker 0"}
     assert [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events[1:]] == [(100.5, 0.5), (101, 1), (102.75, 0.25)]
+
+
+def test_a_full_disk_ends_the_timeline_alone(tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:  # a file writes what is left
+            super().close()
+            self.write("")
+
+    warnings: list[str] = []
+    with closing(Timeline(tmp_path / "timeline.json", warnings.append)) as timeline:
+        timeline._file.close()
+        monkeypatch.setattr(timeline, "_file", Full())
+        timeline.add("trainer", "update", 1.0)
+        timeline.add("trainer", "update", 1.0)
+    assert warnings == ["report.timeline: No space left on device; the timeline ends here"]
 
 
 # ---- engines

@@ -326,6 +326,13 @@ def test_only_the_named_functions_of_a_file_count(file: Path) -> None:
     assert pickle.loads(pickle.dumps(functions[0])) == functions[0]
 
 
+def test_a_file_is_run_without_leaving_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "mine.py").write_text("def score(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    load_functions([f"{tmp_path / 'mine.py'}:score"])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
 @pytest.mark.parametrize(("name", "told"), [
     ("brif", r"defines no 'brif'; did you mean 'brief'\?"), ("zzz", "there are: .*brief"),
     ("number", "expected something that can be called, got a int"),

@@ -23,7 +23,7 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
-        if summary and summary["steps"] == plan.config.steps:
+        if summary and summary.get("steps") == plan.config.steps:
             console.note(f"{plan.run} has made its {plan.config.steps} steps already: give more steps to continue, "
                          "or another run_name")
             return summary

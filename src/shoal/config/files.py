@@ -103,6 +103,10 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
         raise ShoalError(f"{file} cannot be read: {line}{error.problem}{cure}") from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError) as error:
         raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ShoalError(f"{file} cannot be read: it is nested too deep") from error
+    except (LookupError, AttributeError, TypeError) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
+        raise ShoalError(f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out") from error
 
 
 def _walk(loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]) -> Any:

@@ -156,15 +156,20 @@ def read_config(run: Path, file: str = CONFIG) -> Config:
     """The resolved settings of a run; of its newest segment, if it was resumed with others."""
     from shoal.config.loading import compose
 
-    return compose(Config, [str(run / file)])[0]
+    try:
+        return compose(Config, [str(run / file)])[0]
+    except ShoalError as error:
+        raise ShoalError(f"{run}: its settings cannot be read; were they written by another version of Shoal? "
+                         f"{error}") from error
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
     """The summary of a finished run, else None."""
     try:
-        return json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # truncated by a power cut: it is written again
+        found = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):  # truncated by a power cut: it is written again
         return None
+    return found if isinstance(found, dict) else None
 
 
 class RunFolder:

@@ -6,12 +6,12 @@ opens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
@@ -39,7 +39,7 @@ class Timeline:
                 if begins:
                     self._file.write("[\n")
 
-    @contextmanager
+    @contextlib.contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
         """An event as long as the block."""
         started = time.time()
@@ -70,12 +70,16 @@ class Timeline:
                 for event in events:
                     self._file.write(json.dumps({**event, "pid": 0, "tid": self._lanes[lane]}) + ",\n")
             except OSError as error:  # a run does not end for want of its timeline
-                self._file.close()
+                self._close()
                 self._warn(f"report.timeline: {error.strerror or error}; the timeline ends here")
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # closing writes what is left
                 self._file.close()
 
 

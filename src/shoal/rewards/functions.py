@@ -76,10 +76,17 @@ def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
     return function
 
 
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Runs a file without writing a compiled one beside it, into a folder of the user's."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0) -> None:
+        pass
+
+
 def _run_file(path: Path) -> ModuleType:
     """Runs a file as a module; it can import modules of its folder, which hide none that is installed."""
     name = f"shoal_reward_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    loader = _Loader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

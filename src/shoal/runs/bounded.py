@@ -49,6 +49,8 @@ def flat_yaml(text: str) -> dict[str, Any]:
         found = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
         raise ValueError(one_line(str(error))[:200]) from error
+    except (LookupError, AttributeError, TypeError) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
+        raise ValueError("a value is not what its tag says") from error
     if not isinstance(found, Mapping):
         raise ValueError("it holds no settings")
     return dict(leaves(found))

@@ -14,7 +14,6 @@ grows while it is read is read by `growing_lines` and `group_table`.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -160,8 +159,14 @@ class StoredRun:
         return StoredMetrics(steps, num_lines > len(rows))
 
     def evaluations(self) -> Evaluations:
-        """The evaluations so far, in order."""
-        return Evaluations(read_lines(self.path / "evaluations.jsonl"))
+        """The evaluations so far, in order; ShoalError, naming the line, if any but the last is damaged."""
+        path = self.path / "evaluations.jsonl"
+        rows = read_lines(path)
+        for number, row in enumerate(rows, 1):
+            if not _is_evaluation(row):
+                raise ShoalError(f"{path}, line {number} is damaged (it has no step and name): restore the file from a "
+                                 "backup, or remove the line")
+        return Evaluations(rows)
 
     # ---- groups
 
@@ -218,15 +223,19 @@ class StoredRun:
         for version in self.checkpoints():
             try:
                 path = self.root / "checkpoints" / str(version) / "extra" / "metadata"
-                found[version] = json.loads(path.read_bytes())
+                found[version] = bounded_json(path.read_bytes())
             except (OSError, ValueError):
                 continue
-        return {version: record for version, record in found.items() if "facts" in record}
+        return {version: record for version, record in found.items() if isinstance(record, dict) and "facts" in record}
 
 
 # ---- evaluations
 
 MAX_ROWS = 5000
+
+
+def _is_evaluation(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("name"), str)
 
 
 class Evaluations:
@@ -239,7 +248,7 @@ class Evaluations:
         """Adds what `GrowingLines.new` found; `restarted`: the file is another than before."""
         if restarted:
             self.rows = []
-        self.rows += [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("name"), str)]
+        self.rows += [row for row in rows if _is_evaluation(row)]
         del self.rows[MAX_ROWS:]
 
     def by_version(self) -> dict[tuple[int, str], dict[str, Any]]:

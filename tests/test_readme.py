@@ -46,10 +46,10 @@ def resolve(name: str) -> Any:
 
 @pytest.mark.compile_quickly
 def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
-    """Each function of the list is called, and by those above it: the source's two and the trainer's four are two
-    branches under the loop."""
+    """Each function of the list is called, and by those above it: the job and the loop are two branches under the
+    command, the source's two and the trainer's four under the loop."""
     names = path_of_the_readme()
-    assert len(names) == 10
+    assert len(names) == 11
     codes = {resolve(name).__code__: name for name in names}
     callers: dict[str, set[str]] = {name: set() for name in names}
     seen: set[str] = set()
@@ -74,8 +74,8 @@ def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
         sys.setprofile(None)
     assert code == 0
     assert seen == set(names)
-    command, job, loop, take, engine, groups, update, accumulate, loss, forward = names
-    for name, above in ((job, command), (loop, job), (take, loop), (engine, take), (groups, take), (update, loop),
+    command, train, job, loop, take, engine, groups, update, accumulate, loss, forward = names
+    for name, above in ((train, command), (job, train), (loop, train), (take, loop), (engine, take), (groups, take), (update, loop),
                         (accumulate, update), (loss, accumulate), (forward, loss), (forward, engine)):
         assert above in callers[name], f"{name} was not called by {above}"
 

@@ -75,8 +75,9 @@ def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
     assert code == 0
     assert seen == set(names)
     command, train, job, loop, take, engine, groups, update, accumulate, loss, forward = names
-    for name, above in ((train, command), (job, train), (loop, train), (take, loop), (engine, take), (groups, take), (update, loop),
-                        (accumulate, update), (loss, accumulate), (forward, loss), (forward, engine)):
+    for name, above in ((train, command), (job, train), (loop, train), (take, loop), (engine, take),
+                        (groups, take), (update, loop), (accumulate, update), (loss, accumulate),
+                        (forward, loss), (forward, engine)):
         assert above in callers[name], f"{name} was not called by {above}"
 
 

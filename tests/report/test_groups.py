@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pandas
 import polars
@@ -22,6 +23,7 @@ from shoal.report import group_writer
 from shoal.report.folder import RunFolder
 from shoal.report.group_writer import MOST_PENDING, GroupWriter
 from shoal.report.groups import from_table, group_record, to_table, write_file
+from shoal.runs.group_table import GroupTable
 from shoal.runs.stored_run import StoredRun
 from shoal.text import ranges
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
@@ -375,3 +377,16 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     assert "has 2 groups, 0 to 1" in capsys.readouterr().err
     assert cli.main(["groups", str(tmp_path), "step=5"]) == 2
     assert "it has those of steps 12" in capsys.readouterr().err
+
+
+def test_a_query_that_duckdb_gives_up_is_one_error(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    write(tmp_path)
+
+    def rows(*_: object, **__: object) -> None:
+        raise duckdb.OutOfMemoryException("could not allocate block\nLINE 1: SELECT")
+
+    monkeypatch.setattr(GroupTable, "rows", rows)
+    assert cli.main(["groups", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "could not allocate block)" in error and "step=1 prints those" in error

@@ -36,18 +36,23 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
     """The rows of the page's Groups view, of all files that can be read, with a warning for each that cannot."""
-    from shoal.runs.database import Database
+    from shoal.runs.database import Database, reason
     from shoal.runs.group_table import GroupTable
 
     run.require_groups()
     lenient = StoredRun(run.path, lenient=True)
     try:
-        table = GroupTable(lenient, Database([lenient]))
+        database = Database([lenient])
     except ShoalError as error:
         raise ShoalError(f"{error}; step=1 prints the groups of a step without it") from error
-    while table.refresh():
-        pass
-    rows, total = table.rows(config.filter, config.sort, descending=True, limit=config.limit)
+    table = GroupTable(lenient, database)
+    try:
+        while table.refresh():
+            pass
+        rows, total = table.rows(config.filter, config.sort, descending=True, limit=config.limit)
+    except database.error as error:
+        raise ShoalError(f"{run.path}: its groups cannot be listed ({reason(error)}); step=1 prints those of a "
+                         "step") from error
     for text in lenient.problems.values():
         console.warning(text)
     if not config.json and rows:

@@ -495,6 +495,55 @@ def test_training_goes_before_an_evaluation_which_has_a_share_of_each_host():
         assert len(source.take(Purpose.EVALUATE, 0)) == 40
 
 
+def test_an_evaluation_has_its_share_where_a_group_is_larger():
+    """16 completions in groups of 8, while training always has more."""
+    host = FakeHost(lambda host: {}, capacity=16)
+    groups = [replace(one, num_completions=8) for one in requests(range(6))]
+    with fleet({"a": host}) as source:
+        source.request(groups)
+        source.request([replace(one, purpose=Purpose.EVALUATE) for one in groups])
+        wait_for(lambda: len(host.queued) == 2)
+        assert [one.purpose for one in host.queued] == [Purpose.TRAIN, Purpose.EVALUATE]
+        host.fault = lambda host: None
+        assert len(source.take(Purpose.EVALUATE, 0)) == len(source.take(Purpose.TRAIN, 0)) == 6
+
+
+@settings(max_examples=300, deadline=None)
+@given(capacity=st.integers(1, 40), sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+       ends=st.lists(st.booleans(), max_size=30), alone=st.booleans())
+def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends, alone):
+    """Groups of both wait always, perhaps after training had the host alone; each that ends is followed at once,
+    training first."""
+    host = Member("a", FakeHost(), progress=HostProgress(capacity=capacity))
+    train = replace(requests([0])[0], num_completions=sizes[0])
+    evaluation = replace(train, purpose=Purpose.EVALUATE, num_completions=sizes[1])
+    ids = iter(range(10**6))
+
+    def assign(is_shared: bool) -> None:
+        for one in (train, evaluation)[:1 + is_shared]:
+            while host.has_room(one.num_completions, one is train, is_shared):
+                host.given[next(ids)] = one
+
+    def oldest(one: GroupRequest) -> int | None:
+        return next((id for id, other in host.given.items() if other is one), None)
+
+    if alone:
+        assign(False)
+        assert capacity <= host.completions(Purpose.TRAIN) < capacity + sizes[0]
+    assign(True)
+    while oldest(evaluation) is None:  # until what training had alone has ended as far as it must
+        count = len(host.given)
+        del host.given[oldest(train)]
+        assign(True)
+        assert len(host.given) < count or oldest(evaluation) is not None
+    for is_train in ends:
+        if (id := oldest(train if is_train else evaluation)) is not None:
+            del host.given[id]
+            assign(True)
+        assert oldest(train) is not None and oldest(evaluation) is not None
+        assert host.completions(*Purpose) <= max(capacity, *sizes) + max(sizes)
+
+
 def test_with_newest_weights_hosts_go_on_while_others_are_copied():
     """The old version is released before the new one is there; groups end in between."""
     copying: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import jax
@@ -50,6 +51,23 @@ def test_what_was_donated_is_not_waited_for():
     program._in_flight.extend([Output(log, "gone", deleted=True), Output(log, "kept")])
     program(jnp.zeros(2))
     assert log == []
+
+
+@pytest.mark.parametrize("name", ["is_ready", "block_until_ready"])
+def test_what_another_thread_donates_during_the_wait_is_not_waited_for(name):
+    program = roles().trainer.jit(lambda x: x + 1)
+    for deleted in (True, False):
+        output = Output([], "first")
+
+        def fails(output: Output = output, deleted: bool = deleted) -> None:
+            output.deleted = deleted
+            raise RuntimeError("Array has been deleted")
+
+        setattr(output, name, fails)
+        program._in_flight.extend([output, Output([], "second")])
+        with contextlib.nullcontext() if deleted else pytest.raises(RuntimeError):  # any other fault is raised
+            program(jnp.zeros(2))
+        program._in_flight.clear()
 
 
 def test_an_unknown_compiler_option_is_dropped_with_a_warning(monkeypatch):

@@ -310,6 +310,23 @@ def test_where_no_worker_is_like_the_trainer_the_first_is_the_measure():
         joined(made, "worker 2", proof())
 
 
+def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypatch):
+    said: list[str] = []
+    made = judging(trainer=proof(), alive=["worker 0", "worker 1", "worker 2"], said=said.append)
+    now = [1000.0]
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    other = proof({"device": "gpu"}, token=5)
+    assert joined(made, "worker 0", other) is None
+    now[0] += cluster.FIRST_SECONDS - 1
+    assert joined(made, "worker 1", other) is made.judge("worker 0") is None and not said
+    now[0] += 1
+    assert made.judge("worker 0") is made.judge("worker 1") is False
+    assert said == ["no worker that is ready has the trainer's kind of device, and after 600 s worker 2 still prepare: "
+                    "worker 0's numbers are the measure of others'"]
+    with pytest.raises(HostRefused, match="worker 2 differs from worker 0: it draws other tokens"):
+        joined(made, "worker 2", proof({"device": "gpu"}))
+
+
 def test_a_host_that_draws_otherwise_is_refused_or_counted():
     said: list[str] = []
     for strict in (True, False):
@@ -327,11 +344,8 @@ def test_a_host_that_draws_otherwise_is_refused_or_counted():
         joined(judging(python="3.12"), "worker 0", proof())
 
 
-@pytest.mark.parametrize(("trainer", "here", "elsewhere", "wanted", "held"), [
-    ("", 4, 0, 1, 3), ("", 4, 0, 2.5, 1), ("", 4, 8, 8, 4), ("", 4, 2, 3, 3), ("0.5", 4, 0, 2, 2),
-    ("[0,2]", 4, 0, 2, 2), ("3", 4, 0, 1, 3), ("1.0", 4, 4, 4, 4), ("", 4, 0, 4, 0)])
-def test_the_trainer_holds_its_share_of_this_machines_accelerators(monkeypatch, trainer, here, elsewhere, wanted, held):
-    """mesh.trainer of them, in any form; else those that the workers leave."""
+def machine_of(monkeypatch: pytest.MonkeyPatch, here: int, elsewhere: int, own: Sequence[str] = ()) -> None:
+    """A faked Ray: GPUs of this machine and of another, and those that it gave to this process."""
     asked: dict[str, Any] = {}
 
     class Holder:
@@ -344,17 +358,45 @@ def test_the_trainer_holds_its_share_of_this_machines_accelerators(monkeypatch, 
 
     machines = [{"NodeID": name, "Alive": True, "Resources": {"GPU": float(count)}}
                 for name, count in (("here", here), ("far", elsewhere))]
+    context = SimpleNamespace(get_node_id=lambda: "here", get_accelerator_ids=lambda: {"GPU": list(own)})
     monkeypatch.setattr(cluster, "ray", SimpleNamespace(
-        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"), nodes=lambda: machines,
+        get_runtime_context=lambda: context, nodes=lambda: machines,
         remote=lambda _: Holder(), get=lambda found, timeout: found))
     monkeypatch.setattr(cluster, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize(("trainer", "here", "elsewhere", "wanted", "held"), [
+    ("", 4, 0, 1, 3), ("", 4, 0, 2.5, 1), ("", 4, 8, 8, 4), ("", 4, 2, 3, 3), ("0.5", 4, 0, 2, 2),
+    ("[0,2]", 4, 0, 2, 2), ("3", 4, 0, 1, 3), ("1.0", 4, 4, 4, 4), ("", 4, 0, 4, 0)])
+def test_the_trainer_holds_its_share_of_this_machines_accelerators(monkeypatch, trainer, here, elsewhere, wanted, held):
+    """mesh.trainer of them, in any form; else those that the workers leave."""
+    machine_of(monkeypatch, here, elsewhere)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if not held:
         with pytest.raises(ShoalError, match="the workers ask for 4 GPU, which are all 4 of this machine"):
             cluster.hold_accelerators("GPU", trainer, wanted, 1.0)
         return
     holder, count = cluster.hold_accelerators("GPU", trainer, wanted, 1.0)
-    assert holder is not None and count == asked["num_gpus"] == held
+    assert holder is not None and count == held
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(held)))
     config = trainer_mesh(Config(mesh=MeshSection(trainer=trainer)), SimpleNamespace(trainer_devices=count))
     assert role_devices(config.mesh, held).trainer == list(range(held))
+
+
+JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+
+
+@pytest.mark.parametrize(("own", "variables", "held"), [
+    ((), {}, 3), (("2",), {}, 0), ((), JOB, 0),
+    ((), {**JOB, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}, 3)])
+def test_accelerators_are_held_unless_ray_gave_this_process_its_own(monkeypatch, own, variables, held):
+    """Not to be confused with those that the user or Slurm has made visible: as an actor, and in a job with and without
+    accelerators of its entry point's."""
+    machine_of(monkeypatch, 4, 0, own)
+    for name in (*JOB, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"CUDA_VISIBLE_DEVICES": "0,1,2,3", **variables}.items():
+        monkeypatch.setenv(name, value)
+    holder, count = cluster.hold_accelerators("GPU", "", 1, 1.0)
+    assert (count, holder is None) == (held, not held)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1,2" if held else "0,1,2,3")

@@ -170,6 +170,11 @@ class Program:
 
 
 def _wait(output: Any) -> None:
-    # Donated since: the program that it was given to stands behind it in the queue.
-    if not output.is_deleted() and not output.is_ready():
-        jax.block_until_ready(output)
+    try:
+        if not output.is_deleted() and not output.is_ready():
+            jax.block_until_ready(output)
+    except RuntimeError:
+        # Donated since, perhaps by another thread meanwhile: the program that it was given to stands behind it in the
+        # queue.
+        if not output.is_deleted():
+            raise

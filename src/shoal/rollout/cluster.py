@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shoal.mesh import devices_asked
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.member import FIRST_SECONDS
 from shoal.rollout.proof import Proof
 from shoal.rollout.publication import tensor_names, to_host
 from shoal.rollout.publisher import StoredManifest, StoredPublisher
@@ -258,6 +259,7 @@ class Cluster:
     proofs: dict[str, Proof] = field(default_factory=dict)  # of the workers that are ready
     different: set[str] = field(default_factory=set)  # workers that sample otherwise
     _measure: tuple[str, Proof] | None = None  # whose numbers all must have
+    _undecided_at: float = 0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
     _late: bool = False
 
     @property
@@ -279,14 +281,15 @@ class Cluster:
         """True if a worker's numbers differ from what they should be; None while that cannot be decided. HostRefused
         where they must not.
 
-        They should be the trainer's, where it has such devices as one of the workers; else the first worker's."""
+        They should be the trainer's, where it has such devices as one of the workers; else the first worker's. Whether
+        one has them is decided once all have proved themselves, or FIRST_SECONDS after the first."""
         proof = self.proofs[name]
         who, difference = "the trainer", proof.other_facts(self.facts)
         if not difference:
             if self._measure is None:
                 if self.trainer and any(not one.other_facts(self.trainer.facts) for one in self.proofs.values()):
                     self._measure = who, self.trainer
-                elif self.trainer and self.alive - self.proofs.keys():
+                elif self.trainer and self._awaits_proofs(name):
                     return None
                 else:
                     self._measure = name, proof
@@ -301,6 +304,17 @@ class Cluster:
                 self.say(f"{text}; it samples nevertheless (train.versions=newest)")
             self.different.add(name)
         return bool(difference)
+
+    def _awaits_proofs(self, name: str) -> bool:
+        """True while other workers may yet prove themselves as the trainer does; said where they are given up."""
+        if not (others := sorted(self.alive - self.proofs.keys())):
+            return False
+        self._undecided_at = self._undecided_at or time.monotonic()
+        if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
+            return True
+        self.say(f"no worker that is ready has the trainer's kind of device, and after {seconds:.0f} s "
+                 f"{', '.join(others)} still prepare: {name}'s numbers are the measure of others'")
+        return False
 
     def check_late(self, host: RayHost) -> None:
         """Says that a host still has no place; ShoalError where none has."""
@@ -409,7 +423,7 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
     process already."""
     node, nodes = ray.get_runtime_context().get_node_id(), [one for one in ray.nodes() if one["Alive"]]
     here = next(int(one["Resources"].get(kind, 0)) for one in nodes if one["NodeID"] == node)
-    if kind not in VISIBLE or not here or os.environ.get(VISIBLE[kind]):
+    if kind not in VISIBLE or not here or _has_chosen(kind):
         return None, 0
     elsewhere = sum(one["Resources"].get(kind, 0) for one in nodes if one["NodeID"] != node)
     asked = devices_asked("mesh.trainer", trainer, here) if trainer else \
@@ -427,6 +441,16 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
                          "cluster hold some: lower mesh.trainer, or wait for them") from error
     os.environ[VISIBLE[kind]] = ",".join(found)
     return holder, count
+
+
+def _has_chosen(kind: str) -> bool:
+    """True if Ray gave this process its accelerators: to a task or an actor, or to the entry point of a job. A variable
+    that the user or the batch system has set is no such choice: nothing keeps Ray from giving those to a worker."""
+    if ray.get_runtime_context().get_accelerator_ids().get(kind):
+        return True
+    # A job's entry point is a child of the actor that has them, with the last of these variables if that has none.
+    return bool(os.environ.get(VISIBLE[kind])) and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and \
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def worker_environment(devices: int, kind: str) -> dict[str, str]:

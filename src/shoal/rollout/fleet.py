@@ -312,22 +312,20 @@ class Fleet:
         seconds = {name: member.step_seconds() for name, member in self.members.items()}
         fastest = min((one for one in seconds.values() if one), default=1.0)
         for is_training in (True, False) if waiting else ():
-            room = {name: member.room(is_training, len(purposes) > 1) for name, member in self.members.items()}
             given = {name: member.completions(*Purpose) for name, member in self.members.items()}
             for entry in waiting:
                 request, size = entry.request, entry.request.num_completions
                 if (request.purpose is Purpose.TRAIN) != is_training:
                     continue
                 # By room alone one host of four that is ten times slower made every step 4 to 6 times as long.
-                name = min((name for name in room if room[name] > 0 and self.members[name].may_start(request)),
+                name = min((name for name, member in self.members.items() if member.may_start(request)
+                            and member.has_room(size, is_training, len(purposes) > 1)),
                            default="", key=lambda name: (given[name] + size) * (seconds[name] or fastest))
                 if not name:
                     break
                 self.ledger.start(entry, name)
-                member = self.members[name]
-                member.given[entry.id] = request
+                self.members[name].given[entry.id] = request
                 given[name] += size
-                room[name] -= size if member.progress.capacity else 0
                 batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
             requests = [sample_request(one.request, one.id, self.seed) for one in entries]

@@ -59,18 +59,23 @@ class Member:
         """Completions of some purposes that it has."""
         return sum(one.num_completions for one in self.given.values() if one.purpose in purposes)
 
-    def room(self, is_training: bool, is_shared: bool) -> int:
-        """Completions of training, or of other purposes, that it could take on. Where both want it, training has all
-        but EVALUATION_SHARE of it."""
-        if self.host is None:
-            return 0
-        if not (capacity := self.progress.capacity):
-            return 1
-        others = tuple(one for one in Purpose if one is not Purpose.TRAIN)
+    def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
+        """True if it could take on a group of training, or of other purposes. Where both want it, training has all but
+        EVALUATION_SHARE of it, and a larger group than such a share is taken on as the only one of its kind."""
+        capacity = self.progress.capacity
+        if self.host is None or capacity < 0:
+            return False
+        if not capacity:
+            return True
+        free = capacity - self.completions(*Purpose)
+        if not is_shared:
+            return free > 0
+        own = self.completions(*(one for one in Purpose if (one is Purpose.TRAIN) == is_training))
+        if not own and len(self.given) <= 1:
+            return True  # else, where one group fills the host, the other kind would wait for as long as more come
         share = max(1, int(EVALUATION_SHARE * capacity))
-        most = capacity if not is_shared else capacity - share if is_training else share
-        return min(most - self.completions(*((Purpose.TRAIN,) if is_training else others)),
-                   capacity - self.completions(*Purpose))
+        most = capacity - share if is_training else share
+        return min(most - own, free) >= min(size, most)
 
     def step_seconds(self) -> float:
         """The time of a compiled step in the median; 0 where too few were seen."""

@@ -241,12 +241,61 @@ _ACTOR = "actor_rollout_ref.actor."
      {"advantage": "dr_grpo"}),
     # nothing between the two: they are read together
     ("algorithm.norm_adv_by_std_in_grpo: false", "algorithm.adv_estimator=grpo", {"advantage": "dr_grpo"}),
+    ("algorithm.adv_estimator: rloo", "algorithm.advantage=rloo algorithm.norm_adv_by_std_in_grpo=true",
+     {"advantage": "rloo"}),
     (f"{_ACTOR}kl_loss_coef: 0.01", f"{_ACTOR}use_kl_loss=true", {"kl_coef": 0.01}),
     (f"{_ACTOR}policy_loss.loss_mode: gspo", f"{_ACTOR}clip_ratio_c=5", {"loss": "gspo-token", "clip_dual": 0.0}),
 ])
 def test_a_flag_of_the_line_counts_beside_a_files_flag_of_its_group(tmp_path, text, words, expected):
     algorithm = with_file(tmp_path, text, *words.split())[0].algorithm
     assert {key: getattr(algorithm, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("text", "words", "expected"), [
+    ("algorithm: {kl_coef: 0.05}", f"{_ACTOR}kl_loss_type=low_var_kl", {"kl_coef": 0.05, "kl_clamp_input": 20.0}),
+    ("steps: 3", f"algorithm.kl_coef=0.05 {_ACTOR}kl_loss_type=low_var_kl", {"kl_coef": 0.05}),
+    ("algorithm: {kl_coef: 0.05}", f"{_ACTOR}use_kl_loss=false", {"kl_coef": 0.0}),
+    ("steps: 3", "algorithm=rloo algorithm.norm_adv_by_std_in_grpo=true", {"advantage": "rloo"}),
+    ("algorithm: {advantage: rloo}", "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=true",
+     {"advantage": "grpo"}),
+    ("algorithm: {correction: mis}", "algorithm.rollout_correction.rollout_is_threshold=3", {"correction": "mis"}),
+    ("algorithm: {correction: mis}", "algorithm.rollout_correction.rollout_is=null", {"correction": "none"}),
+])
+def test_what_a_group_says_for_an_absent_flag_yields_to_what_is_given(tmp_path, text, words, expected):
+    algorithm = with_file(tmp_path, text, *words.split())[0].algorithm
+    assert {key: getattr(algorithm, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [
+    ("grpo_epsilon", "epsilon_high"), (f"{_ACTOR}clip_ratio", "epsilon_high"), ("epsilon", f"{_ACTOR}clip_ratio_high")])
+def test_of_two_systems_flags_the_one_that_names_fewer_keys_stands(tmp_path, wide, narrow):
+    for config, resolved in (with_file(tmp_path, f"{wide}: 0.1\n{narrow}: 0.28\n"),
+                             compose("train", [f"{narrow}=0.28", f"{wide}=0.1"]),
+                             compose("train", [f"{wide}=0.1", f"{narrow}=0.28"])):
+        assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.28)
+        assert not any("both set" in note for note in resolved.notes)
+    config, _ = with_file(tmp_path, f"{narrow}: 0.28\n", f"{wide}=0.1", "recipe=trl")
+    assert config.algorithm.clip_high == 0.1
+    with pytest.raises(ShoalError, match=r"epsilon and grpo_epsilon both set algorithm.clip_low; write one of them"):
+        with_file(tmp_path, "epsilon: 0.1\ngrpo_epsilon: 0.28\n")
+
+
+def test_a_file_says_once_how_many_prompts_a_step_has(tmp_path):
+    both = "batch: {prompts_per_step: 4, prompts_per_device: 2}\n"
+    with pytest.raises(ShoalError, match=r"their.yml: batch.prompts_per_step and batch.prompts_per_device both set how "
+                                         "many prompts a step has; write one of them"):
+        with_file(tmp_path, both)
+    assert with_file(tmp_path, both, "batch.prompts_per_step=8")[0].batch.prompts_per_step == 8
+    assert with_file(tmp_path, both.replace("2", "0"))[0].batch.prompts_per_step == 4
+
+
+def test_an_unknown_recipe_names_the_line_of_the_file(tmp_path):
+    with pytest.raises(ShoalError, match=r"^their.yml:2: recipe=nope: there is no such recipe\. There are: maxtext, "):
+        with_file(tmp_path, "steps: 3\nrecipe: nope\n")
+    with pytest.raises(ShoalError, match=r"^recipe=nope: there is no such recipe\. There are: maxtext, "):
+        compose("train", ["recipe=nope"])
+    with pytest.raises(ShoalError, match=r"^nope: no preset or YAML file has this name\. Presets: base, "):
+        compose("train", ["--config-name", "nope"])
 
 
 @pytest.mark.parametrize(("words", "dual"), [

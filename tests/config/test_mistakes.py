@@ -51,7 +51,7 @@ train reward.weights=[1,x]            | reward.weights='x'
 train sampling.top_p=0                | (0, 1]
 train optimizer=adamw                 | section | optimizer.lr
 train algorithm=grpoo                 | did you mean grpo?
-train recipe=hf                       | no such recipe; | trl
+train recipe=hf                       | no such recipe. | trl
 train use_peft=true                   | use_peft=true: LoRA is not supported yet
 train lora_r=8                        | lora_r: LoRA is not supported yet
 train load_in_4bit=true               | quantised weights are not supported yet

@@ -223,7 +223,7 @@ class FlagSettings:
         """Flags that are read together. What lies between a file's flag and a higher one of the group, as a recipe on
         the command line, may replace it: it then counts beneath that alone."""
         top = max(one.layer for one in members)
-        counting = [one for one in members if not any(one.layer < layer <= top for layer in self._set_in(one))]
+        counting = [one for one in members if not any(one.layer < layer < top for layer in self._set_in(one))]
         if len(counting) < len(members):
             self.add_group(read, [one for one in members if one.layer < top])
         values, without = _read(read, counting), {one: _read_without(read, counting, one) for one in counting}
@@ -261,12 +261,20 @@ class FlagSettings:
     def _add(self, effect: FlagEffect, values: Sequence[tuple[FlagUse, str, Any]]) -> None:
         """Settings of the keys that the command has; a rule's are claims for now."""
         keys = keys_of(self.config_type)
-        made = [one.setting(key if key in keys else INSTEAD.get(key, ""), value, effect) for one, key, value in values
-                if (key if key in keys else INSTEAD.get(key, "")) in keys]
+        made = [one.setting(key if key in keys else INSTEAD.get(key, ""),
+                            Yielding(value) if self._is_wide(one, key) and not isinstance(value, Yielding) else value,
+                            effect)
+                for one, key, value in values if (key if key in keys else INSTEAD.get(key, "")) in keys]
         effect.claims = made
         if effect.applies:
             effect.settings = made
             self.translation.settings += made
+
+    def _is_wide(self, one: FlagUse, key: str) -> bool:
+        """True if another system's flag in the layer names this key and only some of the flag's others: the narrower
+        one stands, whatever the order. Flags of one system say by themselves which of them stands."""
+        return any(other.layer == one.layer and other.system != one.system and other.text.lower() not in NOTHING
+                   and key in other.flag.keys and {*other.flag.keys} < {*one.flag.keys} for other in self.given)
 
     def lines(self, settings: Sequence[Setting], top: Mapping[str, Setting], values: Mapping[str, Any]) -> list[
             tuple[str, bool]]:

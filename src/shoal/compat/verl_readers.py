@@ -52,7 +52,8 @@ _ESTIMATES: dict[str, Values] = {
 
 
 def read_divergence(given: Given) -> Values:
-    """Two places for a divergence, each with its switch, coefficient and estimator; these count only there."""
+    """Two places for a divergence, each with its switch, coefficient and estimator; these count only there. Without
+    either switch the coefficient is 0 where nothing else gives one."""
     named = last_part(given)
     in_loss, in_reward = (to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward"))
     if in_loss and in_reward:
@@ -65,7 +66,8 @@ def read_divergence(given: Given) -> Values:
     estimate = chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES) if "kl_loss_type" in named else {}
     if in_loss:
         return {"algorithm.kl_coef": named.get("kl_loss_coef", "0.001"), "algorithm.kl_placement": "loss", **estimate}
-    return {"algorithm.kl_coef": "0", **estimate}
+    is_off = "use_kl_loss" in named or "use_kl_in_reward" in named
+    return {"algorithm.kl_coef": "0" if is_off else Yielding("0", to_all=True), **estimate}
 
 
 _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce++",
@@ -75,13 +77,15 @@ _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce
 
 def read_estimator(given: Given) -> Values:
     """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by counts for grpo alone;
-    verl whitens over tokens."""
+    verl whitens over tokens. Dividing
+    is the default: alone it names no estimator, and yields to one that is given in our names."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
     if advantage == "grpo":  # the vectorized form does not read the flag
         is_read = given.get(name) != "grpo_vectorized"
-        return {"algorithm.advantage": "grpo" if by_deviation or not is_read else "dr_grpo"}
+        value = "grpo" if by_deviation or not is_read else "dr_grpo"
+        return {"algorithm.advantage": value if name in given or not by_deviation else Yielding(value, to_all=True)}
     values = {"algorithm.advantage": advantage}
     return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
 
@@ -91,7 +95,7 @@ def read_rollout_correction(given: Given) -> Values:
     named = last_part(given)
     level = named.get("rollout_is", "null")
     if level.lower() in NOTHING:
-        return {"algorithm.correction": "none"}
+        return {"algorithm.correction": "none" if "rollout_is" in named else Yielding("none", to_all=True)}
     chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
     return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level,

@@ -53,7 +53,7 @@ def find_file(command: str, name: str) -> Path:
     known = presets_of(command)
     if not known:
         raise ShoalError(f"{name}: expected a YAML file that exists; {command or 'this command'} has no presets")
-    raise ShoalError(f"{name}: no preset or YAML file has this name{did_you_mean(path.stem, known) or ';'} "
+    raise ShoalError(f"{name}: no preset or YAML file has this name{did_you_mean(path.stem, known) or '.'} "
                      f"Presets: {', '.join(known)}")
 
 

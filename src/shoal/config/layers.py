@@ -39,13 +39,14 @@ def layers_of(config_type: type, arguments: Arguments, stored: Path | None = Non
         file = preset
         beneath[line] = file_layers(config_type, preset, f"task {task}")
     for key in [key for key in PACKAGED if key in keys_of(config_type)]:
-        named = [(number, text_of(entry.value)) for number, layer in enumerate(layers) for entry in layer.entries
+        named = [(number, text_of(entry.value), f"{entry.origin}: " if layer.file else "")
+                 for number, layer in enumerate(layers) for entry in layer.entries
                  if names_of(config_type).get(entry.name) == key]
         if named and named[-1][1]:
-            place, name = named[-1]
+            place, name, where = named[-1]
             while place > 0 and layers[place - 1].label == layers[place].label:  # beneath a file's `defaults`, too
                 place -= 1
-            beneath.setdefault(place, []).extend(named_layers(config_type, key, name))
+            beneath.setdefault(place, []).extend(named_layers(config_type, key, name, where))
     return [one for number, layer in enumerate(layers) for one in (*beneath.get(number, ()), layer)], file
 
 
@@ -69,13 +70,13 @@ def users_layers(config_type: type, arguments: Arguments, stored: Path | None = 
     return [*layers, Layer(_with_options(arguments.entries))], file
 
 
-def named_layers(config_type: type, key: str, name: str) -> list[Layer]:
-    """The layers of a packaged recipe or algorithm."""
+def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:
+    """The layers of a packaged recipe or algorithm. `where`: a file's line before an error."""
     folder = PACKAGED[key]
     file, known = packaged(folder, name), presets_of(folder)
     if file is None:
-        near = did_you_mean(name, known) or ";"
-        raise ShoalError(f"{folder}={name}: there is no such {folder}{near} There are: {', '.join(known)}")
+        near = did_you_mean(name, known) or "."
+        raise ShoalError(f"{where}{folder}={name}: there is no such {folder}{near} There are: {', '.join(known)}")
     return file_layers(config_type, file, f"{folder} {name}")
 
 

@@ -146,7 +146,7 @@ def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     """Notes on names that a command line gives twice, and errors of two names for one key in a file, which has no
-    order, unless a higher layer sets the key."""
+    order, unless a higher layer sets the key; the two PROMPT_KEYS count as one."""
     notes, errors = [], []
     claims = [one for rule in merged.translation.rules for one in rule.claims]
     made = {(one.flags, one.key) for one in claims}
@@ -169,9 +169,14 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
                     notes += _twice(names, before, one, one.key)
                 elif one.key not in merged.top or merged.top[one.key].place[0] <= number:
                     errors.append(f"{layer.file}: {before.name} and {one.name} both set {one.key}; write one of them")
-            if layer.file is None and one.key in PROMPT_KEYS and text_of(one.value) != "0":
+            if one.key in PROMPT_KEYS and text_of(one.value) != "0":
+                what = "how many prompts a step has"
                 other = found.pop(PROMPT_KEYS[1 - PROMPT_KEYS.index(one.key)], None)
-                notes += _twice(names, other, one, "how many prompts a step has") if other else []
+                if other and layer.file is None:
+                    notes += _twice(names, other, one, what)
+                elif other and text_of(other.value) != "0" and not (one.flags and one.flags is other.flags) and all(
+                        key not in merged.top or merged.top[key].place[0] <= number for key in PROMPT_KEYS):
+                    errors.append(f"{layer.file}: {other.name} and {one.name} both set {what}; write one of them")
             found[one.key] = one
     return notes, errors
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +293,29 @@ def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, 
     with pytest.raises(shoal.ShoalError, match="is called 'rows', the name of a field"):
         shoal.evaluate(task=own, model=str(workshop.model), output=str(tmp_path / "a.json"),
                        reward=lambda completions, **_: [0.0] * len(completions))
+
+
+def test_rewards_are_forked_before_jax_has_threads(workshop, run, tmp_path):
+    """By each command that scores, in a process of which each ends at the fork: the next finds it without JAX too."""
+    trained = [word for word in workshop.words("forks") if not word.startswith("reward.workers")]
+    commands = [words(workshop, workshop.model), trained, ["doctor", *trained[1:]],
+                ["rescore", str(run), f"reward={workshop.rewards}:letters"]]
+    code = f"""if True:
+        from jax._src import xla_bridge
+        from shoal import cli
+        from shoal.rewards.pool import RewardPool
+
+        def forked(*_):
+            print("forked", xla_bridge.backends_are_initialized())
+            raise KeyboardInterrupt
+
+        RewardPool.__init__ = forked
+        for words in {commands!r}:
+            cli.main(words)
+        """
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                          check=False)
+    assert [line for line in done.stdout.splitlines() if "forked" in line] == ["forked False"] * 4, done
 
 
 @pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/3"])

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_runs import checkpoints
 
+from shoal.commands.export import export
 from shoal.commands.replay import _token_text, replay, report_replay
-from shoal.config.schema import MeshSection, ReplayConfig
+from shoal.config.schema import ExportConfig, MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.groups import groups_name, write_file
 from shoal.runs.replay import check_prompt, describe_completion_difference
 from shoal.runs.stored_run import StoredRun
+from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError
 
@@ -99,6 +103,17 @@ def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):
     assert "the one before it is used" in capsys.readouterr().out
 
 
+def test_orbax_is_silent_while_replay_and_export_read(run, tmp_path, monkeypatch):
+    """Of a damaged array it would print the tracebacks of its event loop, beside the error."""
+    levels, logger, load_orbax = [], logging.getLogger("asyncio"), checkpoint.load_orbax
+    before = logger.level
+    monkeypatch.setattr(checkpoint, "load_orbax", lambda: (levels.append(logger.level), load_orbax())[1])
+    for command in (lambda: again(run, 3), lambda: export(ExportConfig(source=str(run), to=str(tmp_path / "model")))):
+        levels.clear()
+        command()
+        assert set(levels) == {logging.CRITICAL} and logger.level == before
+
+
 def test_equal_completions_are_printed_once(capsys):
     one = {"stop_reason": "eos", "components": {}, "reward": 1.0, "advantage": 0.0, "identical": True}
     tokens = [{"id": 5, "text": text, "logprob": -0.5, "trainer_logprob": None} for text in "abaa"]
@@ -157,6 +172,21 @@ def test_each_step_is_retrained_under_the_settings_of_its_segment(run, tmp_path)
     assert result["identical"] is True and result["weights"]["diverged_at"] is None
     result = again(with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 0), 3)
     assert result["identical"] is False and result["weights"]["diverged_at"] == 2
+
+
+def test_two_segments_leave_what_was_set_for_all_of_jax(run, tmp_path):
+    """The newer's damaged checkpoint is read first, then the older's steps are made again."""
+    copy = with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2)
+    shutil.copytree(run / "checkpoints" / "2", copy / "checkpoints" / "2")
+    shutil.rmtree(copy / "checkpoints" / "2" / "extra")
+    key = "jax_default_matmul_precision"
+    kept = jax.config.values[key]
+    try:
+        jax.config.update(key, None)
+        assert again(copy, 3)["weights"]["steps_retrained"] == 2
+        assert jax.config.values[key] is None
+    finally:
+        jax.config.update(key, kept)
 
 
 def test_weights_without_later_logprobs_are_reported_as_unverified(run, tmp_path, capsys):

@@ -217,6 +217,17 @@ def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeyp
         assert f"their {text}" in pallas_attention.fault_on(device, number, 8, "float32", interpret=True)
 
 
+def test_memory_that_another_program_holds_is_no_lasting_fault(monkeypatch):
+    def full(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    asked = jax.devices()[0], 1, 24, "float32", True
+    with monkeypatch.context() as patched:
+        patched.setattr(pallas_attention, "attend_rows", full)
+        assert "RESOURCE_EXHAUSTED" in pallas_attention.fault_on(*asked)
+    assert pallas_attention.fault_on(*asked) == ""
+
+
 def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypatch):
     """Tried only on a device that is here, and not where attention was chosen."""
     spec, role = ModelSpec(Path(), QWEN3, lambda *_: None), roles(1, 1, 1).trainer

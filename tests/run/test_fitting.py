@@ -19,11 +19,12 @@ from shoal.config.schema import (
     TeacherSection,
     TrainSection,
 )
+from shoal.mesh import make_roles
 from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
 from shoal.model.parameters import shardings
 from shoal.run.fitting import decided_remat, run_roles
-from shoal.run.size import held_versions, weight_sizes
+from shoal.run.size import held_versions, input_bytes, update_bytes, weight_sizes
 
 OWN = {"trainer": "4", "sampler": "2", "fsdp": 4}
 V5P, V6E = tpu("v5p", 2, 2), tpu("v6e", 2, 4)
@@ -101,6 +102,12 @@ def test_as_much_is_kept_as_there_is_memory_for(model: str, devices: Any, mesh: 
     made = Config(mesh=MeshSection(**mesh), batch=BatchSection(micro_tokens=micro_tokens))
     a = model_named(model).architecture
     assert decided_remat(made, run_roles(made, a, devices), a) == remat
+
+
+def test_logits_of_few_tokens_take_no_more_than_they_are():
+    a, role = replace(model_named("qwen2.5-1.5b").architecture, vocab_size=1000), make_roles(MeshSection()).trainer
+    few, more = (update_bytes(a, role, "float32", tokens) - input_bytes(a, tokens, "float32") for tokens in (512, 1024))
+    assert more - few == 3 * 4 * 512 * 1000
 
 
 @pytest.mark.parametrize(("kind", "parts"), [

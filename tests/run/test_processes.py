@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -21,14 +22,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small import QWEN3, random_parameters
 from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
 
 from shoal import cli
-from shoal.config.schema import MeshSection
-from shoal.mesh import World, gather, meeting, processes, roles
+from shoal.config.schema import Config, MeshSection
+from shoal.mesh import World, gather, make_roles, meeting, processes, roles
 from shoal.mesh.processes import find_processes, join
+from shoal.model.transformer import Model
+from shoal.report.console import Console
 from shoal.report.folder import ReadFolder, RunFolder
 from shoal.rollout.dealt import DealtSource
+from shoal.run.job import Job
+from shoal.run.loading import ModelSpec
 from shoal.run.processes import check_same, check_shared
 from shoal.trainer.checkpoint import DAMAGED_FOLDER
 from shoal.types import (
@@ -265,6 +271,22 @@ def play(world: World, requests: list[GroupRequest], wrong: dict[int, BaseExcept
     source.request(requests)
     played = source.take(requests[0].purpose, requests[0].step)
     return played, source.read_stats(Purpose.TRAIN)
+
+
+def test_processes_have_the_same_kernels(tmp_path: Path):
+    """Of two, one whose GPU cannot run them."""
+    def call(world: World) -> None:
+        config, where = Config(base_output_directory=str(tmp_path), run_name="none"), make_roles(MeshSection())
+        job = Job(config, Console(io.StringIO()), spec=ModelSpec(Path(), QWEN3, lambda *_: random_parameters(QWEN3)))
+        attention = "blocked" if world.index else "auto"
+        job.opened |= {"world": world, "config": config, "roles": where, "teacher": None,
+                       "model": Model(QWEN3, where.trainer, attention=attention)}
+        job.open_run()
+
+    for error in together(2, call):
+        assert isinstance(error, ShoalError) and "differ in the kernels of attention" in str(error)
+        assert "process 1 has model.attention blocked, process 0 has auto" in str(error)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -15,6 +15,7 @@ from shoal.report.console import Console
 from shoal.run.checkpoint_formats import find_foreign
 from shoal.run.loading import open_model
 from shoal.run.preflight.settings import check_model
+from shoal.trainer.orbax import orbax_silenced
 from shoal.types import ShoalError
 
 
@@ -26,7 +27,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     if find_foreign(source):
         raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
                          "which writes it as a folder that transformers loads")
-    with console or Console() as console:
+    with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console)
         params = model.load(make_roles(MeshSection()).trainer, np.float32)
         with writing(to, "to"):

@@ -65,10 +65,22 @@ MOST_DIFFERENCE = {"bfloat16": 2e-2, "float32": 1e-3}
 """Between the kernels and the reference in `fault_on`, as a share of the values' norm."""
 
 
-@lru_cache
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
     """What is wrong with the kernels on a device, in a second: values and gradients of a packed row of three blocks,
-    with `share` query heads to a key head, against the reference's; empty if nothing is."""
+    with `share` query heads to a key head, against the reference's; empty if nothing is. Found once a process."""
+    try:
+        return _fault_on(device, share, head_dim, dtype, interpret)
+    except jax.errors.JaxRuntimeError as error:  # not kept: other programs' memory may be free the next time
+        return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
+
+
+@lru_cache
+def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> str:
+    """JaxRuntimeError where memory ends."""
     block = block_size(head_dim, jnp.dtype(dtype))
     sizes = block // 2 + 3, block, block // 2, block // 4, block // 2  # a prompt, two completions, a prompt, padding
     segment, prompt = (jnp.asarray(np.repeat([numbers], sizes, axis=1), jnp.int32)
@@ -91,7 +103,9 @@ def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool
             ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(segment, prompt, block), interpret))
             exact = results(partial(attend_at_once, segment=segment, prompt=prompt))
     except Exception as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
-        return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        return _first_line(error)
     for name, one, other in zip(("values", "dq", "dk", "dv"), ours, exact, strict=True):
         difference = float(np.linalg.norm(one - other) / np.linalg.norm(other))
         if not difference <= MOST_DIFFERENCE[dtype]:  # also where it is no number

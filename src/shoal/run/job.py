@@ -246,6 +246,8 @@ class Job:
 
     @stage
     def devices(self) -> Sequence[Any]:
+        if isinstance(self.given, EvalConfig):  # it always scores; a training job's command opens its pool, a plan none
+            self.pool  # noqa: B018 -- forked while JAX has no threads
         devices = self._devices or available_devices(self.given.mesh)
         make_roles(self.mesh, devices)  # judged before the model is known
         return devices
@@ -410,6 +412,9 @@ class Job:
         weights = None if self.run else self.load_weights()
         reference = open_reference(config, spec, self.model, roles.reference, weights)
         teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
+        # Each process has tried the kernels on its own GPU, and all of them compile one program.
+        kinds = {"model.attention": self.model.attention} | ({"the teacher's": teacher.model.attention} if teacher else {})
+        check_same(world, "the kernels of attention, which model.attention=blocked does without", kinds)
         folder = open_folder(config, self.run, self.console, self.stack, world)
         source, updater = self.source, make_updater(config, self.learner, reference, teacher)
         facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))

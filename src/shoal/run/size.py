@@ -157,7 +157,8 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits."""
     layer = parameter_count(a) - parameter_count(replace(a, num_layers=a.num_layers - 1))
     whole = layer // role.tensor * (2 * jnp.dtype(dtype).itemsize + 4)
-    return weight_bytes(a, role, dtype) + whole + input_bytes(a, tokens, dtype) + 3 * 4 * CHUNK_ELEMENTS[role.platform]
+    logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
+    return weight_bytes(a, role, dtype) + whole + input_bytes(a, tokens, dtype) + logits
 
 
 # ---- what a device has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import drain
 from shoal.text import ranges
 from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
+from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater, UpdateResult
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose, SamplingParams, ShoalError
@@ -51,6 +53,7 @@ class Replayer:
     def __init__(self, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> None:
         self.run, self.group, self.console = run, group, console
         self._jobs: dict[int, Job] = {}
+        self._stack = ExitStack()
         self._spec = resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER)))
         self.config = run.config_at(group.step if group.purpose is Purpose.TRAIN else group.step - 1)
         self._mesh = self.config.mesh if mesh == MeshSection() else mesh
@@ -59,17 +62,18 @@ class Replayer:
         self._updater_of: tuple[Config, Updater] | None = None  # of one segment: each compiles its own
 
     def __enter__(self) -> Replayer:
+        self._stack.enter_context(orbax_silenced())
         return self
 
     def __exit__(self, *_: object) -> None:
-        for job in self._jobs.values():
-            job.stack.close()
+        self._stack.close()
 
     def _job_of(self, config: Config) -> Job:
         """The job of a segment's settings."""
         if id(config) not in self._jobs:
-            self._jobs[id(config)] = Job(replace(config, mesh=self._mesh), self.console, spec=self._spec,
-                                         settled=True)
+            job = Job(replace(config, mesh=self._mesh), self.console, spec=self._spec, settled=True)
+            # One for all jobs: what they set for all of JAX is reset in the reverse of the order in which it was set.
+            job.stack, self._jobs[id(config)] = self._stack, job
         return self._jobs[id(config)]
 
     # ---- weights

@@ -413,8 +413,8 @@ class Job:
         reference = open_reference(config, spec, self.model, roles.reference, weights)
         teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
         # Each process has tried the kernels on its own GPU, and all of them compile one program.
-        kinds = {"model.attention": self.model.attention} | ({"the teacher's": teacher.model.attention} if teacher else {})
-        check_same(world, "the kernels of attention, which model.attention=blocked does without", kinds)
+        check_same(world, "the kernels of attention, which model.attention=blocked does without", {
+            "model.attention": self.model.attention, "the teacher's": teacher.model.attention if teacher else "none"})
         folder = open_folder(config, self.run, self.console, self.stack, world)
         source, updater = self.source, make_updater(config, self.learner, reference, teacher)
         facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import QWEN3, learner, roles
@@ -18,6 +19,7 @@ from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
 
 from shoal.config.schema import Config
+from shoal.model import checksum
 from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import Parameters, shardings
 from shoal.report.console import Console
@@ -141,6 +143,28 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
     largest.write_bytes(bytes(byte ^ (place == 3000) for place, byte in enumerate(largest.read_bytes())))
     with pytest.raises(DamagedCheckpoint, match="checkpoints/5 is damaged"):
         restore(tmp_path, 5, one, shapes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_of_an_array_outside_of_devices_one_has_a_piece_at_a_time(monkeypatch, dtype):
+    """With the checksum of the whole; positions that begin again in a later layer, as in a very large array, too."""
+    on_device, part = [], checksum._part
+
+    def counted(piece, *args):
+        on_device.append(piece.nbytes)
+        return part(piece, *args)
+
+    monkeypatch.setattr(checksum, "_part", counted)
+    monkeypatch.setattr(checksum, "PIECE_BYTES", 1000)
+    for most in (2**32, 500):
+        monkeypatch.setattr(checksum, "POSITIONS", most)
+        for shape in ((), (3,), (1001,), (7, 5, 130), (5, 3, 1009)):
+            shape = shape if most > 500 else (*shape, 2)  # compiled anew
+            array = jax.random.normal(jax.random.key(1), shape).astype(dtype)
+            on_device.clear()
+            assert checksum.checksum([np.asarray(array)]) == int(checksum.array_checksum(array, jnp.uint32(0)))
+            assert sum(on_device) == array.nbytes and max(on_device) <= 1000
+            assert len(on_device) <= 1 or array.nbytes > 1000
 
 
 def test_one_device_to_eight(tmp_path):

@@ -416,6 +416,32 @@ def test_a_stop_saves_without_requesting_anything_again():
     assert diary.events[-1] == ("save", 4, 14, (4, 5, 6))  # 7 steps of 2 prompts were requested
 
 
+class Full(Diary):
+    """A diary that has no room for version 3."""
+
+    def publish(self, version, params, keep_from=None) -> None:
+        if version == 3:
+            raise ShoalError("no room for the weights")
+        super().publish(version, params, keep_from)
+
+    def step(self, record):
+        self.events.append(("record", record.step))
+        return super().step(record)
+
+
+def test_weights_that_cannot_be_published_are_saved_with_their_step():
+    diary = Full()
+    config = Config(steps=9, batch=BatchSection(prompts_per_step=2, group_size=3), train=TrainSection(evaluate_every=0),
+                    checkpoint=CheckpointSection(every=0))
+    prompts = PromptStream([Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10)
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag=1),  # type: ignore[arg-type]
+              resume_command="shoal train resume=run")
+    with pytest.raises(ShoalError, match="no room for the weights; stopped after step 3 of 9, which is saved"):
+        run.train()
+    # With what is pending, once: the resumed run publishes the weights, and requests what follows.
+    assert diary.events[-3:] == [("update", 2), ("record", 2), ("save", 3, 8, (3,))]
+
+
 def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
     """Whatever schedule it had before: of the versions that its steps would name, the checkpoint has 4 and 5."""
     schedule = Schedule(lag=3, held=(4, 5))

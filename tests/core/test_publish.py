@@ -16,7 +16,7 @@ import pytest
 from small import FULLEST, QWEN3, random_parameters, roles
 
 from shoal.mesh.layout import as_mesh
-from shoal.model import tensor_file
+from shoal.model import checksum, tensor_file
 from shoal.model.transformer import Model
 from shoal.rollout import file_publisher
 from shoal.rollout.file_publisher import OWNER, FileManifest, FilePublisher, file_system, remove_abandoned
@@ -139,6 +139,24 @@ def test_checksums_differ_where_weights_do(folder):
         sums.append([one["checksum"] for one in manifest["tensors"].values()])
     assert sums[0] == sums[1] and all(a != b for a, b in zip(sums[1], sums[2], strict=True))
     assert manifest["version"] == 2 and manifest["dtype"] == "float32" and manifest["base"] is None
+    made.close()
+
+
+def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_device(folder, monkeypatch):
+    """As a resumed run does it, whose older versions were read to the host; with the same checksums."""
+    on_device, part = [], checksum._part
+
+    def counted(piece, *args):
+        on_device.append(piece.nbytes)
+        return part(piece, *args)
+
+    monkeypatch.setattr(checksum, "_part", counted)
+    monkeypatch.setattr(checksum, "PIECE_BYTES", 5000)
+    made, params = FilePublisher(folder, Model(QWEN3, roles().sampler)), random_parameters(QWEN3)
+    manifests = [json.loads((made.publish(version, tree).place / file_publisher.MANIFEST).read_text())["tensors"]
+                 for version, tree in enumerate((params, jax.tree.map(np.asarray, params)))]
+    assert manifests[0] == manifests[1] and bits(made.versions[1]) == bits(params)
+    assert sum(on_device) == sum(map(len, bits(params))) and max(on_device) <= 5000
     made.close()
 
 

@@ -351,6 +351,18 @@ def test_a_setting_that_ends_the_first_step_is_not_kept(workshop, stopped, monke
     assert [f"{row['lr']:g}" for row in metrics(stopped)] == ["0.01", "0.01", "0.01"]
 
 
+@pytest.mark.parametrize(("reason", "ended"), [(StopRequested(), "shoal train resume="), (KeyboardInterrupt(), "")])
+def test_settings_of_a_resumed_run_that_is_stopped_in_its_first_step_are_kept(workshop, stopped, monkeypatch, capsys,
+                                                                              reason, ended):
+    """The command that then resumes it does not name them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "update", lambda *_: (_ for _ in ()).throw(reason))
+        assert cli.main(["train", f"resume={stopped}", "steps=4"]) == 130
+    assert ended in capsys.readouterr().err
+    assert cli.main(["train", f"resume={stopped}"]) == 0
+    assert [row["step"] for row in metrics(stopped)] == [1, 2, 3, 4]
+
+
 def test_a_schedule_that_is_stretched_is_said(workshop, capsys):
     workshop.train("stretched", "steps=2", "optimizer.schedule=linear", "train.pass_k=0")
     workshop.train("stretched", "steps=3", "optimizer.schedule=linear", "train.pass_k=0")

@@ -10,23 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import dispatching
+from shoal.model.lazy_array import grid
 
 POSITIONS = 2**32
 """Elements of an array whose positions differ in 32 bits."""
+PIECE_BYTES = 2**28
+"""Of an array outside of any device that are on one at the same time."""
 FOLD = 8
 """Neighbours that a CPU adds first."""
 
 
 def checksum(parameters: Any) -> int:
     """32 bits over the bits of every array of a tree, independent of how the arrays are split over devices. Arrays
-    outside of any device are brought to one, one at a time."""
+    outside of any device are brought to one, a piece at a time."""
     # Of leaves: a tree with names that change, as the numbers of versions, would be traced and compiled anew.
     leaves = jax.tree.leaves(parameters)
     on_devices = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     with dispatching({device for leaf in on_devices for device in leaf.sharding.device_set}):
         if len(on_devices) == len(leaves):
             return int(_checksum(leaves))
-        return sum(int(_part(jnp.asarray(leaf), np.uint32(number))) for number, leaf in enumerate(leaves)) % 2**32
+        return sum(int(_part(leaf, np.uint32(number))) if isinstance(leaf, jax.Array)
+                   else host_checksum(np.asarray(leaf), number) for number, leaf in enumerate(leaves)) % 2**32
+
+
+def host_checksum(array: np.ndarray, number: int) -> int:
+    """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split over them, there
+    may be no room on one."""
+    most = PIECE_BYTES // array.dtype.itemsize
+    steps = [max(1, min(size, most // max(1, math.prod(array.shape[axis + 1:]))))
+             for axis, size in enumerate(array.shape)]
+    return sum(int(_part(np.asarray(array[part]), np.uint32(number), array.shape,
+                         np.array([one.start for one in part], np.uint32)))
+               for part in grid(array.shape, steps)) % 2**32
 
 
 @jax.jit
@@ -34,23 +49,30 @@ def _checksum(leaves: list[jax.Array]) -> jax.Array:
     return sum((array_checksum(leaf, jnp.uint32(number)) for number, leaf in enumerate(leaves)), jnp.uint32(0))
 
 
-def array_checksum(array: jax.Array, number: jax.Array) -> jax.Array:
-    """The part of the array of this number (uint32, from 0) in the checksum of a tree.
+def array_checksum(array: jax.Array, number: jax.Array, whole: tuple[int, ...] | None = None,
+                   start: jax.Array | None = None) -> jax.Array:
+    """The part of the array of this number (uint32, from 0) in the checksum of a tree; of a piece of an array, from
+    `start` (uint32, by axis) in the `whole`, the piece's part.
 
     Each element's bits are mixed with its position first (one to one), so that any change of one element, and any
     exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
     """
+    def index(axis: int) -> jax.Array:
+        indices = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        return indices if start is None else indices + start[axis]
+
+    shape = whole or array.shape
     bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if array.dtype.itemsize == 4 else jnp.uint16)
     number, position = mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
-    if array.size > POSITIONS:  # which begin again in a later layer
-        number = mixed(number + jax.lax.broadcasted_iota(jnp.uint32, array.shape, 0))
-    for axis, size in enumerate(array.shape):
-        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    if math.prod(shape) > POSITIONS:  # which begin again in a later layer
+        number = mixed(number + index(0))
+    for axis, size in enumerate(shape):
+        position = position * jnp.uint32(size) + index(axis)
     terms = mixed(bits.astype(jnp.uint32) ^ mixed(position + number))
     return jax.lax.platform_dependent(terms, cpu=_fold_and_sum, default=jnp.sum)
 
 
-_part = jax.jit(array_checksum)
+_part = jax.jit(array_checksum, static_argnames="whole")
 
 
 def _fold_and_sum(terms: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from shoal.mesh import Program
 from shoal.mesh.layout import as_mesh
 from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
-from shoal.model.checksum import array_checksum
+from shoal.model.checksum import array_checksum, host_checksum
 from shoal.model.parameters import layers_apart, param_shapes, param_specs, reads_layers_apart
 from shoal.model.transformer import Model, published_specs
 from shoal.types import Params, ShoalError
@@ -104,13 +104,17 @@ def num_bytes(model: Model) -> int:
     return sum(map(math.prod, tensor_names(model).values())) * np.dtype(model.dtype).itemsize
 
 
-def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array]]:
+def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
     """Name, values in the sampler's type, and checksum (computed meanwhile) of each parameter, layers stacked. One at a
     time is on the host, and of one alone is there a copy on the trainer's devices."""
     for number, (name, leaf) in enumerate(zip(tensor_names(model), jax.tree.leaves(params), strict=True)):
-        cast = jnp.asarray(leaf, model.dtype)  # of a checkpoint's, read here
-        sum = _sum(cast, np.uint32(number))
-        yield name, np.asarray(cast), sum
+        if isinstance(leaf, jax.Array):
+            cast = jnp.asarray(leaf, model.dtype)
+            sum = _sum(cast, np.uint32(number))
+            yield name, np.asarray(cast), sum
+        else:  # of a checkpoint's, read here: whole, it may have no room on a device
+            values = np.asarray(leaf, model.dtype)
+            yield name, values, host_checksum(values, number)
 
 
 def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int],

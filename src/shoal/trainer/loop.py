@@ -76,7 +76,10 @@ class Run:
         somebody asked the run to stop."""
         try:
             return self.run_steps(*self.begin())
-        except StopRequested:
+        except KeyboardInterrupt as stop:
+            self.settings_work()  # only an error speaks against them, and the command that resumes does not name them
+            if not isinstance(stop, StopRequested):
+                raise
             self.recorder.stop()
             self.checkpoints.finish()
             raise KeyboardInterrupt(self.stopped_text()) from None
@@ -102,7 +105,12 @@ class Run:
                 # After the update: a step that is given up before has changed neither pending requests nor pass rates.
                 self.step_done(step, groups, discarded)
                 if self.publication_due(step + 1):
-                    self.publish(step + 1, state.trainable)
+                    try:
+                        self.publish(step + 1, state.trainable)
+                    except ShoalError:  # as of a full disk; the update is saved, and its metrics with it
+                        self.record(step, groups, discarded, outcome, time.perf_counter() - started)
+                        with self.saved_if_given_up(step + 1, state):
+                            raise
                 self.lookahead.note(waited, time.perf_counter() - started)
                 self.request_published(step + 1)
                 metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
@@ -158,8 +166,8 @@ class Run:
         return state, version
 
     def settings_work(self) -> None:
-        """Stores the settings of a resumed run: kept before its first step, those that end it would end every later
-        resume, too."""
+        """Stores the settings of a resumed run, after its first step or where somebody stops that: kept before, those
+        that end it would end every later resume, too."""
         if self.keep_settings:
             self.keep_settings()
             self.keep_settings = None

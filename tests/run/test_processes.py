@@ -257,6 +257,10 @@ class FakeSource:
         self.rows += [one.example.row for one in self.asked]
         return [group(one) for one in self.asked]
 
+    def publish(self, version: int, params: Any, keep_from: int | None) -> None:
+        if self.wrong:
+            raise self.wrong
+
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         return RolloutStats(1.0, 2.0, 5, 0.5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")],
                             host_tokens=6)
@@ -311,6 +315,13 @@ def test_a_stop_or_an_error_of_one_process_is_raised_by_all(wrong: Any, raised: 
     for error in together(3, lambda world: play(world, [request(row) for row in range(4)], wrong)):
         assert type(error) is raised
         assert raised is StopRequested or str(error) == "the reward raised"
+
+
+def test_weights_that_one_process_cannot_publish_end_all():
+    """Alone it would save a checkpoint, which takes all of them."""
+    wrong = {1: ShoalError("no room for the weights")}
+    ends = together(3, lambda world: dealt_source(world, FakeSource(wrong.get(world.index))).publish(3, None))
+    assert [(type(error), str(error)) for error in ends] == [(ShoalError, "no room for the weights")] * 3
 
 
 def test_a_process_without_a_share_of_the_groups_is_stopped():

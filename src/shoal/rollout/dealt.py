@@ -40,7 +40,7 @@ NOWHERE = Example(0, "")
 class DealtSource:
     """A `RolloutSource` of several processes: in each of them `source` samples a share of the requests.
 
-    Where a process is asked to stop, or a reward raises there, all of them raise that.
+    Where a process is asked to stop, or a reward or a publication raises there, all of them raise that.
     """
 
     source: RolloutSource
@@ -97,7 +97,13 @@ class DealtSource:
         return True  # groups are exchanged when they are taken
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        self.source.publish(version, params, keep_from)
+        error = ""
+        try:
+            self.source.publish(version, params, keep_from)
+        except ShoalError as failed:  # a disk of one process's machine is full
+            error = str(failed)
+        if errors := [one for one in self.world.exchange_json(f"publication of version {version}", error) if one]:
+            raise ShoalError(errors[0])
 
     def published_shapes(self) -> Params:
         return self.source.published_shapes()

@@ -44,8 +44,6 @@ NEWS_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
 LAST_LINES = 5
 """Of a worker's own output that are shown when it has ended."""
-ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "NPROC")
-"""Beginnings of the environment's names that decide numbers, threads and memory: a worker has the trainer's."""
 VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "TPU": "TPU_VISIBLE_CHIPS"}
 """Ray's name of an accelerator -> the variable that says which of them a process may use."""
 
@@ -281,8 +279,8 @@ class Cluster:
         """True if a worker's numbers differ from what they should be; None while that cannot be decided. HostRefused
         where they must not.
 
-        They should be the trainer's, where it has such devices as one of the workers; else the first worker's. Whether
-        one has them is decided once all have proved themselves, or FIRST_SECONDS after the first."""
+        They should be the trainer's, where one of the workers has such devices; else the first worker's. It is decided
+        once all have proved themselves, or FIRST_SECONDS after the first."""
         proof = self.proofs[name]
         who, difference = "the trainer", proof.other_facts(self.facts)
         if not difference:
@@ -446,21 +444,10 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
 def _has_chosen(kind: str) -> bool:
     """True if Ray gave this process its accelerators: to a task or an actor, or to the entry point of a job. A variable
     that the user or the batch system has set is no such choice: nothing keeps Ray from giving those to a worker."""
-    if ray.get_runtime_context().get_accelerator_ids().get(kind):
-        return True
     # A job's entry point is a child of the actor that has them, with the last of these variables if that has none.
-    return bool(os.environ.get(VISIBLE[kind])) and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and \
+    is_job = os.environ.get(VISIBLE[kind]) and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and \
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-def worker_environment(devices: int, kind: str) -> dict[str, str]:
-    """The variables of this process that a worker on so many devices must share."""
-    found = {name: value for name, value in os.environ.items()
-             if name.startswith(ENVIRONMENT) and name not in VISIBLE.values()}
-    flag = "--xla_force_host_platform_device_count"
-    if kind == "CPU" and devices > 1 and flag not in found.get("XLA_FLAGS", ""):
-        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {flag}={devices}".strip()
-    return found
+    return bool(is_job or ray.get_runtime_context().get_accelerator_ids().get(kind))
 
 
 def _resources_text(resources: Mapping[str, float]) -> str:

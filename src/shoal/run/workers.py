@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ from shoal.types import Purpose, ShoalError, StopSignal
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
 
+ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "NPROC")
+"""Beginnings of the environment's names that decide numbers, threads and memory: a worker has the trainer's."""
 SHARED_FACTS = ("python", "shoal", "jax", "jaxlib", "numpy")
 """What of `machine` a worker must share with the trainer, whose device may be another."""
 
@@ -52,7 +55,7 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     kind = cluster.accelerator()
     made = cluster.Cluster(
         joined, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
-        cluster.worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning)
+        worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning)
     stack.callback(made.close)
     holder, made.trainer_devices = cluster.hold_accelerators(
         kind, config.mesh.trainer, sampler.workers * made.resources.get(kind, 0), config.ray.wait_seconds)
@@ -60,6 +63,15 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
     console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {joined.address}{shown}")
     return made
+
+
+def worker_environment(devices: int, kind: str) -> dict[str, str]:
+    """The variables of this process that a worker on so many devices must share."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    flag = "--xla_force_host_platform_device_count"
+    if kind == "CPU" and devices > 1 and flag not in found.get("XLA_FLAGS", ""):
+        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {flag}={devices}".strip()
+    return found
 
 
 def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:

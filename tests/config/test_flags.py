@@ -280,15 +280,6 @@ def test_of_two_systems_flags_the_one_that_names_fewer_keys_stands(tmp_path, wid
         with_file(tmp_path, "epsilon: 0.1\ngrpo_epsilon: 0.28\n")
 
 
-def test_a_file_says_once_how_many_prompts_a_step_has(tmp_path):
-    both = "batch: {prompts_per_step: 4, prompts_per_device: 2}\n"
-    with pytest.raises(ShoalError, match=r"their.yml: batch.prompts_per_step and batch.prompts_per_device both set how "
-                                         "many prompts a step has; write one of them"):
-        with_file(tmp_path, both)
-    assert with_file(tmp_path, both, "batch.prompts_per_step=8")[0].batch.prompts_per_step == 8
-    assert with_file(tmp_path, both.replace("2", "0"))[0].batch.prompts_per_step == 4
-
-
 def test_an_unknown_recipe_names_the_line_of_the_file(tmp_path):
     with pytest.raises(ShoalError, match=r"^their.yml:2: recipe=nope: there is no such recipe\. There are: maxtext, "):
         with_file(tmp_path, "steps: 3\nrecipe: nope\n")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,15 @@ train generation_batch_size=64 steps_per_generation=4 | say the same
 train generation_batch_size=64 mesh.fsdp=-1 | set mesh.fsdp
 train reward_funcs=no_such.module.f   | there is no module no_such.module
 """.strip().splitlines()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage() -> Iterator[None]:
+    """What the tests before have left in this process is not collected while a command is timed."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -146,7 +146,8 @@ def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     """Notes on names that a command line gives twice, and errors of two names for one key in a file, which has no
-    order, unless a higher layer sets the key; the two PROMPT_KEYS count as one."""
+    order, unless a higher layer sets the key. On a command line the two PROMPT_KEYS count as one; a file may hold both:
+    a run's own does, where batch.prompts_per_device was given."""
     notes, errors = [], []
     claims = [one for rule in merged.translation.rules for one in rule.claims]
     made = {(one.flags, one.key) for one in claims}
@@ -174,9 +175,6 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
                 other = found.pop(PROMPT_KEYS[1 - PROMPT_KEYS.index(one.key)], None)
                 if other and layer.file is None:
                     notes += _twice(names, other, one, what)
-                elif other and text_of(other.value) != "0" and not (one.flags and one.flags is other.flags) and all(
-                        key not in merged.top or merged.top[key].place[0] <= number for key in PROMPT_KEYS):
-                    errors.append(f"{layer.file}: {other.name} and {one.name} both set {what}; write one of them")
             found[one.key] = one
     return notes, errors
 

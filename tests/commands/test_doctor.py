@@ -39,7 +39,7 @@ from shoal.run.preflight.reward import (
     reward_findings,
     wrong_answers,
 )
-from shoal.run.size import PHASES, ROLES, AvailableMemory, machine_memory
+from shoal.run.size import ROLES, AvailableMemory, machine_memory
 from shoal.run.task import load_task
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError
@@ -290,7 +290,6 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
     result, _ = look(workshop, "sampling.max_prompt_tokens=4096")
-    print("TOLD", [f for f in result["findings"] if f["check"]=="memory"])
     told = found(result, "sampling.slots_per_device", "too little", "KV caches", "slots_per_device=4 (now auto)")
     assert told["check"] == "memory" and "a small machine" in told["text"]
     assert not [f for f in result["findings"] if f["check"] == "model"]
@@ -300,7 +299,8 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
 def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
-    held, little = outline.job_sizes, {role: {phase: {"parameters": 1} for phase in PHASES} for role in ROLES}
+    held, little = outline.job_sizes, {role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
+                                       for role in ROLES}
     monkeypatch.setattr(outline, "job_sizes", lambda *job: replace(held(*job), held=little))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "too little", "1.0 MiB of 1.0 GiB free")

@@ -28,9 +28,9 @@ from shoal.model.parameters import param_shapes, param_specs, reads_layers_apart
 from shoal.run.parts import schedule_of
 
 ROLES = ("trainer", "sampler", "reference")
-PHASES = ("always", "sampling", "update")
 
 Held = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Role -> phase (`always`, `sampling`, `update`) -> part -> bytes on each of the role's devices."""
 
 
 @dataclass(frozen=True)

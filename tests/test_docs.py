@@ -74,7 +74,7 @@ def check_command(line: str, folder: Path) -> None:
     """The command exists and its arguments compose to a configuration; missing YAML files are created first."""
     _, command, *words = shlex.split(line, comments=True)
     words = [word for word in words if word not in ("|", "source", "...")]
-    if command in ("--help", "completion"):
+    if command == "--help":
         return
     assert command in COMMANDS, f"{line}: there is no such command"
     if "--help" in words:

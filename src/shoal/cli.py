@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.commands.completion import COMPLETE, candidates, script
 from shoal.commands.help import command_help, dry_run, options_of, overview
 from shoal.compat.token import redact_token
 from shoal.config.arguments import POSITIONALS, argument_for, is_file_option, is_file_word, positionals_text
@@ -34,9 +33,6 @@ INTERRUPTED_EXIT_CODE = 130
 BROKEN_PIPE_EXIT_CODE = 141
 
 HELP = ("-h", "--help")
-OTHER_WORDS = ("help", "completion")
-"""First words that are no commands with settings."""
-
 ENTRIES: Mapping[str, str] = {
     "train": "train:train", "doctor": "doctor:doctor", "plan": "plan:plan", "eval": "evaluate:evaluate",
     "generate": "generate:generate", "export": "export:export", "convert": "convert:convert", "replay": "replay:replay",
@@ -149,11 +145,7 @@ def _run(words: list[str]) -> int:
         print(f"shoal {_version()}")
         return 0
     command, *rest = words
-    if command == COMPLETE:
-        print("".join(f"{found}\n" for found in candidates(rest)), end="")
-    elif command == "completion":
-        print(script(" ".join(rest)), end="")
-    elif command == "help":
+    if command == "help":
         print(command_help(_known(rest[0]), rest[1:]) if rest else overview())
     elif any(word in HELP for word in rest):
         first = next(place for place, word in enumerate(rest) if word in HELP)
@@ -168,7 +160,7 @@ def _known(word: str, rest: Sequence[str] = ()) -> str:
     """The command that the first word names; ShoalError where there is none of that name."""
     if word in COMMANDS:
         return word
-    known = (*COMMANDS, *OTHER_WORDS)
+    known = (*COMMANDS, "help")
     later = next((other for other in rest if other in COMMANDS), "")
     meant = word if "=" in word or word.startswith("-") else argument_for("train", word)
     if later or meant:

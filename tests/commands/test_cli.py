@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,9 +15,8 @@ import jax
 import pytest
 
 from shoal import cli
-from shoal.commands import completion
-from shoal.commands.help import TOPICS, step_text, topics_of
-from shoal.config.keys import COMMANDS, keys_of
+from shoal.commands.help import TOPICS, step_text
+from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.loading import compose
 from shoal.config.schema import (
     Config,
@@ -207,7 +205,6 @@ def test_what_the_doctor_finds_is_exit_code_2(calls, monkeypatch, capfd):
     (["trian"], "did you mean train?"),
     (["evaluate"], "did you mean eval?"),
     (["steps=3"], "Commands: train, doctor, plan, eval"),
-    (["complete"], "did you mean completion?"),
     (["train", "stpes=3"], "did you mean steps?"),
     (["train", "steps=x"], "steps='x': expected a whole number"),
     (["eval", "steps=3"], "steps: shoal eval has no use for it, shoal train does: leave it out here"),
@@ -490,100 +487,7 @@ def test_help_of_one_topic(capsys):
 
 
 def test_every_topic_is_described():
-    assert {topic for config_type in COMMANDS.values() for topic in topics_of(config_type)} == set(TOPICS)
-
-
-# ---- completion
-
-
-@pytest.mark.parametrize(("words", "found"), [
-    (["tr"], ["train"]),
-    (["re"], ["replay", "rescore"]),
-    (["help", "ev"], ["eval"]),
-    (["completion", ""], ["bash", "zsh", "fish"]),
-    (["train", "optim"], ["optimizer."]),
-    (["train", "optimizer.be"], ["optimizer.beta1=", "optimizer.beta2="]),
-    (["train", "report.w"], ["report.wandb."]),
-    (["train", "report.wandb.m"], ["report.wandb.mode="]),
-    (["train", "--optimizer.l"], ["--optimizer.lr="]),
-    (["train", "mode"], ["model.", "model="]),
-    (["train", "steps=3", "optimizer.schedule=c"], ["optimizer.schedule=constant", "optimizer.schedule=cosine"]),
-    (["train", "report.groups="], ["report.groups=true", "report.groups=false"]),
-    (["train", "model="], []),
-    (["train", "nix=a"], []),
-    (["train", "--config-name", "gs"], ["gsm8k"]),
-    (["train", "--config-name=gs"], ["--config-name=gsm8k"]),
-    (["doctor", "gs"], ["gsm8k.yml"]),
-    (["train", "--m"], ["--multirun", "--model.", "--mesh.", "--model=", "--max_staleness="]),
-    (["eval", "--mu"], []),
-    (["train", "--help", "op"], ["optimizer"]),
-    (["export", "fr"], ["from="]),
-    (["trian", "ste"], []),
-    (["export-rollouts", "a", "format="], ["format=trl", "format=verl"]),
-    (["train", "task=g"], ["task=gsm8k"]),
-    (["eval", "task.name=c"], ["task.name=countdown", "task.name=custom"]),
-    (["train", "recipe=t"], ["recipe=torchrl", "recipe=trl", "recipe=tunix"]),
-    (["train", "algorithm=da"], ["algorithm=dapo"]),
-    (["train", "--learning_r"], ["--learning_rate="]),
-    (["train", "num_gen"], ["num_generations="]),
-    (["train", "actor_rollout_ref.actor.optim.l"], [
-        f"actor_rollout_ref.actor.optim.{name}=" for name in (
-            "lr", "lr_warmup_steps_ratio", "lr_warmup_steps", "lr_scheduler_type")]),
-    (["train", "--enable_tensorboard=t"], ["--enable_tensorboard=true"]),
-])
-def test_completion(capsys, words, found):
-    assert completion.candidates(words) == found
-    assert cli.main(["__complete", *words]) == 0
-    assert capsys.readouterr().out.splitlines() == found
-
-
-def test_every_key_and_every_word_of_the_help_is_completed():
-    for command, config_type in COMMANDS.items():
-        assert command in completion.candidates([command])
-        for name in keys_of(config_type):
-            assert f"{name}=" in completion.candidates([command, name])
-
-
-def test_completion_loads_nothing_heavy():
-    done = python("import sys\nfrom shoal.cli import main\nmain(['__complete', 'train', 'optimizer.'])\n"
-                  "heavy = [m for m in ('jax', 'hydra', 'omegaconf', 'rich', 'numpy') if m in sys.modules]\n"
-                  "assert heavy in ([], ['numpy']), heavy")
-    assert done.returncode == 0, done.stderr
-    assert "optimizer.lr=\n" in done.stdout
-
-
-def test_an_unknown_shell_is_named(capsys):
-    assert cli.main(["completion", "bsh"]) == cli.main(["completion"]) == 2
-    assert "expected one of bash, zsh, fish, came bsh; did you mean bash?" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
-@pytest.mark.parametrize(("line", "found"), [
-    ("shoal tr", "<train >"),
-    ("shoal train optimizer.schedule=co", "<constant ><cosine >"),  # bash puts these in place of what follows the =
-    ("shoal train steps=3 optimizer.beta", "<optimizer.beta1=><optimizer.beta2=>"),
-    ("shoal train optimi", "<optimizer.>"),
-    ("shoal train --config-name gs", "<gsm8k >"),
-    ("shoal train model=", ""),
-])
-def test_bash_completes(line, found):
-    asks = (f"shoal() {{ {sys.executable} -m shoal \"$@\"; }}; source <(shoal completion bash); "
-            f"COMP_LINE='{line}'; COMP_POINT={len(line)}; _shoal; "
-            "printf '<%s>' \"${COMPREPLY[@]}\"; complete -p shoal | grep -c _shoal")
-    done = subprocess.run(["bash", "-c", asks], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(SOURCES)})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{found or '<>'}1\n"
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_script_is_what_its_shell_reads(capsys, shell):
-    assert cli.main(["completion", shell]) == 0
-    text = capsys.readouterr().out
-    assert "shoal" in text and "__complete" in text and "ASK" not in text
-    if shutil.which(shell):
-        done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+    assert {topic for config_type in COMMANDS.values() for topic in sections_of(config_type)} == set(TOPICS)
 
 
 def test_version(capsys):

@@ -31,19 +31,18 @@ def combinations(*words: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("word", "texts"), [
-    ("optimizer.lr=1e-4,1e-5", ["0.0001", "1e-05"]),
-    ("--optimizer.lr=1e-4,1e-5", ["0.0001", "1e-05"]),
-    ("optimizer.lr=choice(1,2.5)", ["1", "2.5"]),
+    ("optimizer.lr=1e-4,1e-5", ["1e-4", "1e-5"]),
+    ("--optimizer.lr=1e-4, 1e-5", ["1e-4", "1e-5"]),
     ("seed=range(1,4)", ["1", "2", "3"]),
     ("seed=range(3)", ["0", "1", "2"]),
+    ("seed=range(6, 0, -3)", ["6", "3"]),
     ("report.groups=true,false", ["true", "false"]),
     ("model=Qwen/Qwen2.5-0.5B, ./llama", ["Qwen/Qwen2.5-0.5B", "./llama"]),
     ("reward=a.py:f,b.py:g", ["a.py:f", "b.py:g"]),
-    ("reward=[a.py:f,b.py:g],[c.py:h]", ['["a.py:f","b.py:g"]', '["c.py:h"]']),
+    ("reward=[a.py:f,b.py:g],[c.py:h]", ["[a.py:f,b.py:g]", "[c.py:h]"]),
     ("model.template='a,b',c", ["a,b", "c"]),
-    ("sampling.stop=['a,\"b',c],[]", ['["a,\\"b","c"]', "[]"]),
 ])
-def test_a_sweep_is_read_by_hydras_grammar(word, texts):
+def test_values_between_commas_are_a_sweep(word, texts):
     found = combinations(word)
     assert [list(values.values()) for values in found] == [[text] for text in texts]
     assert {"." in key or key == "seed" for values in found for key in values} == {True}  # dotted keys, no short forms
@@ -53,7 +52,6 @@ def test_a_sweep_is_read_by_hydras_grammar(word, texts):
     ("steps=3", "steps=3"),
     ("sampling.stop=[a,b]", "sampling.stop=[a,b]"),
     ("sampling.stop=</answer>", "sampling.stop=</answer>"),
-    ("model.template='a,b'", "model.template=a,b"),
     ("run_name='a,b'", "run_name=a,b"),
     ("model.template={{ messages }}", "model.template={{ messages }}"),
     ("run_name=", "run_name="),
@@ -63,18 +61,10 @@ def test_a_value_that_is_no_sweep_is_unchanged(word, plain):
     assert list(multirun.combine(Config, [word])) == [({}, [plain])]
 
 
-def test_lists_arrive_as_they_were_meant():
-    found = [compose("train", words)[0].sampling.stop
-             for _, words in multirun.combine(Config, ["sampling.stop=['a,\"b\\\\',c],[]"])]
-    assert found == [('a,"b\\', "c"), ()]
-
-
 def test_combinations_are_every_one_in_order():
     assert combinations("seed=1,2", "steps=5,6", "optimizer.lr=1") == [
         {"seed": "1", "steps": "5"}, {"seed": "1", "steps": "6"}, {"seed": "2", "steps": "5"},
         {"seed": "2", "steps": "6"}]
-    assert combinations("steps=1,2", "steps=3") == [{}] and combinations("steps=3", "steps=1,2") == [
-        {"steps": "1"}, {"steps": "2"}]
     assert next(multirun.combine(Config, ["gsm8k.yml", "--config-name=a,b", "seed=1,2"]))[1] == [
         "gsm8k.yml", "--config-name=a,b", "seed=1"]
 
@@ -82,19 +72,10 @@ def test_combinations_are_every_one_in_order():
 @pytest.mark.parametrize(("words", "lines"), [
     (["seed=1,2", "--steps=5", "run_name=a"], [["seed=1", "--steps=5", "run_name=a"],
                                                ["seed=2", "--steps=5", "run_name=a"]]),
-    (["steps=3,4", "run_name=a", "steps=1,2"], [["run_name=a", "steps=1"], ["run_name=a", "steps=2"]]),
-    (["steps=3", "run_name=a", "steps=1,2", "seed=5"], [["steps=3", "run_name=a", "steps=1", "seed=5"],
-                                                        ["steps=3", "run_name=a", "steps=2", "seed=5"]]),
     (["--seed", "1,2", "--steps", "5"], [["seed=1", "--steps=5"], ["seed=2", "--steps=5"]]),
-    (["seed=choice(1)", "", "steps=2"], [["seed=1", "", "steps=2"]]),
 ])
 def test_each_word_keeps_its_place(words, lines):
     assert [line for _, line in multirun.combine(Config, words)] == lines
-
-
-def test_a_sweep_over_nothing_is_named():
-    with pytest.raises(ShoalError, match=r"seed=range\(0\): nothing to sweep over"):
-        list(multirun.combine(Config, ["seed=range(0)"]))
 
 
 def test_a_sweeps_folder_is_under_the_base(monkeypatch, tmp_path):
@@ -120,13 +101,15 @@ def test_of_two_names_for_one_key_the_later_counts_in_a_sweep_too(words, keys, v
 
 
 @pytest.mark.parametrize(("words", "part"), [
-    (["optimizer.lr=f(1,2)"], "optimizer.lr=f(1,2) cannot be read as values of a sweep"),
-    (["optimizer.lr=interval(0,1)"], "an interval has no end of values"),
+    (["optimizer.lr=f(1,2)"], "optimizer.lr='f(1,2)': expected a finite number"),
+    (["seed=range(0)"], "range(0): there is no number in this range"),
+    (["seed=1,2", "seed=3,4"], "seed is given more than once, and swept"),
+    (["steps=3", "steps=1,2"], "steps is given more than once, and swept"),
+    (["steps=1,2", "--steps=3"], "steps is given more than once, and swept"),
     (["run_name=a,b"], "run_name=a,b: this key cannot be swept"),
     (["stpes=1,2"], "did you mean steps?"),
     (["steps=1,x"], "steps='x': expected a whole number"),
     (["resume=last", "seed=1,2"], "resume=last: a sweep is resumed by giving the same run_name"),
-    (["model=glob(*)"], "cannot be read as values"),
 ])
 def test_a_mistake_ends_the_sweep_before_it_begins(words, part, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -227,22 +210,9 @@ def test_a_dry_run_of_a_sweep_starts_nothing(ran, capsys):
     assert ran == [] and list(Path().iterdir()) == []
 
 
-def test_a_dry_run_of_a_sweep_lists_converted_flags(ran, capsys):
-    words = ["seed=1,2", "run_name=a", "max_target_length=768", "num_generations=4", "algorithm=dapo"]
-    assert cli.main(["train", "-m", "--dry-run", *words]) == 0
-    first, *said, last, _ = capsys.readouterr().out.splitlines()
-    assert first.startswith("2 runs") and last == "outputs/a/0: seed=1"
-    assert {line.partition(": ")[0] for line in said} == {"run 0"} and len(said) == len(set(said)) == 3
-    for part in ("max_target_length=768 became sampling.max_completion_tokens=512", "num_generations=4 became batch",
-                 "algorithm=dapo differs from Shoal's defaults in: "):
-        assert sum(line.startswith(f"run 0: {part}") for line in said) == 1
-
-
 @pytest.mark.parametrize(("words", "part"), [
     (["seed=1,2"], "6 steps, 48 completions to train on, and"),
     (["seed=1,2", "per_device_batch_size=5"], "6 steps, 120 completions on each device to train on, and"),
-    (["batch.prompts_per_device=0,5"],
-     "6 steps, 24 completions (1 run) and 60 completions on each device (1 run) to train on, and"),
 ])
 def test_the_cost_by_the_unit_that_is_counted(words, part):
     words = ["steps=3", "batch.prompts_per_step=2", "batch.group_size=4", *words]
@@ -317,5 +287,5 @@ def test_a_process_that_was_interrupted_stops_the_sweep(monkeypatch, tmp_path):
 
 def test_a_sweep_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / multirun.SUMMARY).write_text("[]")
-    with pytest.raises(ShoalError, match=r"multirun\.json cannot be read"):
+    with pytest.raises(ShoalError, match=r"multirun\.json: expected a JSON object"):
         multirun.check_same_sweep(tmp_path, [])

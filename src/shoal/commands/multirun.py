@@ -1,7 +1,6 @@
 """`shoal train --multirun`: a run for each combination of values, one after the other, each in its own process.
 
-    optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs
-    sampling.stop=[a,b] run_name='a,b'       no sweep: lists and quoted text stay whole
+    optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs; a list [a,b] and text in quotes are one value
 
     multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name: <base_output_directory>/<run_name>/0 1 2
     .../multirun.json                        the swept values and the result of each run
@@ -12,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.arguments import is_file_option, is_file_word, joined, read_word
-from shoal.config.foreign import translator
 from shoal.config.keys import dataclass_of
 from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
+from shoal.files import read_json
 from shoal.report.console import Console
 from shoal.report.figures import figure_text
 from shoal.report.folder import named_folder, read_summary
@@ -49,16 +49,16 @@ class SweptRun:
     """One combination of the swept values, and its result."""
 
     number: int
-    values: dict[str, str]  # by dotted key
+    values: dict[str, str]  # by dotted key, or another system's flag
     words: list[str]  # without its folder
     folder: Path
     exit_code: int | None = None  # None until it has run
     figures: dict[str, Any] = field(default_factory=dict)  # accuracy before and after, seconds
 
     @property
-    def assignments(self) -> list[str]:
-        """`["optimizer.lr=1e-4", "seed=2"]`"""
-        return [f"{name}={text}" for name, text in self.values.items()]
+    def assignments(self) -> str:
+        """`optimizer.lr=1e-4 seed=2`"""
+        return " ".join(f"{name}={text}" for name, text in self.values.items())
 
     @property
     def state(self) -> str:
@@ -73,10 +73,8 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
     """Runs every combination and returns the content of multirun.json; a dry run prints the runs.
 
     All combinations are validated before the first one starts. A failed run does not stop the others, Ctrl-C does."""
-    config_type = dataclass_of(command)
-    combinations = list(combine(config_type, words))
-    composed = [compose(command, each) for _, each in combinations]
-    configs, first = [config for config, _ in composed], composed[0][1]
+    combinations = list(combine(dataclass_of(command), words))
+    configs = [compose(command, each)[0] for _, each in combinations]
     if configs[0].resume:
         raise ShoalError(f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "
                          "base_output_directory")
@@ -85,25 +83,23 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
     check_same_sweep(root, runs)
     console.note(cost_text(configs))
     if dry_run:
-        for line in dict.fromkeys([*first.notes, *first.became]):
-            console.note(f"run 0: {line}")
         for run in runs:
-            console.note(f"{run.folder}: {' '.join(run.assignments) or 'nothing swept'}")
+            console.note(f"{run.folder}: {run.assignments or 'nothing swept'}")
         return _record(root, runs)
-    write_record(root, runs)
+    _write_record(root, runs)
     interrupted = False
     for run in runs:
-        console.heading(f"run {run.number + 1} of {len(runs)}: {' '.join([*run.assignments, str(run.folder)])}")
+        console.heading(f"run {run.number + 1} of {len(runs)}: {run.assignments} {run.folder}")
         folder = [f"base_output_directory={root}", f"run_name={run.number}"]
         run.exit_code, interrupted = run_process([command, *run.words, *folder])
-        run.figures = read_figures(run.folder)
-        write_record(root, runs)
+        run.figures = _read_figures(run.folder)
+        _write_record(root, runs)
         if interrupted:
             break
         if run.exit_code:
             console.warning(f"run {run.number} failed with exit code {run.exit_code}")
     console.heading("runs")
-    console.table(*table(runs))
+    console.table(*_table(runs))
     console.note(f"written to {root / SUMMARY}")
     if interrupted:
         raise KeyboardInterrupt(f"interrupted; the same command with base_output_directory={root.parent} "
@@ -115,125 +111,57 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
 
 
 def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Every combination of swept values, the last key fastest: (dotted key -> text, the whole command line, each word
-    in its place).
+    """Every combination of swept values, the last key fastest: (name -> text, the whole command line).
 
     >>> list(combine(Config, ["optimizer.lr=1e-4,1e-5", "steps=3"]))
-    [({'optimizer.lr': '0.0001'}, ['optimizer.lr=0.0001', 'steps=3']), ({'optimizer.lr': '1e-05'}, [...])]
+    [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']), ({'optimizer.lr': '1e-5'}, [...])]
     """
-    choices: dict[str, list[str]] = {}  # the later of two words on one key stands
-    places: dict[str, int] = {}  # of the words that are swept
-    line: list[str | None] = []
-    for place, word in enumerate(joined(config_type, words)):
-        line.append(word)
-        name, equals, _ = word.partition("=")
-        if not equals or is_file_option(word) or is_file_word(word):
+    line = joined(config_type, words)
+    choices: dict[str, list[str]] = {}
+    places: dict[str, int] = {}
+    for place, word in enumerate(line):
+        if "=" not in word or is_file_option(word) or is_file_word(word):
             continue
-        key, text = read_word(config_type, word)
-        flag = translator().find(config_type, key, text)
-        key = flag.key or key if flag else key
-        texts = sweep_texts(f"{name}={text}", text)
-        if choices.pop(key, None):
-            line[places.pop(key)] = None
-        if isinstance(texts, str):
-            line[place] = f"{name}={texts}"
-            continue
-        if not texts:
-            raise ShoalError(f"{name}={text}: nothing to sweep over; give one value at least")
-        if key in _FIXED:
-            raise ShoalError(f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; put "
-                             "quotes around a value that holds commas")
-        choices[key], places[key] = texts, place
+        name, text = read_word(config_type, word)
+        texts = sweep_texts(text)
+        if name in choices or (name in places and len(texts) > 1):
+            raise ShoalError(f"{name} is given more than once, and swept: write it once")
+        places[name] = place
+        if len(texts) > 1:
+            if name in _FIXED:
+                raise ShoalError(f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; "
+                                 "put quotes around a value that holds commas")
+            choices[name] = texts
+        elif texts != [text]:
+            line[place] = f"{name}={texts[0]}"
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
         swept = {places[name]: f"{name}={text}" for name, text in chosen.items()}
-        yield chosen, [found for place, word in enumerate(line) if (found := swept.get(place, word)) is not None]
+        yield chosen, [swept.get(place, word) for place, word in enumerate(line)]
 
 
-# ---- values of a swept key
+_ITEM = re.compile(r"""(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
+"""What stands between two commas; those in brackets or quotes divide nothing."""
 
-_CLOSING = {"[": "]", "(": ")", "{": "}"}
-_CALL = re.compile(r"(\w+)\((.*)\)\s*", re.DOTALL)
+_RANGE = re.compile(r"range\((-?\d+)(?:,(-?\d+))?(?:,(-?[1-9]\d*))?\)")
 
 
-def sweep_texts(shown: str, text: str) -> list[str] | str:
-    """The texts of a sweep, or one text for a value that is not swept. `shown`: the argument, for an error.
+def sweep_texts(text: str) -> list[str]:
+    """The texts of a sweep; of a value that is not swept one.
 
-    >>> sweep_texts("optimizer.lr=1e-4,1e-5", "1e-4,1e-5"), sweep_texts("sampling.stop=[a,b]", "[a,b]")
-    (['0.0001', '1e-05'], '[a,b]')
+    >>> sweep_texts("1e-4,1e-5"), sweep_texts("[a,b]"), sweep_texts("range(1,4)")
+    (['1e-4', '1e-5'], ['[a,b]'], ['1', '2', '3'])
     """
-    call = _CALL.fullmatch(text.strip())
-    if call and call[1] == "interval":
-        raise ShoalError(f"{shown}: an interval has no end of values; write a,b or range(from,to,step)")
-    try:
-        items = list(_split(text))
-        if call and call[1] == "range":
-            return _range([float(item) for item in _split(call[2])])
-        if call and call[1] == "choice":
-            return [_item_text(item) for item in _split(call[2])] if call[2].strip() else []
-        if call and ("," in text or "*" in text):
-            raise ValueError
-    except ValueError as error:
-        if "," not in text and "*" not in text:
-            return text
-        raise ShoalError(f"{shown} cannot be read as values of a sweep: write a,b or choice(a,b) or range(1,4), and "
-                         "put '...' around text that holds commas but is one value") from error
-    if len(items) > 1:
-        return [_item_text(item) for item in items]
-    return _unquoted(text.strip()) if text.lstrip()[:1] in ("'", '"') else text
-
-
-def _split(text: str) -> Iterator[str]:
-    """The parts between commas outside quotes and brackets; ValueError if a quote or bracket is left open."""
-    open_brackets: list[str] = []
-    quote, start, place = "", 0, 0
-    while place < len(text):
-        char = text[place]
-        if quote:
-            place += char == "\\"
-            quote = "" if char == quote else quote
-        elif char in "'\"" and (open_brackets or not text[start:place].strip()):
-            quote = char
-        elif char in _CLOSING:
-            open_brackets.append(_CLOSING[char])
-        elif open_brackets and char == open_brackets[-1]:
-            open_brackets.pop()
-        elif char == "," and not open_brackets:
-            yield text[start:place].strip()
-            start = place + 1
-        place += 1
-    if quote or open_brackets:
-        raise ValueError(text)
-    yield text[start:].strip()
-
-
-def _item_text(item: str) -> str:
-    """A value in normal form: without quotes, numbers as Python prints them, items of a list in quotes."""
-    if item[:1] in ("'", '"'):
-        return _unquoted(item)
-    if item.startswith("[") and item.endswith("]"):
-        parts = [_item_text(part) for part in _split(item[1:-1])] if item[1:-1].strip() else []
-        quoted = (part.replace("\\", "\\\\").replace('"', '\\"') for part in parts)
-        return "[" + ",".join(f'"{part}"' for part in quoted) + "]"
-    try:
-        return str(float(item)) if re.search(r"\d[.e]|[.]\d", item) else item
-    except ValueError:
-        return item
-
-
-def _unquoted(text: str) -> str:
-    quote = text[0]
-    return re.sub(rf"\\([\\{quote}])", r"\1", text[1:-1]) if len(text) > 1 and text[-1] == quote else text
-
-
-def _range(numbers: list[float]) -> list[str]:
-    """The numbers of `range(stop)`, `range(start,stop)` or `range(start,stop,step)`, the stop excluded."""
-    start, stop, step = {1: (0.0, *numbers, 1.0), 2: (*numbers, 1.0)}.get(len(numbers), tuple(numbers))
-    if step == 0:
-        raise ValueError(step)
-    count = max(0, -int((start - stop) // step))
-    values = [start + number * step for number in range(count)]
-    return [str(int(value)) if all(x.is_integer() for x in (start, step)) else str(value) for value in values]
+    if match := _RANGE.fullmatch(text.replace(" ", "")):
+        start, stop, step = (int(number) if number else None for number in match.groups())
+        numbers = range(start or 0) if stop is None else range(start or 0, stop, step or 1)
+        if not numbers:
+            raise ShoalError(f"{text}: there is no number in this range; write range(stop) or range(start,stop,step)")
+        return [str(number) for number in numbers]
+    items = [item.strip() for item in _ITEM.findall(text)]
+    if len(items) < 2 and text[:1] not in ("'", '"'):
+        return [text]
+    return [item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item for item in items]
 
 
 # ---- folders and records
@@ -253,20 +181,16 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
     """ShoalError if the folder holds another sweep: a resumed run must have the values of its number."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
-    try:
-        stored = json.loads((root / SUMMARY).read_text(encoding="utf-8"))["runs"]
-        known = {entry["number"]: entry["values"] for entry in stored}
-    except FileNotFoundError:
+    if not (root / SUMMARY).is_file():
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShoalError(f"{root / SUMMARY} cannot be read: {error}; choose another run_name, or remove it") from error
+    known = {entry["number"]: entry["values"] for entry in read_json(root / SUMMARY).get("runs", ())}
     for run in runs:
         if known.get(run.number, run.values) != run.values:
             raise ShoalError(f"{root} holds another sweep: its run {run.number} is {known[run.number]}, not "
                              f"{run.values}; choose another run_name")
 
 
-def read_figures(folder: Path) -> dict[str, Any]:
+def _read_figures(folder: Path) -> dict[str, Any]:
     """Accuracy before and after (the mean reward if the task defines none) and seconds, from the run's summary.json;
     empty without one."""
     if (summary := read_summary(folder)) is None:
@@ -285,7 +209,7 @@ def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
     }
 
 
-def write_record(root: Path, runs: Sequence[SweptRun]) -> None:
+def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
     write_atomically(root / SUMMARY, [json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)])
 
 
@@ -296,29 +220,24 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
     """Runs `shoal` with these words in a new process: its exit code, and whether the user interrupted it.
 
     The terminal sends Ctrl-C to the new process too; it saves and ends, and this process waits for it."""
-    process = subprocess.Popen([sys.executable, "-m", "shoal", *words])
-    interrupted = False
-    while True:
-        try:
-            code = process.wait()
-            return code, interrupted or code in INTERRUPTED
-        except KeyboardInterrupt:
-            interrupted = True
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        code = subprocess.call([sys.executable, "-m", "shoal", *words])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code, bool(interrupts) or code in INTERRUPTED
 
 
 def cost_text(configs: Sequence[Config]) -> str:
-    """`6 runs, one after the other: 480 steps, 122880 completions to train on, and their evaluations`."""
-    steps = sum(config.steps for config in configs)
-    kinds = {"": [config for config in configs if not config.batch.prompts_per_device],
-             " on each device": [config for config in configs if config.batch.prompts_per_device]}
-    parts = [count(sum(one.steps * step_sizes(one)[0] for one in some), "completion") + on_each +
-             (f" ({count(len(some), 'run')})" if len(some) < len(configs) else "")
-             for on_each, some in kinds.items() if some]
+    """`6 runs, one after the other: 480 steps, 122,880 completions to train on, and their evaluations`."""
+    steps, completions = sum(one.steps for one in configs), sum(one.steps * step_sizes(one)[0] for one in configs)
+    each = " on each device" if configs[0].batch.prompts_per_device else ""
     return (f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
-            f"{' and '.join(parts)} to train on, and their evaluations")
+            f"{count(completions, 'completion')}{each} to train on, and their evaluations")
 
 
-def table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of the table at the end."""
     def row(run: SweptRun) -> tuple[str, ...]:
         texts = {name: "" if value is None else figure_text(name, value) for name, value in run.figures.items()}

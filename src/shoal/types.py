@@ -27,6 +27,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,12 +74,19 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested_at: float | None = None
         self.raises_at_once = False
+        self.waits_for = ""  # what must end, or be given up, before the run can
 
     def request(self) -> None:
         if self.requested_at is None:
             self.requested_at = time.monotonic()
         if self.raises_at_once:
             raise StopRequested
+
+    def begin(self, what: str) -> None:
+        """Names what a stop waits for from now on; says it where one was asked for already."""
+        self.waits_for = what
+        if self.requested_at is not None:
+            os.write(2, f"stopping: waits for {what}\n".encode())
 
     def check(self, patience_seconds: float = 0.0) -> None:
         """Raises StopRequested once a request is so many seconds old."""

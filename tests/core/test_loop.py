@@ -403,6 +403,16 @@ def test_that_the_data_is_learnt_is_said_once():
     assert said == ["so it is; training ends here"]
 
 
+def test_only_the_first_evaluation_of_a_process_compiles():
+    said: list[str] = []
+    recorder = SimpleNamespace(_evaluation_rate=None, _compiled_before=-1, compilations=lambda: 3,
+                               console=SimpleNamespace(heading=said.append))
+    for version in (0, 5):
+        Recorder.begin_evaluation(recorder, version, 8)  # type: ignore[arg-type]
+    assert said == ["evaluation of version 0, 8 completions; programs are compiled first",
+                    "evaluation of version 5, 8 completions"]
+
+
 def test_a_stop_saves_without_requesting_anything_again():
     """`Diary` refuses a second request of a step, and has nothing that cancels one."""
     diary = Diary()

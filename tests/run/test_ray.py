@@ -6,6 +6,7 @@ One cluster for all, without a dashboard; workers of one simulated CPU device.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from shoal import cli
 from shoal.config.device_sections import SamplerSection
 from shoal.config.schema import Config, MeshSection
 from shoal.mesh import role_devices
+from shoal.report.console import Console
 from shoal.rollout import cluster, member
 from shoal.rollout.proof import Proof
 from shoal.run.preflight import settings
@@ -400,3 +403,19 @@ def test_accelerators_are_held_unless_ray_gave_this_process_its_own(monkeypatch,
     holder, count = cluster.hold_accelerators("GPU", "", 1, 1.0)
     assert (count, holder is None) == (held, not held)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1,2" if held else "0,1,2,3")
+
+
+@pytest.mark.parametrize("before", [None, "2,3,4,5"])
+def test_the_accelerators_that_a_run_held_are_seen_again_after_it(monkeypatch, before):
+    machine_of(monkeypatch, 4, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    joined = SimpleNamespace(address="here:1", dashboard="", watcher=None, owned=False, close=lambda: None)
+    monkeypatch.setattr(cluster, "connect", lambda *_: joined)
+    monkeypatch.setattr(cluster, "accelerator", lambda: "GPU")
+    config = Config(sampler=SamplerSection(kind="ray", workers=1))
+    with ExitStack() as stack:
+        made = open_cluster(config, Console(io.StringIO()), stack)
+        assert made is not None and made.trainer_devices == 3 and os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before

@@ -249,6 +249,19 @@ def test_with_no_whole_checkpoint_nothing_is_touched(workshop, stopped, capsys):
     assert files(stopped) == before
 
 
+def test_a_run_whose_checkpoints_were_deleted_is_not_written_over(workshop, stopped_in, capsys):
+    """Finished, or under way beyond its first checkpoint. One that ended before it starts again."""
+    done = workshop.train("deleted", "steps=2", "train.pass_k=0", "checkpoint_period=1")
+    for run in (done, stopped_in(6)):
+        shutil.rmtree(run / "checkpoints")
+        before = files(run)
+        for words in (["train", f"resume={run}", "steps=9"], ["train", f"resume={run}", "steps=9", "--dry-run"]):
+            error = failed(capsys, words)
+            assert "holds no checkpoint to go on from" in error and "nothing was changed" in error
+        assert files(run) == before
+    assert cli.main(["train", f"resume={done}"]) == 0 and "has made its 2 steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("words", "fault", "said"), [
     (("optimizer.clip_grad_norm=0",), None, "was saved with another model or optimizer"),
     ((), OSError(5, "Input/output error"), "cannot be read now ([Errno 5] Input/output error): nothing was changed"),
@@ -744,10 +757,11 @@ def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop,
     assert_equal_ends(unbroken, workshop.train(run.name, *words, "reward.workers=2"))
 
 
-@pytest.mark.parametrize(("stage", "hang_at", "saved_step", "workers"), [
-    ("evaluation", "3", 3, 2), ("training", "4", 4, 0), ("sampling", "", 4, 0), ("update", "", 4, 0)])
+@pytest.mark.parametrize(("stage", "hang_at", "saved_step", "workers", "waits_for"), [
+    ("evaluation", "3", 3, 2, "the evaluation of version 3"), ("training", "4", 4, 0, "the completions of step 5"),
+    ("sampling", "", 4, 0, "the completions of step 5"), ("update", "", 4, 0, "the update of step 5")])
 def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch, capfd, stage, hang_at, saved_step,
-                                                  workers):
+                                                  workers, waits_for):
     """SIGTERM to this process; device work of the fifth step, sampling or its update, comes in pieces of a second."""
     reached, words, unbroken = hanging
     words = (*words, f"reward.workers={workers}")
@@ -787,7 +801,9 @@ def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch
         finally:
             ended.set()
             asking.join()
-    assert_stopped(run, saved_step, code, capfd.readouterr().err, time.monotonic() - asked_at[0])
+    error = capfd.readouterr().err
+    assert_stopped(run, saved_step, code, error, time.monotonic() - asked_at[0])
+    assert f"complete steps are saved; waits for {waits_for}; once more" in error
     reached.with_name("hang_at").write_text("")
     assert_equal_ends(unbroken, workshop.train(run.name, *words))
 
@@ -837,6 +853,8 @@ def test_a_stop_says_what_was_kept_and_how_to_start_again(tmp_path):
     nothing = f"nothing was kept, as the run has no checkpoint yet; start again: {command}"
     run = SimpleNamespace(saved=-1, resume_command=command)
     assert Run.stopped_text(run) == f"stopped: {nothing}"  # type: ignore[arg-type]
+    run.saved = 0
+    assert Run.stopped_text(run).startswith("stopped before the first step, with its")  # type: ignore[arg-type]
     assert kept_text(tmp_path, command) == nothing
     for name in ("2", "10", "12.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -887,13 +905,27 @@ def test_a_full_disk_loses_nothing(workshop, whole, stopped, capsys):
     assert_equal_ends(whole, workshop.train(stopped.name, *WORDS))
 
 
-def test_too_little_room_is_met_before_anything_is_written(workshop, whole, stopped, monkeypatch, capsys):
+def test_too_little_room_for_a_checkpoint_is_met_before_anything_is_made(workshop, stopped, monkeypatch, capsys):
+    before = files(stopped)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        error = failed(capsys, workshop.words(stopped.name, *WORDS))
-    assert "No space left on device" in error and "MiB are needed, 0.0 MiB are free" in error
-    assert "make room, then give the same command again" in error and error.count("\n") == 1
-    assert versions(stopped) == [2] and not is_saving(stopped)
+        errors = [failed(capsys, workshop.words(name, *WORDS)) for name in (stopped.name, "no_room")]
+    for error in errors:
+        assert "the disk has 0.0 MiB free: make room" in error and error.count("\n") == 1
+    assert files(stopped) == before and not (workshop.runs / "no_room").exists()
+
+
+def test_a_disk_that_fills_names_the_checkpoint_that_is_there(workshop, whole, stopped, monkeypatch, capsys):
+    """None, then that of step 2."""
+    first = cut(workshop, "fills", monkeypatch, Updater, "update", 1, *WORDS)
+    for run, said in ((first, "start the run again: it has no checkpoint yet"),
+                      (stopped, "resume the run, which goes on from the checkpoint of step 2")):
+        usage = iter([1 << 40])
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path, usage=usage: SimpleNamespace(free=next(usage, 1000)))
+            error = failed(capsys, workshop.words(run.name, *WORDS))
+        assert "No space left on device" in error and "MiB are needed, 0.0 MiB are free" in error
+        assert f"make room, then {said}" in error and error.count("\n") == 1 and not is_saving(run)
     assert_equal_ends(whole, workshop.train(stopped.name, *WORDS))
 
 

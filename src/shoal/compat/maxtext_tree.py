@@ -65,7 +65,7 @@ def write_tree(folder: Path, target: Path, arrays: Mapping[str, LazyArray], meta
     tree = {"step": 0, **_nested(arrays), "opt_state": {}}
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=leaf_types(on_written))
     options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
-    with writing(target, then=""), ocp.CheckpointManager(
+    with writing(target), ocp.CheckpointManager(
             folder.absolute(), item_names=(ITEM,), item_handlers={ITEM: handler}, options=options) as manager:
         check_room(folder, list(arrays.values()))
         manager.save(int(STEP), args=ocp.args.Composite(**{ITEM: ocp.args.PyTreeSave(

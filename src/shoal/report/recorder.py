@@ -81,7 +81,7 @@ class Recorder:
     warned: list[Finding] = field(default_factory=list)  # since the loop last asked
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion, where nothing was compiled
-    _compiled_before: int = 0  # programs, when the evaluation began
+    _compiled_before: int = -1  # programs, when the newest evaluation began; -1 before this process's first
     _wrong_at_first: WrongAnswers = field(default_factory=dict)
     _solved: SolvedProblem | None = None
 
@@ -181,7 +181,8 @@ class Recorder:
         if not num_completions:
             return
         rate = self._evaluation_rate
-        about = f", about {duration(rate * num_completions)}" if rate is not None else "; programs are compiled first"
+        first = "; programs are compiled first" if self._compiled_before < 0 else ""
+        about = first if rate is None else f", about {duration(rate * num_completions)}"
         self._compiled_before = self.compilations()
         self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
 

@@ -26,7 +26,8 @@ def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = la
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.requested_at is not None:
             raise KeyboardInterrupt(f"stopped at once: {kept()}")
-        os.write(2, b"\nstopping: complete steps are saved; once more to stop at once\n")
+        waits = f"; waits for {stop.waits_for}" if stop.waits_for else ""
+        os.write(2, f"\nstopping: complete steps are saved{waits}; once more to stop at once\n".encode())
         stop.request()
 
     if threading.current_thread() is not threading.main_thread():

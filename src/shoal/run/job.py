@@ -24,23 +24,27 @@ process a model without weights.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+import jax
 import numpy as np
 
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
+from shoal.files import nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.findings import Finding, Findings
+from shoal.report.findings import Finding, Findings, gib
 from shoal.report.sink import check_sinks
 from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rewards.pool import RewardPool
@@ -70,7 +74,7 @@ from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating, showing_progress
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import Checkpoints
+from shoal.trainer.checkpoint import Checkpoints, checkpoint_bytes
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
@@ -81,8 +85,6 @@ from shoal.trainer.utilisation import Utilisation
 from shoal.types import Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from shoal.rollout.cluster import Cluster
 
 T = TypeVar("T")
@@ -93,6 +95,7 @@ CHECKS = {
     "scorers": ("reward", "reward.functions"), "pool": ("reward", "reward.functions"), "devices": ("devices", "mesh"),
     "spec": ("tokenizer", "model.path"), "roles": ("devices", "mesh"), "config": ("devices", "mesh"),
     "placement": ("devices", "mesh"), "sizes": ("memory", "model.path"),
+    "room": ("configuration", "base_output_directory"),
     "model": ("model", "model.path"), "teacher": ("teacher", "teacher.path"), "tokenizer": ("tokenizer", "model.path"),
     "prompts": ("data", "task.path"), "sets": ("data", "task.path"), "lengths": ("template", "model.template"),
     "engines": ("memory", "sampling.slots_per_device"),
@@ -352,6 +355,16 @@ class Job:
         self.findings.extend([found])
         return found
 
+    @stage
+    def room(self) -> None:
+        """ShoalError where the disk has less room than one checkpoint takes. Of several processes each writes its part,
+        whose disk may be another's."""
+        base = Path(self.run or self.config.base_output_directory).expanduser()
+        needed, free = checkpoint_bytes(self.learner), shutil.disk_usage(nearest_folder(base / "any")).free
+        if free < needed and self.config.steps and jax.process_count() == 1:
+            raise ShoalError(f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
+                             f"{gib(free)} free: make room, or choose a folder on another disk")
+
     # ---- what samples
 
     def make_engine(self, host: int = 0) -> Callable[[Purpose, int], Engine]:
@@ -401,7 +414,7 @@ class Job:
     def check(self) -> None:
         """Opens everything that can be wrong with a run before its weights are read."""
         for name in ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "placement", "model",
-                     "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes"):
+                     "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes", "room"):
             getattr(self, name)
 
     def open_run(self) -> Run:

@@ -16,7 +16,8 @@ from shoal.config.values import get_value, leaves_of, shown
 from shoal.files import check_local
 from shoal.report.console import Console
 from shoal.report.findings import Findings
-from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder, read_config
+from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder, read_config, read_summary
+from shoal.report.lines import read_lines
 from shoal.run.fingerprint import compare_facts
 from shoal.types import Params, ShoalError
 
@@ -134,11 +135,21 @@ def _check_fixed(run: Path, stored: Config, config: Config) -> None:
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
-    """ShoalError for fewer steps than the run has made; a warning where they move the learning rate's schedule."""
-    from shoal.trainer.checkpoint import versions
+    """ShoalError for fewer steps than the run has made, and where its checkpoints are gone, so that it would start
+    again and write over its records; a warning where the steps move the learning rate's schedule."""
+    from shoal.trainer.checkpoint import FOLDER, versions
 
-    if (made := max(versions(run), default=0)) > config.steps:
+    saved, ended = versions(run), (read_summary(run) or {}).get("steps", 0)
+    made = max((*saved, ended))
+    if made > config.steps:
         raise ShoalError(f"steps={config.steps}: the run {run} has made {made} already; give as many or more")
+    if not saved and ended < config.steps:
+        recorded = max((line["step"] for line in read_lines(run / "metrics.jsonl")), default=0)
+        # A run ends with a checkpoint. One that is under way has written its first before the second is due.
+        if ended or 0 < 2 * stored.checkpoint.every < recorded:
+            raise ShoalError(f"the run {run} has made {max(made, recorded)} steps, but {run / FOLDER} holds no "
+                             "checkpoint to go on from: put one back, or start a new run with another run_name; "
+                             "nothing was changed")
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         report.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
                        f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -57,12 +57,21 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
         joined, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
         worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning)
     stack.callback(made.close)
+    stack.callback(set_variables, {name: os.environ.get(name) for name in cluster.VISIBLE.values()})
     holder, made.trainer_devices = cluster.hold_accelerators(
         kind, config.mesh.trainer, sampler.workers * made.resources.get(kind, 0), config.ray.wait_seconds)
     stack.callback(lambda holder: None, holder)
     shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
     console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {joined.address}{shown}")
     return made
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Sets variables of this process's environment, and removes those that are None."""
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def worker_environment(devices: int, kind: str) -> dict[str, str]:

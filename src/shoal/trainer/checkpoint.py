@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,10 +65,16 @@ class Checkpoints:
         arrays = {"type_handler_registry": leaf_types()}
         handlers = {"state": ocp.PyTreeCheckpointHandler(**arrays), "published": ocp.PyTreeCheckpointHandler(**arrays),
                     "extra": ocp.JsonCheckpointHandler()}
-        with writing(self.folder):
+        with self.writing():
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=tuple(handlers),
                                                   item_handlers=handlers)
         self._args = ocp.args
+
+    def writing(self, name: str = "") -> AbstractContextManager[None]:
+        """Around what writes a checkpoint: errors say from which one the run can go on."""
+        found = versions(self.folder.parent)
+        return writing(self.folder / name, "resume the run, which goes on from the checkpoint of step "
+                       f"{found[-1]}" if found else "start the run again: it has no checkpoint yet")
 
     def save(self, version: int, state: TrainState, extra: Mapping[str, Any],
              published: Mapping[int, Params] | None = None, scores: Mapping[int, float] | None = None) -> None:
@@ -87,7 +94,7 @@ class Checkpoints:
         layouts = {name: layout(tree) for name, tree in items.items()}
         extra = {**extra, "checksums": sums, "layouts": layouts, "published": sorted(published or {})}
         self._scores = scores or {}
-        with writing(self.folder / str(version)):
+        with self.writing(str(version)):
             check_room(self.folder, items)
             self._manager.save(version, args=self._args.Composite(**saves, extra=self._args.JsonSave(extra)))
         if not self.in_background:
@@ -95,7 +102,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Waits until the last save is complete, then deletes the checkpoints that are not kept."""
-        with writing(self.folder):
+        with self.writing():
             self._manager.wait_until_finished()
             self._prune()
 
@@ -113,7 +120,7 @@ class Checkpoints:
                 self._manager.delete(version)
 
     def close(self) -> None:
-        with writing(self.folder):
+        with self.writing():
             self._manager.close()
 
 
@@ -126,6 +133,11 @@ def layout(tree: Any) -> str:
 
 def _tree(state: TrainState) -> dict[str, Any]:
     return {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
+
+
+def checkpoint_bytes(learner: Learner) -> int:
+    """Of the arrays of one checkpoint."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tree(learner.shapes())))
 
 
 def versions(run: Path) -> list[int]:

@@ -100,6 +100,7 @@ class Run:
                     groups, discarded = self.take(step)
                     self.schedule.check(groups)
                     waited = time.perf_counter() - started
+                    self.stop.begin(f"the update of step {step + 1}")
                     with self.timeline.span("trainer", "update"):
                         state, outcome = self.updater.update(state, groups, step)
                 # After the update: a step that is given up before has changed neither pending requests nor pass rates.
@@ -217,6 +218,8 @@ class Run:
     def stopped_text(self) -> str:
         if self.saved < 0:
             return f"stopped: {NOTHING_KEPT}; start again: {self.resume_command}"
+        if self.saved == 0:
+            return f"stopped before the first step, with its evaluation saved; resume: {self.resume_command}"
         return f"stopped after step {self.saved} of {self.config.steps}, which is saved; resume: {self.resume_command}"
 
     def request_published(self, version: int) -> None:
@@ -249,6 +252,7 @@ class Run:
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
         """The step's groups, and those that were discarded. With dynamic sampling more groups replace those without
         variance: requested at the same version, in the order of the prompts."""
+        self.stop.begin(f"the completions of step {step + 1}")
         a, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         groups = self.source.take(Purpose.TRAIN, step)
         if not a.dynamic_sampling:
@@ -289,6 +293,7 @@ class Run:
         """Asks for the figures of one version by data set; pass@k only at the run's ends, which wait for them."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
+            self.stop.begin(f"the evaluation of version {version}")
             self.recorder.begin_evaluation(version, self.evaluator.num_completions(sampled=ends))
             self.evaluator.ask(self.source, version, version, sampled=ends)
         self.evaluating[version] = time.perf_counter()
@@ -324,6 +329,7 @@ class Run:
         if version == self.saved:
             return
         started = time.perf_counter()
+        self.stop.begin(f"the checkpoint of step {version}")
         # Groups and metrics of the covered steps reach the disk first: a kill between the two loses none of them.
         self.recorder.sync(self.prompts.rates.record())
         published = self.source.published()

@@ -68,15 +68,14 @@ def orbax_silenced() -> Iterator[None]:
 
 
 @contextmanager
-def writing(path: Path, then: str = "; it resumes from the checkpoint before") -> Iterator[None]:
+def writing(path: Path, then: str = "give the same command again") -> Iterator[None]:
     """Turns whatever Orbax raises while it writes `path` into one ShoalError."""
     try:
         yield
     except Exception as error:
         full = getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL)
         cure = "make room" if full else "mend that"
-        raise ShoalError(f"the checkpoint {path} cannot be written ({cause(error)}): {cure}, then give the same "
-                         f"command again{then}") from error
+        raise ShoalError(f"the checkpoint {path} cannot be written ({cause(error)}): {cure}, then {then}") from error
 
 
 @contextmanager

@@ -410,6 +410,15 @@ def test_the_form_that_a_reward_wants_is_found(function, form):
     assert [finding.level for finding in reward_findings(tried) if finding.level != "ok"] in ([], ["warning"])
 
 
+@pytest.mark.parametrize(("repeated", "many", "told"), [
+    (1.0, 0.0, ""), (0.0, 0.0, ""), (1.1, 0.0, "written 8 times"), (1.0, 1.0, "many answers at once"),
+    (0.0, 1.1, "many answers at once")])
+def test_only_more_for_a_repeated_answer_is_an_incentive_and_as_much_for_a_guess(repeated, many, told):
+    totals = dict(zip(KINDS, (1.0, 0.1, 0.0, repeated, many), strict=True))
+    [finding] = reward_findings(Probe("####", {kind: {"total": total} for kind, total in totals.items()}, {}))
+    assert (finding.level, told in finding.text) == ("warning" if told else "ok", True)
+
+
 def test_the_brief_says_what_the_reward_says(workshop):
     config, _ = compose("train", ["reward.workers=0"])
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
@@ -440,7 +449,7 @@ def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(worksho
 
 
 def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(workshop):
-    told = r"'raises' raised KeyError: 'no such thing' for .*right answer \(.*failed at every known answer.*fix it"
+    told = r"'raises' tried on known answers raised KeyError: 'no such thing' for .*it gave no right answer a score"
     with pytest.raises(ShoalError, match=told):
         in_brief(workshop, "raises")
     for policy in ("zero", "skip"):
@@ -448,7 +457,7 @@ def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(
 
 
 def test_a_reward_that_fails_at_all_right_answers_ends_the_run_before_it_begins(workshop):
-    with pytest.raises(ShoalError, match=r"raised ValueError: too short for .*; it failed at every right answer"):
+    with pytest.raises(ShoalError, match=r"raised ValueError: too short for .*; it gave no right answer a score"):
         in_brief(workshop, "pickier")
 
 
@@ -457,14 +466,14 @@ def test_answers_without_a_score_are_not_said_to_score_the_same():
             for kind in ("right", "wrong", "empty", "repeated", "many at once")}
     [finding] = reward_findings(Probe("####", rows, {}))
     assert finding.level == "wrong" and finding.text.startswith(
-        "answers get no score (right, wrong, empty and many at once) or 0 (repeated): without differences")
+        "of all answers only repeated score 0: without differences")
 
 
 @pytest.mark.parametrize("on_error", ["error", "skip"])
 def test_a_reward_that_fails_at_an_odd_answer_is_a_warning(workshop, on_error):
     told = in_brief(workshop, "picky", f"reward.on_error={on_error}")[0]
-    assert "nothing to read" in told and "empty answer (prompt" in told
-    assert not any(words in told for words in (", completion 2", "step 0", "reward.on_error", "no more answers"))
+    assert "nothing to read" in told and "completion '')" in told
+    assert not any(words in told for words in ("step 0", "reward.on_error", "no more answers"))
 
 
 def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
@@ -473,12 +482,12 @@ def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
     [told] = in_brief(workshop, "sleeps", "reward.on_error=skip", *limits)
     assert time.monotonic() - started < 8  # two limits; each of 25 answers alone takes 12.5
     assert "took longer than reward.timeout_seconds=0.5" in told and "no more answers were tried" in told
-    with pytest.raises(ShoalError, match=r"took longer than reward.timeout_seconds=0.5.*every known answer"):
+    with pytest.raises(ShoalError, match=r"took longer than reward.timeout_seconds=0.5.*no right answer a score"):
         in_brief(workshop, "sleeps", *limits)
 
 
 @pytest.mark.parametrize(("totals", "text"), [
-    ([1.0, math.nan], "right 1, wrong no score"), ([math.nan, math.nan], "no score (None or NaN) for any of them")])
+    ([1.0, math.nan], "right 1, wrong no score"), ([math.nan, math.nan], "right no score, wrong no score")])
 def test_an_answer_without_a_score_is_said_in_words(totals, text):
     rows = {kind: {"total": total} for kind, total in zip(("right", "wrong"), totals, strict=True)}
     assert Probe("", rows, {}).describe() == text

@@ -447,11 +447,11 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
 
 
 @pytest.mark.parametrize(("function", "words"), [
-    ("raises", ("'raises' raised KeyError: 'no such thing'", "right answer (", "at every known answer")),
-    ("nan", ("'nan' returned nan", "right answer (", "None where it cannot judge")),
-    ("too_few", ("'too_few' for the known answers returned", "data row ", "for each completion")),
-    ("text", ("'text' returned 'good'", "right answer (", "a finite number, or None")),
-    ("number", ("'number' for the known answers returned 1.0", "data row ", "25 were given")),
+    ("raises", ("'raises' tried on known answers raised KeyError: 'no such thing'", "gave no right answer a score")),
+    ("nan", ("'nan' tried on known answers returned nan", "None where it cannot judge")),
+    ("too_few", ("'too_few' tried on known answers returned", "data row ", "for each completion")),
+    ("text", ("'text' tried on known answers returned 'good'", "a finite number, or None")),
+    ("number", ("'number' tried on known answers returned 1.0", "data row ", "25 were given")),
 ])
 def test_a_reward_that_fails_is_named(workshop, capsys, function, words):
     for _ in range(2):  # before the run begins: the name can be used again

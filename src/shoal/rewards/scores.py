@@ -16,8 +16,6 @@ from shoal.text import count
 from shoal.types import Failure, RewardFunction, ShoalError
 
 Policy = Literal["error", "zero", "skip"]
-KNOWN_ANSWERS = "for the known answers"
-"""In place of the step, in errors of a trial."""
 
 
 @dataclass(frozen=True)
@@ -184,5 +182,5 @@ class ScoreColumn:
 
     @property
     def _head(self) -> str:
-        when = KNOWN_ANSWERS if self.batch.trial else f"at step {self.batch.state.global_step}"
+        when = "tried on known answers" if self.batch.trial else f"at step {self.batch.state.global_step}"
         return f"reward function {self.one.name!r} {when}"

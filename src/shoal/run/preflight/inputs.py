@@ -16,7 +16,7 @@ from shoal.mesh import Roles, role_devices, uses_pathways
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.run.preflight.estimate import evaluation_completions
-from shoal.run.preflight.reward import right_answer
+from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import TokenizedExample, prepare
 from shoal.types import Example, ShoalError
@@ -174,8 +174,8 @@ def set_sizes(task: Task) -> dict[str, int]:
 def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
     """Reports right answers in the data that the model cannot give: too long, or truncated by a stop string."""
     s, grave = config.sampling, check.warning if config.reward.functions else check.wrong
-    known = [text for example in (task.train[row] for row in range(min(NUM_ANSWERS, len(task.train))))
-             if (text := right_answer(example, "<reasoning> and <answer>")) is not None]
+    known = [write_answer(example, gold, gold) for example in map(task.train.__getitem__, range(min(NUM_ANSWERS,
+             len(task.train)))) if (gold := gold_of(example)) is not None]
     if not known:
         return
     lengths = np.array([len(tokenizer.encode_prompt(text)) + 1 for text in known])  # and the end of the sequence

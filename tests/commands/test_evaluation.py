@@ -280,7 +280,7 @@ def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
     data.write_text("".join(json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(3)))
     assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", f"task.path={data}")) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["held_out"]["num_questions"] == 3 and "all its 3 rows are evaluated on" in err
+    assert json.loads(out)["held_out"]["num_questions"] == 3 and "all 3 rows are evaluated on" in err
 
 
 def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.compat.flags import NOTHING, Given, Values, last_part, to_bool, to_float, to_int
 from shoal.config.foreign import Get
-from shoal.tasks.data_file import read_file
+from shoal.tasks.data_files import read_file
 from shoal.text import count
 from shoal.types import ShoalError
 

@@ -15,7 +15,7 @@ from shoal.run.derived import for_devices
 from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
 from shoal.run.task import given_rewards
 from shoal.tasks.data import evaluating
-from shoal.tasks.data_folder import is_hub_id
+from shoal.tasks.data_files import is_hub_id
 from shoal.tasks.task import load_by_name
 
 if TYPE_CHECKING:

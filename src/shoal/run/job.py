@@ -27,7 +27,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,7 @@ from shoal.run.size import parameter_count
 from shoal.run.task import UNREWARDED, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.sampler.engine import Engine
-from shoal.tasks.data import evaluating, showing_progress
+from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
 from shoal.trainer.checkpoint import Checkpoints, checkpoint_bytes
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
@@ -198,10 +198,7 @@ class Job:
     def questions(self) -> Task:
         """The data of the task, with its own rewards."""
         c = self.given
-        with ExitStack() as reading:
-            reading.enter_context(showing_progress(self.console.note))
-            if not self.trains:
-                reading.enter_context(evaluating())
+        with nullcontext() if self.trains else evaluating():
             task = self._task or load_questions(c.task, c.reward)
         if self.trains and c.train.evaluate_every < 0:
             task = replace(task, evaluations={})

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
-from shoal.tasks.data import prepared_hint
-from shoal.tasks.data_file import read_file
 from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
@@ -27,11 +24,8 @@ UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
 
 def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
-    path = Path(task.path).expanduser()
-    row = next(read_file(path), ("", None))[1] if path.is_file() else None
     return ShoalError(f"task {task.name}: it has no reward of its own; give a function that judges completions, "
-                      "reward=file.py:function with function(completions, **columns) -> list of numbers"
-                      f"{prepared_hint(row) if isinstance(row, dict) else ''}")
+                      "reward=file.py:function with function(completions, **columns) -> list of numbers")
 
 
 def load_task(task: TaskSection, reward: RewardSection | None = None,

@@ -6,12 +6,10 @@ row that is held out is trained on, unless that was asked for.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -19,58 +17,31 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data_file import read_file
-from shoal.tasks.data_folder import Published, fetch_folder, named_files, open_folder
+from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
 from shoal.tasks.task import DataReport
 from shoal.text import suggest
 from shoal.types import ShoalError
 
-_READERS = ("json", "parquet", "csv", "arrow")
-"""Given as task.path, these say of what kind the files in task.files are; they stand for no data set."""
 _HELD_OUT_SHARE = 10
 """Without rows to evaluate on, one in this many is held out."""
-_SHOW_ROWS, _SHOW_SECONDS = 1000, 1.0
-"""How often progress is looked at, and shown."""
 _EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
-_SHOW: ContextVar[Callable[[str], None] | None] = ContextVar("show", default=None)
 
 Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
 """(number, place, row) -> what is kept of a row; its place is `FILE, line 3`."""
 
 
-def evaluating() -> AbstractContextManager[None]:
+@contextmanager
+def evaluating() -> Iterator[None]:
     """Within, nothing is trained on: data of one split is evaluated on whole, and there are no training rows."""
-    return _set(_EVALUATING, True)
+    token = _EVALUATING.set(True)
+    try:
+        yield
+    finally:
+        _EVALUATING.reset(token)
 
 
 def is_evaluating() -> bool:
     return _EVALUATING.get()
-
-
-def showing_progress(show: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Within, `show` gets a line now and then while many rows are read."""
-    return _set(_SHOW, show)
-
-
-@contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-@contextmanager
-def paused_collection() -> Iterator[None]:
-    """Within, Python looks for no cycles: it would go through all rows again and again, a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass
@@ -94,8 +65,8 @@ class Splits:
         self.one_split = True
         if is_evaluating():
             self.train, self.held_out, self.data = [], rows, DataReport({}, files)
-            self.notes.append(f"{begin}all its {total} rows are evaluated on, those too that a run on this data "
-                              "learned from")
+            self.notes.append(f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run on "
+                              "this data learned from")
             return
         if total < 2:
             raise ShoalError(f"task {self.task}: {source} has 1 row and no other split to evaluate on: add rows, or "
@@ -149,6 +120,11 @@ class Splits:
         self.train = kept
 
 
+def asked_rows(total: int, num_questions: int) -> str:
+    """How many rows of a data set are evaluated on, at most `num_questions` (0: no limit)."""
+    return f"the first {num_questions} of {total} rows" if 0 < num_questions < total else f"all {total} rows"
+
+
 # ---- the files
 
 
@@ -185,7 +161,7 @@ def _find_files(task: TaskSection, published: Published) -> tuple[list[Path], li
     if task.path and path.is_file():
         return *_siblings(path, task), [f"{name}: task.{key} has no effect, since {path.name} is one file"
                                         for key in ("subset", "files") if getattr(task, key)]
-    if task.files and (not (task.path or published.hub_id) or (task.path in _READERS and not path.is_dir())):
+    if task.files and not (task.path or published.hub_id):
         train, held_out = named_files(task.files), []
         if len(train) == 1:
             train, held_out = _siblings(train[0], task)
@@ -214,15 +190,10 @@ def _read(files: Sequence[Path], renames: Mapping[str, str], published: Publishe
     rows: list[Any] = []
     counts: dict[str, int] = {}
     names = [file.name for file in files]
-    show, due = _SHOW.get(), time.monotonic() + _SHOW_SECONDS
     for file in files:
         before = len(rows)
-        with paused_collection():
-            for place, row in read_file(file, f"task {published.task}: "):
-                rows.append(make(len(rows), place, _checked(row, place, renames, published)))
-                if show and not len(rows) % _SHOW_ROWS and time.monotonic() > due:
-                    due = time.monotonic() + _SHOW_SECONDS
-                    show(f"reading {file.name}: {len(rows):,} rows")
+        for place, row in read_file(file, f"task {published.task}: "):
+            rows.append(make(len(rows), place, _checked(row, place, renames, published)))
         counts[file.name if names.count(file.name) == 1 else str(file)] = len(rows) - before
     if not rows:
         raise ShoalError(f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are needed")
@@ -236,41 +207,21 @@ def _columns(published: Published) -> str:
 def _checked(row: Any, place: str, renames: Mapping[str, str], published: Published) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ShoalError(f"task {published.task}: {place} is a {type(row).__name__}; an object with "
-                         f"{_columns(published)} is needed" + " (a file that is one list is named .json)" * isinstance(
-                             row, list))
+                         f"{_columns(published)} is needed")
     if renames:
         row = _renamed(row, place, renames)
     for column in published.columns:
         if column not in row:
             raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: "
-                             f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)"
-                             f"{prepared_hint(row)}", "task.columns")
-        if column not in published.texts or isinstance(row[column], str):
-            continue
-        if column in published.numbers:
-            row[column] = _number_as_text(row[column])
-        if not isinstance(row[column], str):
-            raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(row[column]).__name__}; text is "
-                             "needed")
+                             f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)",
+                             "task.columns")
+        value = row[column]
+        if column in published.numbers and isinstance(value, int | float | Decimal) and not isinstance(value, bool) \
+                and math.isfinite(value):
+            row[column] = str(int(value) if value == int(value) else value)  # `18` for 18.0
+        elif column in published.texts and not isinstance(value, str):
+            raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is needed")
     return row
-
-
-def prepared_hint(row: Mapping[str, Any]) -> str:
-    """What to do with a row that verl's scripts made of a published data set; empty for any other row."""
-    source = row.get("data_source")
-    if not (source and {"prompt", "reward_model"} <= row.keys()):
-        return ""
-    if "gsm8k" in str(source).lower():
-        return f"; verl made these rows of {source}: task=gsm8k reward.preset=verl, without this file, asks the same " \
-            "questions with verl's reward"
-    return f"; verl made these rows of {source}: task=custom reward=FILE:compute_score judges them, by verl's function"
-
-
-def _number_as_text(value: Any) -> Any:
-    """`18` for 18 and 18.0; what is no number as it is."""
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
-        return value
-    return f"{value:f}" if isinstance(value, Decimal) else str(int(value) if value == int(value) else value)
 
 
 def renames_of(entries: Iterable[str]) -> dict[str, str]:

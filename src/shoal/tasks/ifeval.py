@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, is_evaluating, read_splits
+from shoal.tasks.data import Published, asked_rows, is_evaluating, read_splits
 from shoal.tasks.graders.answer import completion_text, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
 from shoal.tasks.rows import with_rows
@@ -43,8 +43,9 @@ def load(task: TaskSection) -> Task:
     splits = read_splits(task, PUBLISHED, lambda number, place, row: (place, row), spread=True)
     tags = not (splits.shared or (splits.one_split and is_evaluating()))
     if not tags:
-        splits.notes[-1] = (f"ifeval: all {len(splits.held_out)} rows are evaluated on, with their prompts as they "
-                            "are; a training run with these keys would be measured on rows that it learned from")
+        asked = asked_rows(len(splits.held_out), task.num_eval_questions)
+        splits.notes[-1] = (f"ifeval: {asked} are evaluated on, with their prompts as they are; a "
+                            "training run with these keys would be measured on rows that it learned from")
     elif splits.one_split:
         splits.notes.append("ifeval: the published prompts are a benchmark; a model that trained on some of them has "
                             "no fair figures on it any more, not even on those held out")

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.tasks.data import Splits, paused_collection
-from shoal.tasks.data_file import half_character
+from shoal.tasks.data import Splits
+from shoal.tasks.data_files import half_character
 from shoal.tasks.task import ROWS, Task
 from shoal.text import count
 from shoal.types import Example, Prompt, ShoalError
@@ -26,12 +26,8 @@ TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 SAME = "train"
 """As `held_out=`: the rows that are trained on."""
 _GIVEN = "rows from Python"
-_NOT_GIVEN = ("completion",)  # by the convention, columns that reward functions do not see
-
 _LISTS = ("files", "columns")
 """Settings of a task that are lists."""
-
-_MISSING = ("NAType", "NaTType")
 _PLAIN = (str, int, bool, type(None))
 _ENCODER = JSONEncoder(sort_keys=True, default=str)
 
@@ -70,16 +66,12 @@ def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, n
 def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
     """The task of examples, without those training prompts that are held out too."""
     splits.drop_held_out(prompt_key, "prompt")
-    first = (splits.train or splits.held_out)[0]
-    notes = [f"{splits.task}: the column {name!r} is not given to reward functions: it is no input of theirs by "
-             "convention" for name in _NOT_GIVEN if name in first.columns]
     if maker.from_messages:
-        notes.append(f"{splits.task}: the prompts are the column `messages`, without the assistant's last message")
+        splits.notes.append(f"{splits.task}: the prompts are the column `messages`, without the assistant's last "
+                            "message")
     if maker.num_continued:
-        verb = "ends" if maker.num_continued == 1 else "end"
-        notes.append(f"{splits.task}: {count(maker.num_continued, 'prompt')} {verb} with an assistant's message, "
-                     "which the completion continues")
-    splits.notes += notes
+        splits.notes.append(f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
+                            "assistant's message, which the completion continues")
     return with_rows(Task(splits.task, (), {}, rewards=(), question="prompt", correct=correct), splits)
 
 
@@ -116,8 +108,7 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
 
 
 def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
-    with paused_collection():
-        return [maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))]
+    return [maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))]
 
 
 def _rows(data: Any, name: str) -> Sequence[Any]:
@@ -141,8 +132,6 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
 
 
 def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
-    if "prompt" not in columns and "messages" not in columns:
-        raise ShoalError(f"{name} has no column `prompt`: {_list_columns(columns)}")
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
             raise ShoalError(f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a value a "
@@ -152,10 +141,6 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
         shown = ", ".join(f"{column} {length}" for column, length in lengths.items())
         raise ShoalError(f"{name}: its columns must be of one length, they have {shown} values")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _list_columns(row: Mapping[Any, Any]) -> str:
-    return f"its columns are {', '.join(map(str, row))}" if row else "it has no columns at all"
 
 
 class ExampleMaker:
@@ -192,8 +177,8 @@ def example_of(number: int, place: str, row: Any) -> Example:
     if not isinstance(row, Mapping):
         raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
     if "prompt" not in row and "messages" not in row:
-        raise ShoalError(f"{place} has no `prompt`: {_list_columns(row)}; rename the column that holds the text to "
-                         "`prompt`, or the one that holds messages to `messages`")
+        raise ShoalError(f"{place} has no `prompt`: its columns are {', '.join(map(str, row)) or 'none'}; rename the "
+                         "column that holds the text to `prompt`, or the one that holds messages to `messages`")
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
     return Example(number, _prompt(prompt, place), columns, place)
@@ -213,11 +198,9 @@ def _without_answer(messages: Any, place: str) -> list[Any]:
 
 def _check_names(example: Example, place: str) -> None:
     for column in example.columns:
-        if not isinstance(column, str):
-            raise ShoalError(f"{place}: the column {column!r} is a {type(column).__name__}; expected a name, text")
-        if column in TAKEN:
-            raise ShoalError(f"{place}: a column cannot be called {column!r}: reward functions get that from the run; "
-                             "rename it")
+        if not isinstance(column, str) or column in TAKEN:
+            raise ShoalError(f"{place}: a column cannot be called {column!r}: expected text, and none of "
+                             f"{', '.join(TAKEN)}, which reward functions get from the run; rename it")
 
 
 def _plain(value: Any) -> Any:
@@ -230,7 +213,7 @@ def _plain(value: Any) -> Any:
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_plain(one) for one in value]
-    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in _MISSING
+    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
     return None if missing else value
 
 
@@ -238,15 +221,12 @@ def _prompt(prompt: Any, place: str) -> Prompt:
     """Text, or messages as a list of plain dicts, checked."""
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
-    if not isinstance(prompt, str | list | tuple):
-        raise ShoalError(f"{place}: `prompt` is a {type(prompt).__name__}: expected text, or messages, a list of dicts "
-                         "with role and content")
-    if not prompt:
-        raise ShoalError(f"{place}: `prompt` is {'empty' if isinstance(prompt, str) else 'an empty list'}: expected "
-                         "text, or messages")
+    if not (isinstance(prompt, str | list | tuple) and prompt):
+        kind = f"a {type(prompt).__name__}" if prompt or prompt is None else f"an empty {type(prompt).__name__}"
+        raise ShoalError(f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role and "
+                         "content")
     if isinstance(prompt, str):
-        _check_text(prompt, place)
-        return prompt
+        return _checked_text(prompt, place)
     return [_message(at, message, place) for at, message in enumerate(prompt)]
 
 
@@ -255,14 +235,14 @@ def _message(at: int, message: Any, place: str) -> dict[str, Any]:
             and isinstance(message.get("content"), str)):
         raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role and "
                          "content, both text")
-    _check_text(message["content"], place)
-    found = {key: value for key, value in message.items() if value is not None}
-    if found["role"] == "system":
-        found["content"] = sys.intern(str(found["content"]))  # one object for all rows, which mostly share it
-    return found
+    content = _checked_text(message["content"], place)
+    if message["role"] == "system":
+        content = sys.intern(str(content))  # one object for all rows, which mostly share it
+    return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
 
-def _check_text(text: str, place: str) -> None:
+def _checked_text(text: str, place: str) -> str:
     if not text.isascii() and (half := half_character(text)):
         raise ShoalError(f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
                          "halves, or leave it out")
+    return text

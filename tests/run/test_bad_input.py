@@ -220,7 +220,7 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
     ('{"prompt": 5}', ["line 1: `prompt` is a int", "text, or messages"]),
     ('{"prompt": []}', ["line 1: `prompt` is an empty list"]),
     ('{"prompt": ["a"]}', ["line 1: message 0 of `prompt` is 'a'"]),
-    ('{"prompt": ""}', ["line 1: `prompt` is empty"]),
+    ('{"prompt": ""}', ["line 1: `prompt` is an empty str"]),
     ('{"prompt": [{"role": "user"}]}', ["line 1: message 0 of `prompt`", "role and content"]),
     ('{"prompt": [{"role": "user", "content": "a"}]}', ["no prompt can be used", "line 1: The chat template refused"]),
     ('{"prompt": "' + "9" * 65 + '"}', [

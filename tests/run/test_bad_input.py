@@ -216,7 +216,7 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
     ("\n\n", ["holds no prompt"]),
     ('{"prompt": "a"}\n{"prompt": "a"', ["line 2 is no JSON object"]),
     ('{"prompt": "a"}\n\n{"text": "a"}', ["line 3 has no `prompt`", "rename the column"]),
-    ('["a"]', ["line 1 is a list", "expected a dict with `prompt`"]),
+    ('["a"]', ["row 0 is a str", "expected a dict with `prompt`"]),
     ('{"prompt": 5}', ["line 1: `prompt` is a int", "text, or messages"]),
     ('{"prompt": []}', ["line 1: `prompt` is an empty list"]),
     ('{"prompt": ["a"]}', ["line 1: message 0 of `prompt` is 'a'"]),

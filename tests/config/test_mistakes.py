@@ -88,7 +88,7 @@ train model=nope                      | hub id
 train model.tokenizer=./nope           | model.tokenizer=./nope: there is no such folder
 eval model=./nope                     | model.path=./nope: there is no model folder
 eval model=outputs/zzz                | there is no model folder outputs/zzz
-eval model=mine/zzz                   | there is no model folder mine/zzz. mine holds the runs first.
+eval model=mine/zzz                   | there is no model folder mine/zzz. mine holds first.
 train mesh.fsdp=-2                    | 1 or more, or -1 for all devices
 task=gsm8k train                      | the command comes first: `shoal train task=gsm8k`
 gsm8k                                 | the command comes first: `shoal train task=gsm8k`

@@ -163,7 +163,7 @@ def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path)
     refused(capsys, tmp_path, words, "holds no checkpoint", "the run ended before its first one")
     (run / "checkpoints" / "7").mkdir()
     refused(capsys, tmp_path, words, "checkpoints/7 cannot be read", "choose another")
-    refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder", "has checkpoints 7")
+    refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder", "checkpoints holds 7.")
 
 
 # ---- data

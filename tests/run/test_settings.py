@@ -18,7 +18,6 @@ from shoal.types import ShoalError
     (["algorithm.loss=cispo", "algorithm.clip_dual=3"], "has no effect on algorithm.loss=cispo"),
     (["algorithm.loss=cispo", "algorithm.cispo_bound=absolute"], "5 is usual"),
     (["algorithm.kl_coef=1", "algorithm.kl_placement=reward"], "k1 is the unbiased one"),
-    (["algorithm.entropy_coef=1", "algorithm.zero_std_groups=exclude"], "exclude has no effect"),
     (["algorithm.advantage=maxrl", "reward.overlong_buffer_tokens=9"], "a group with one below 0"),
     (["train.weight_sync_interval=3", "algorithm.correction=none"], "samples may be 2 versions old"),
     (["train.max_staleness=1", "algorithm.correction=none", "algorithm.num_epochs=2"], "samples may be 1 version old"),

@@ -7,28 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_BOUNDS
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
-from shoal.config.schema import AlgorithmSection, Config, ModelSection, TaskSection
+from shoal.config.schema import AlgorithmSection, Config, ModelSection, RewardSection, TaskSection
 from shoal.files import check_local, check_place
 from shoal.report.findings import Findings
 from shoal.report.folder import is_run, named_folder, refuse_foreign
 from shoal.run.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.run.task import no_reward
-from shoal.tasks.task import ROWS, TASKS
+from shoal.tasks.task import ROWS, TASKS, load_by_name
+from shoal.text import count
 from shoal.types import ShoalError
 
 HIGHEST_LR = 1e-2
 HIGHEST_USUAL_LR = 2e-5
 """Learning rate above which models of LARGE parameters or more seldom train well."""
 LARGE = 100_000_000
-
-CHECKED = tuple(name for name in TASKS if name != "custom")
-"""Tasks with a check of answers of their own, whatever the reward functions are."""
 
 
 # ---- errors
@@ -49,8 +46,8 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
             raise no_reward(config.task)
         named = config.run_name and named_folder(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))
-    if "model.path" in known:
-        check_model(config.model, exists=resumed)
+    if "model.path" in known and not resumed:
+        check_model(config.model)
     if "teacher.path" in known and config.teacher.path:
         check_model(ModelSection(path=config.teacher.path), key="teacher.path")
     if "task.name" in known:
@@ -60,65 +57,53 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
 def check_trainable(config: Config) -> None:
     """Raises ShoalError for settings that cannot train."""
     a = config.algorithm
-    if config.sampler.kind == "ray" and find_spec("ray") is None:
-        raise ShoalError("sampler.kind=ray: Ray is not installed; pip install 'shoal[ray]', or leave sampler.kind out",
-                         "sampler.kind")
-    if config.sampling.temperature == 0:
-        raise ShoalError("sampling.temperature=0: in training every completion of a group would be the same; "
-                         "set it to 1.0", "sampling.temperature")
-    if not a.uses_rewards and not config.teacher.path:
-        raise ShoalError(f"algorithm.advantage={a.advantage}: nothing would be learned, as rewards are ignored and "
-                         "there is no teacher; set teacher.path, or another advantage", "algorithm.advantage")
-    if a.kl_placement == "reward" and a.kl_coef and (ADVANTAGES[a.advantage].by_function or not a.uses_rewards):
-        reason = ("rewards, and the KL penalty in them, are ignored" if not a.uses_rewards else
-                  "each reward function is divided by its own deviation, so algorithm.kl_coef would cancel")
-        raise ShoalError(f"algorithm.kl_placement=reward with algorithm.advantage={a.advantage}: {reason}; set "
-                         "algorithm.kl_placement=loss", "algorithm.kl_placement")
-    if a.dynamic_sampling and not a.uses_rewards:
-        raise ShoalError(f"algorithm.dynamic_sampling=true with algorithm.advantage={a.advantage}: groups are chosen "
-                         "by their rewards, which are ignored; change one of the two", "algorithm.dynamic_sampling")
+    advantage = f"algorithm.advantage={a.advantage}"
+    kl_in_reward = a.kl_placement == "reward" and a.kl_coef
+    faults = [
+        (config.sampler.kind == "ray" and find_spec("ray") is None, "sampler.kind",
+         "sampler.kind=ray: Ray is not installed; pip install 'shoal[ray]', or leave sampler.kind out"),
+        (config.sampling.temperature == 0, "sampling.temperature",
+         "sampling.temperature=0: in training every completion of a group would be the same; set it to 1.0"),
+        (not a.uses_rewards and not config.teacher.path, "algorithm.advantage",
+         f"{advantage}: nothing would be learned, as rewards are ignored and there is no teacher; set teacher.path, or "
+         "another advantage"),
+        (kl_in_reward and not a.uses_rewards, "algorithm.kl_placement",
+         f"algorithm.kl_placement=reward with {advantage}: rewards, and the KL penalty in them, are ignored; set "
+         "algorithm.kl_placement=loss"),
+        (kl_in_reward and ADVANTAGES[a.advantage].by_function, "algorithm.kl_placement",
+         f"algorithm.kl_placement=reward with {advantage}: each reward function is divided by its own deviation, so "
+         "algorithm.kl_coef would cancel; set algorithm.kl_placement=loss"),
+        (a.dynamic_sampling and not a.uses_rewards, "algorithm.dynamic_sampling",
+         f"algorithm.dynamic_sampling=true with {advantage}: groups are chosen by their rewards, which are ignored; "
+         "change one of the two"),
+    ]
+    for holds, key, text in faults:
+        if holds:
+            raise ShoalError(text, key)
 
 
-def checkpoints_beside(path: Path) -> str:
-    """The numbers of the checkpoints beside one that is missing; empty for another path."""
-    if not (path.name.isdigit() and path.parent.is_dir()):
-        return ""
-    return ", ".join(map(str, sorted(int(one.name) for one in path.parent.iterdir() if one.name.isdigit())))
-
-
-def runs_beside(path: Path, most: int = 5) -> str:
-    """The newest runs in the folder of a path that is missing; empty where it has none."""
-    found = [one for one in path.parent.iterdir() if is_run(one)] if path.parent.is_dir() else []
-    return ", ".join(one.name for one in sorted(found, key=lambda one: -one.stat().st_mtime)[:most])
-
-
-def check_model(section: ModelSection, exists: bool = False, key: str = "model.path") -> None:
-    """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing (unless it is
-    known that the model `exists`), or in a local folder of an unknown family."""
+def check_model(section: ModelSection, key: str = "model.path") -> None:
+    """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing, or in a local
+    folder of an unknown family."""
+    from shoal.model.hf_config import architecture_of
     from shoal.model.hub import HUB_ID
+    from shoal.model.names import model_named
 
-    local = check_local(section.path, key)
-    shown = local if section.path.startswith("~") else section.path
-    runs = runs_beside(local)
-    is_hub_id = HUB_ID.fullmatch(section.path) and not runs and local.parent.name != Config.base_output_directory
-    if not (exists or section.path == ModelSection.path or local.exists() or is_hub_id):
-        there = checkpoints_beside(local)
+    local, tokenizer = check_local(section.path, key), check_local(section.tokenizer, "model.tokenizer")
+    beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \
+        if local.parent.is_dir() else []
+    is_hub_id = HUB_ID.fullmatch(section.path) and not beside and local.parent.name != Config.base_output_directory
+    if not (section.path == ModelSection.path or local.exists() or is_hub_id):
+        shown = local if section.path.startswith("~") else section.path
         raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. "
-                         + (f"This run has checkpoints {there}." if there else
-                            f"{local.parent} holds the runs {runs}." if runs else
+                         + (f"{local.parent} holds {', '.join(beside[-5:])}." if beside else
                             "Give a folder, a hub id (org/name), or `tiny`."))
-    tokenizer = check_local(section.tokenizer, "model.tokenizer")
-    if not (exists or tokenizer.exists() or section.tokenizer == ModelSection.path
-            or HUB_ID.fullmatch(section.tokenizer)):
+    if not (tokenizer.exists() or section.tokenizer == ModelSection.path or HUB_ID.fullmatch(section.tokenizer)):
         raise ShoalError(f"model.tokenizer={section.tokenizer}: there is no such folder; give a folder with a "
                          "tokenizer.json, or a hub id (org/name)")
     if section.name and "/" not in section.name:
-        from shoal.model.names import model_named
-
         model_named(section.name)
     if (local / "config.json").is_file():
-        from shoal.model.hf_config import architecture_of
-
         architecture_of(local)
 
 
@@ -126,9 +111,6 @@ def check_task(section: TaskSection) -> None:
     """Raises ShoalError for data in cloud storage, an unknown task, or `task=custom` without data."""
     check_local(section.path, "task.path")
     if section.name not in TASKS and section.name != ROWS:
-        from shoal.config.schema import RewardSection
-        from shoal.tasks.task import load_by_name
-
         load_by_name(section, RewardSection())  # raises, with the nearest name
     if section.name == "custom" and not (section.path or section.files):
         raise ShoalError("task custom: task.path is not given; expected a jsonl or parquet file, a folder or a hub id")
@@ -139,70 +121,45 @@ def check_task(section: TaskSection) -> None:
 
 def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
     """Key and warning for each combination of settings that is allowed but probably a mistake."""
-    a, s, truncated = config.algorithm, config.sampling, config.sampling.params.truncated
-    loss, kl = POLICY_LOSSES[a.loss], KL_ESTIMATORS[a.kl]
-    if loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01:
-        yield ("algorithm.loss",
-               f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically "
-               "never clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4")
-    if not kl.in_loss and a.kl_placement == "loss" and a.kl_coef:
-        yield ("algorithm.kl",
-               f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero in expectation; "
-               "set algorithm.kl_placement=reward, or kl=k2 or k3")
-    if truncated and not a.match_sampling_support:
-        yield ("algorithm.match_sampling_support",
-               "algorithm.match_sampling_support=false: log-probs are over all tokens, samples over those that top_k, "
-               "top_p and min_p keep; the ratio is biased by the mass that is kept")
-    if truncated and a.match_sampling_support:
-        yield ("sampling.max_support",
-               f"samples are truncated: at each position at most {max_support(config)} tokens (sampling.max_support="
-               f"{s.max_support}, the likeliest) are kept, stored and replayed by the trainer")
-        if config.teacher.path:
-            yield ("sampling.top_k",
-                   "a teacher with truncated samples scores the kept tokens alone: where one is kept it has no "
-                   "effect; set sampling.top_k=0, top_p=1, min_p=0")
-    oldest = oldest_samples(config)
-    if oldest > 0 and a.correction == "none":
-        yield ("algorithm.correction",
-               f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
-               "train.weight_sync_interval), and algorithm.correction=none treats them as on-policy: leave it "
-               "out, or set algorithm.correction=tis")
-    if config.teacher.path and loss.one_gradient:
-        yield ("algorithm.loss",
-               f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of "
-               "whose tokens have one gradient; set algorithm.loss=gspo-token, or grpo")
-    if a.dynamic_sampling and a.dynamic_sampling_by == "correct" and config.reward.functions \
-            and config.task.name in CHECKED:
-        yield ("algorithm.dynamic_sampling_by",
-               f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
-               "reward.functions return; algorithm.dynamic_sampling_by=reward uses these")
-    yield from unread_settings(config)
-
-
-def unread_settings(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and warning for each key that has no effect, or an unexpected one, with the rest of the configuration."""
-    a = config.algorithm
-    yield from unread_parts(config)
-    if "cispo_bound" in POLICY_LOSSES[a.loss].reads and a.cispo_bound == "absolute" and a.clip_high <= 1:
-        yield ("algorithm.clip_high",
-               f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the "
-               "1 that it starts from; 5 is usual")
+    a, s, oldest = config.algorithm, config.sampling, oldest_samples(config)
+    loss, kl, truncated = POLICY_LOSSES[a.loss], KL_ESTIMATORS[a.kl], config.sampling.params.truncated
     kl_in_reward = a.kl_coef and a.kl_placement == "reward"
-    if kl_in_reward and not KL_ESTIMATORS[a.kl].in_reward:
-        yield ("algorithm.kl",
-               f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there")
-    if kl_in_reward and a.kl_weighted:
-        yield ("algorithm.kl_weighted",
-               "algorithm.kl_weighted=true has no effect on a KL penalty in the reward")
-    if a.zero_std_groups == "exclude" and (a.kl_coef > 0 or a.entropy_coef > 0 or config.teacher.path):
-        yield ("algorithm.zero_std_groups",
-               "algorithm.zero_std_groups=exclude has no effect where a KL penalty, an entropy bonus or a teacher acts "
-               "on every group")
-    shifted = config.reward.overlong_buffer_tokens or kl_in_reward
-    if ADVANTAGES[a.advantage].of_positive and (shifted or any(weight < 0 for weight in config.reward.weights)):
-        yield ("algorithm.advantage",
-               f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a "
-               "KL term, a weight below 0) has no effect")
+    has_own_check = config.task.name in TASKS and config.task.name != "custom"
+    below_zero = config.reward.overlong_buffer_tokens or kl_in_reward or min(config.reward.weights, default=0) < 0
+    rows = [
+        (loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01, "algorithm.loss",
+         f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically never clips: a "
+         "sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4"),
+        (a.kl_coef and not kl_in_reward and not kl.in_loss, "algorithm.kl",
+         f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero in expectation; set "
+         "algorithm.kl_placement=reward, or kl=k2 or k3"),
+        (kl_in_reward and not kl.in_reward, "algorithm.kl",
+         f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there"),
+        (truncated and not a.match_sampling_support, "algorithm.match_sampling_support",
+         "algorithm.match_sampling_support=false: log-probs are over all tokens, samples over those that top_k, top_p "
+         "and min_p keep; the ratio is biased by the mass that is kept"),
+        (truncated and a.match_sampling_support, "sampling.max_support",
+         f"samples are truncated: at each position at most {max_support(config)} tokens (sampling.max_support="
+         f"{s.max_support}, the likeliest) are kept, stored and replayed by the trainer"),
+        (oldest > 0 and a.correction == "none", "algorithm.correction",
+         f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, train.weight_sync_interval), "
+         "and algorithm.correction=none treats them as on-policy: leave it out, or set algorithm.correction=tis"),
+        (config.teacher.path and loss.one_gradient, "algorithm.loss",
+         f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of whose "
+         "tokens have one gradient; set algorithm.loss=gspo-token, or grpo"),
+        (a.dynamic_sampling and a.dynamic_sampling_by == "correct" and config.reward.functions and has_own_check,
+         "algorithm.dynamic_sampling_by",
+         f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
+         "reward.functions return; algorithm.dynamic_sampling_by=reward uses these"),
+        ("cispo_bound" in loss.reads and a.cispo_bound == "absolute" and a.clip_high <= 1, "algorithm.clip_high",
+         f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the 1 "
+         "that it starts from; 5 is usual"),
+        (ADVANTAGES[a.advantage].of_positive and below_zero, "algorithm.advantage",
+         f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a KL "
+         "term, a weight below 0) has no effect"),
+    ]
+    yield from ((key, text) for holds, key, text in rows if holds)
+    yield from unread_parts(config)
 
 
 def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
@@ -227,9 +184,6 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
                "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1")
 
 
-# ---- findings
-
-
 def check_settings(config: Config, findings: Findings) -> None:
     """Reports settings that are probably mistakes; ShoalError for those that the run would refuse."""
     check, before = findings.of("configuration"), len(findings.found)
@@ -237,24 +191,25 @@ def check_settings(config: Config, findings: Findings) -> None:
     for key, text in algorithm_warnings(config):
         check.warning(text, key)
     usual = "1e-6 for a large model, 5e-5 for a tiny one"
-    if o.lr == 0:
-        check.wrong(f"optimizer.lr=0: nothing would be learned; {usual}", "optimizer.lr")
-    elif o.lr > HIGHEST_LR:
-        check.wrong(f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}", "optimizer.lr")
-    if o.warmup_steps >= updates > 0 and o.lr > 0:
-        check.warning(f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
-                      f"{updates} update{'s' * (updates > 1)}; lower it", "optimizer.warmup_steps")
-    if config.steps == 0:
-        check.warning("steps=0: the run would only evaluate; set it to 1 or more", "steps")
-    if 0 < s.temperature < 0.3 or s.temperature > 1.5:
-        check.warning(f"sampling.temperature={s.temperature:g}: groups of "
-                      f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual",
-                      "sampling.temperature")
-    if config.reward.weights and not any(config.reward.weights):
-        check.wrong("reward.weights are all 0, so is every reward: set one above 0", "reward.weights")
-    if config.algorithm.kl_coef >= 1:
-        check.warning(f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual",
-                      "algorithm.kl_coef")
+    rows = [
+        (check.wrong, o.lr == 0, "optimizer.lr", f"optimizer.lr=0: nothing would be learned; {usual}"),
+        (check.wrong, o.lr > HIGHEST_LR, "optimizer.lr",
+         f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}"),
+        (check.warning, o.warmup_steps >= updates > 0 and o.lr > 0, "optimizer.warmup_steps",
+         f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
+         f"{count(updates, 'update')}; lower it"),
+        (check.warning, config.steps == 0, "steps", "steps=0: the run would only evaluate; set it to 1 or more"),
+        (check.warning, 0 < s.temperature < 0.3 or s.temperature > 1.5, "sampling.temperature",
+         f"sampling.temperature={s.temperature:g}: groups of {'nearly equal' if s.temperature < 1 else 'rambling'} "
+         "completions teach little; 1.0 is usual"),
+        (check.wrong, config.reward.weights and not any(config.reward.weights), "reward.weights",
+         "reward.weights are all 0, so is every reward: set one above 0"),
+        (check.warning, config.algorithm.kl_coef >= 1, "algorithm.kl_coef",
+         f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual"),
+    ]
+    for say, holds, key, text in rows:
+        if holds:
+            say(text, key)
     check_trainable(config)
     if len(findings.found) == before:
         check.ok(step_text(config))

@@ -330,10 +330,10 @@ def test_a_dry_run_touches_nothing(tmp_path):
     ("plan topology=v6e:4x8@2 mesh.fsdp=-1", 2, "64 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1"),
     ("plan topology=v6e:4x8@2 mesh.fsdp=-1 mesh.dcn_data=2", 0, ""),
     ("plan topology=v7-8", 2, "there is no such topology"),
-    ("plan topology=h100:16", 0, "1 of 16 devices are used: mesh.fsdp=-1 takes them all"),
+    ("plan topology=h100:16", 0, "1 of 16 devices are used: raise mesh.fsdp (-1 takes all of the trainer's)"),
     ("train mesh.trainer=0.3 mesh.sampler=0.3 mesh.fsdp=-1", 0,
-     "4 of 8 devices are used: raise mesh.trainer or mesh.sampler, 4 have no role"),
-    ("train mesh.sampler=4", 0, "5 of 8 devices are used: mesh.fsdp=-1 takes them all"),
+     "4 of 8 devices are used: raise mesh.trainer or mesh.sampler"),
+    ("train mesh.sampler=4", 0, "5 of 8 devices are used: raise mesh.fsdp (-1 takes all of the trainer's)"),
 ])
 def test_a_dry_run_judges_the_mesh_on_the_jobs_devices(capsys, words, code, part):
     assert cli.main([*words.split(), "--dry-run"]) == code

@@ -70,9 +70,9 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
     ("sampling.max_prompt_tokens=20 task.path={long}", "data: 5 of 9 prompts checked have more than "),
     ("reward={constant}", "WRONG reward: right, wrong, empty and repeated answers, and many at once, all score"),
     ("task.path={templated}", "template: the question holds special tokens itself"),
-    ("mesh.fsdp=1", "devices: 1 of 8 devices are used: mesh.fsdp=-1 takes them all"),
-    ("mesh.trainer=0.3 mesh.sampler=0.3", "devices: 3 of 8 devices are used: mesh.fsdp=-1 takes all of the trainer's; "
-     "raise mesh.trainer or mesh.sampler, 4 have no role"),
+    ("mesh.fsdp=1", "devices: 1 of 8 devices are used: raise mesh.fsdp (-1 takes all of the trainer's)"),
+    ("mesh.trainer=0.3 mesh.sampler=0.3", "devices: 3 of 8 devices are used: raise mesh.fsdp (-1 takes all of "
+     "the trainer's) or mesh.trainer or mesh.sampler"),
 ])
 def test_what_the_doctor_warns_of_a_run_warns_of(workshop, tmp_path, change, text):
     (tmp_path / "constant.py").write_text("def f(completions, **_): return [0.5] * len(completions)\n")

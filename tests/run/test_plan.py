@@ -113,7 +113,7 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     assert cli.main(words[:5] + words[6:]) == 0
     said = capsys.readouterr()
     assert "fits: " in said.out and list((tmp_path / "cache" / "plan").iterdir()) == files
-    assert "warning: 1 of 8 devices are used: raise mesh.trainer, 7 have no role" in said.err
+    assert "warning: 1 of 8 devices are used: raise mesh.fsdp (" in said.err
 
 
 def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path):

@@ -43,7 +43,7 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
                                   "memory": {}, "time": {}, "advice": {}}
         if job.collect("settings", "folder_note") and job.folder_note:
             findings.of("configuration").ok(job.folder_note)
-        job.collect("questions", "pool", "devices", "spec", "placement", "tokenizer")
+        job.collect("questions", "pool", "given_roles", "spec", "placement", "tokenizer")
         begins = check_data(job, result)
         scored = job.collect("questions", "pool") and check_reward(job, result)
         if job.collect("model", "teacher"):

@@ -33,8 +33,8 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
 def report(figures: Figures, console: Console) -> None:
     for line in _head(figures):
         console.text(line)
-    roles = {name: one["devices"] for name, one in figures.job["roles"].items()}
-    if idle := idle_text(figures.config.mesh, roles, figures.job["num_devices"]):
+    used = {device for role in figures.job["roles"].values() for device in role["devices"]}
+    if idle := idle_text(figures.config.mesh, len(used), figures.job["num_devices"]):
         console.warning(idle)
     for roles in _apart(figures):
         console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")

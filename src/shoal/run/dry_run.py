@@ -47,9 +47,8 @@ def check_dry_run(config: Any) -> list[Finding]:
         with evaluating():
             load_by_name(config.task, config.reward)
     if "mesh.fsdp" in known and config.mesh != MeshSection():
-        from shoal.mesh import make_roles
-
-        make_roles(config.mesh)
+        with _quiet_job(config, findings) as job:
+            job.given_roles  # noqa: B018
     return findings.at("wrong", "warning")
 
 
@@ -64,11 +63,10 @@ def check_job(config: Config, findings: Findings) -> None:
     if has_data and not is_here:
         load_by_name(section, config.reward)
     if is_here and (has_data or config.model.path != ModelSection.path):
+        made_here = section.name in GENERATED and not section.path
         with _quiet_job(config, findings) as job:
-            job.tokenizer  # noqa: B018
-            if has_data or (section.name in GENERATED and not section.path):
-                for name in ("sets", "prompts", "lengths"):
-                    getattr(job, name)
+            for name in ("tokenizer", *(("sets", "prompts", "lengths") if has_data or made_here else ())):
+                getattr(job, name)
     if command_of(type(config)) == "train" and (config.mesh.coordinator or config.mesh.processes
                                                 or config.mesh.process >= 0):
         from shoal.mesh.processes import find_processes
@@ -86,26 +84,22 @@ def check_job(config: Config, findings: Findings) -> None:
 
 def check_placement(config: Config, model_is_here: bool, findings: Findings) -> None:
     """The devices of a job, and where these and the model are here, their memory."""
-    from shoal.mesh import available_devices, make_roles
     from shoal.mesh.topology import parse_topology, placeholder_devices
     from shoal.run.loading import ModelSpec, known_architecture
     from shoal.run.preflight.inputs import check_idle
 
     topology: str = getattr(config, "topology", "")
-    devices = placeholder_devices(parse_topology(topology)) if topology else available_devices(config.mesh)
+    devices = placeholder_devices(parse_topology(topology)) if topology else ()
     known = known_architecture(config.model) if topology else None
-    if not known and (topology or not model_is_here):
-        roles = make_roles(config.mesh, devices)
-        for_devices(config, roles.trainer.mesh.size, roles.trainer.platform)
-        check_idle(config.mesh, roles, len(devices), findings)
-        return
     with _quiet_job(config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None) as job:
-        check_idle(job.config.mesh, job.roles, len(devices), findings)
-        if not topology:
+        roles = job.roles if known or (model_is_here and not topology) else job.given_roles
+        check_idle(config.mesh, roles, len(job.devices), findings)
+        for_devices(config, roles.trainer.mesh.size, roles.trainer.platform)
+        if model_is_here and not topology:
             job.sizes  # noqa: B018
 
 
-def _quiet_job(config: Config, findings: Findings, **parts: Any) -> Job:
+def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
     from shoal.report.console import Console
     from shoal.run.job import Job
 

@@ -6,9 +6,9 @@
     scorers, pool the functions that score answers, and their processes
     cluster       the Ray cluster of its samplers, if they are there
     world         the processes, if there are several
-    devices       those of this machine, unless others are given
+    devices, given_roles  those of this machine, unless others are given; the mesh of each role by the settings
     spec          the model's sizes and its tokenizer
-    roles, config the mesh of each role; the configuration with what follows from the devices
+    roles, config the mesh of each role for this model; the configuration with what follows from the devices
     model         the model on its devices
     prompts, sets what it is asked in training and in evaluations
     sizes         what a device holds against what it has
@@ -61,7 +61,7 @@ from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, find_teacher, load_scorer, make_model, multiply_exactly, open_run_model
 from shoal.run.memory import check_memory
 from shoal.run.parts import make_learner, make_updater, open_prompts, open_reference, prepare_sets, schedule_of
-from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, check_vocabulary
+from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
 from shoal.run.processes import check_same, open_world
@@ -93,8 +93,8 @@ CHECKS = {
     "settings": ("configuration", ""), "inputs": ("configuration", ""),
     "folder_note": ("configuration", "base_output_directory"), "questions": ("data", "task.path"),
     "scorers": ("reward", "reward.functions"), "pool": ("reward", "reward.functions"), "devices": ("devices", "mesh"),
-    "spec": ("tokenizer", "model.path"), "roles": ("devices", "mesh"), "config": ("devices", "mesh"),
-    "placement": ("devices", "mesh"), "sizes": ("memory", "model.path"),
+    "given_roles": ("devices", "mesh"), "spec": ("tokenizer", "model.path"), "roles": ("devices", "mesh"),
+    "config": ("devices", "mesh"), "placement": ("devices", "mesh"), "sizes": ("memory", "model.path"),
     "room": ("configuration", "base_output_directory"),
     "model": ("model", "model.path"), "teacher": ("teacher", "teacher.path"), "tokenizer": ("tokenizer", "model.path"),
     "prompts": ("data", "task.path"), "sets": ("data", "task.path"), "lengths": ("template", "model.template"),
@@ -246,11 +246,7 @@ class Job:
 
     @stage
     def devices(self) -> Sequence[Any]:
-        if isinstance(self.given, EvalConfig):  # it always scores; a training job's command opens its pool, a plan none
-            self.pool  # noqa: B018 -- forked while JAX has no threads
-        devices = self._devices or available_devices(self.given.mesh)
-        make_roles(self.mesh, devices)  # judged before the model is known
-        return devices
+        return self._devices or available_devices(self.given.mesh)
 
     @property
     def mesh(self) -> MeshSection:
@@ -259,12 +255,17 @@ class Job:
         return trainer_mesh(self.given, self.opened["cluster"]).mesh if "cluster" in self.opened else self.given.mesh
 
     @stage
+    def given_roles(self) -> Roles:
+        """The mesh of each role by the settings alone: judged before the model is known."""
+        return make_roles(self.mesh, self.devices)
+
+    @stage
     def roles(self) -> Roles:
         """The mesh of each role. A command that only samples has no trainer to share the devices with."""
-        given, devices = self.mesh, self.devices
+        given, roles = self.mesh, self.given_roles
         if not self.trains:
-            return make_roles(given, devices)
-        roles = run_roles(replace(self.given, mesh=given), self.spec.architecture, devices)
+            return roles
+        roles = run_roles(replace(self.given, mesh=given), self.spec.architecture, self.devices)
         if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
             self.console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit "
                               "fewer devices")
@@ -283,7 +284,6 @@ class Job:
     @stage
     def placement(self) -> None:
         check_devices(self.config, self.roles, self.findings)
-        check_vocabulary(self.spec.architecture.vocab_size, self.roles, self.findings)
 
     @stage
     def model(self) -> Model:
@@ -387,10 +387,11 @@ class Job:
     @stage
     def source(self) -> Fleet | DealtSource:
         """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
+        rewards = self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
-            return local_fleet(self.model, self.make_engine(), self.rewards, self.given.seed, self.console.answered)
-        fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, self.rewards, self.stop,
-                               self.console, self.cluster)
+            return local_fleet(self.model, self.make_engine(), rewards, self.given.seed, self.console.answered)
+        fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
+                               self.cluster)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         return self.stack.enter_context(closing(source))
 

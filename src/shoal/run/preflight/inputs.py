@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from shoal.config.schema import Config, MeshSection
-from shoal.mesh import Roles, role_devices, uses_pathways
+from shoal.mesh import Roles, uses_pathways
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.run.preflight.estimate import evaluation_completions
@@ -27,6 +26,8 @@ NUM_ANSWERS = 50
 """Right answers that are tokenised."""
 NUM_RENDERED = 8
 """Prompts that are compared as the model reads them."""
+ACCELERATORS = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
+"""Files of accelerators, and the extra that installs JAX for them."""
 
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
@@ -36,48 +37,24 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
     if config.mesh.pathways and not uses_pathways(config.mesh):
         check.warning("mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of this "
                       "machine are used", "mesh.pathways")
-    on_cpu = jax.devices()[0].platform == "cpu"
-    if on_cpu and not os.environ.get("JAX_PLATFORMS"):
-        for file, extra in (("/dev/nvidia0", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu")):
-            if Path(file).exists():
-                check.warning(f"JAX runs on the CPU, though this machine has {file}: install 'shoal[{extra}]'")
-                break
-    if on_cpu and config.model.dtype == "bfloat16":
-        check.warning("model.dtype=bfloat16 is slower than float32 on a CPU: set it to auto", "model.dtype")
-    if config.batch.prompts_per_step < roles.trainer.row_shards:
-        check.warning(f"batch.prompts_per_step={config.batch.prompts_per_step} leaves some of "
-                      f"{roles.trainer.row_shards} parts of the mesh without a prompt: raise it",
-                      "batch.prompts_per_step")
+    if jax.devices()[0].platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
+        unused = {file: extra for file, extra in ACCELERATORS.items() if Path(file).exists()}
+        for file, extra in list(unused.items())[:1]:
+            check.warning(f"JAX runs on the CPU, though this machine has {file}: install 'shoal[{extra}]'")
 
 
 def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:
     """Warns of devices that no role uses."""
-    if text := idle_text(mesh, {role.name: list(role.mesh.devices.flat) for role in roles.all}, available):
+    used = {device for role in roles.all for device in role.mesh.devices.flat}
+    if text := idle_text(mesh, len(used), available):
         findings.of("devices").warning(text, "mesh.fsdp")
 
 
-def idle_text(mesh: MeshSection, roles: Mapping[str, Sequence[Any]], available: int) -> str:
-    """How many devices no role uses, and which keys use them; empty if none is idle. `roles`: the devices of each."""
-    used = len({device for devices in roles.values() for device in devices})
-    if used >= available:
-        return ""
-    numbers = role_devices(mesh, available)
-    left = available - len({*numbers.trainer, *numbers.sampler, *numbers.reference})
-    cures = []
-    if len(roles["trainer"]) < len(numbers.trainer):
-        cures.append("mesh.fsdp=-1 takes all of the trainer's" if left else "mesh.fsdp=-1 takes them all")
-    if left:
-        named = " or ".join(f"mesh.{name}" for name in ("trainer", "sampler", "reference") if getattr(mesh, name))
-        cures.append(f"raise {named}, {left} have no role")
-    return f"{used} of {available} devices are used: {'; '.join(cures)}"
-
-
-def check_vocabulary(vocab_size: int, roles: Roles, findings: Findings) -> None:
-    for key, role in (("mesh.tensor", roles.trainer), ("mesh.sampler_tensor", roles.sampler)):
-        if vocab_size % role.tensor:
-            findings.of("devices", key).warning(
-                f"{key}={role.tensor} does not divide the model's vocab_size={vocab_size}: the {role.name}'s embedding "
-                "and output head are whole on each device")
+def idle_text(mesh: MeshSection, used: int, available: int) -> str:
+    """How many devices no role uses, and which keys use them; empty if none is idle."""
+    keys = ["mesh.fsdp (-1 takes all of the trainer's)"] if mesh.fsdp != -1 else []
+    keys += [f"mesh.{name}" for name in ("trainer", "sampler", "reference") if getattr(mesh, name)]
+    return f"{used} of {available} devices are used: raise {' or '.join(keys)}" if used < available else ""
 
 
 def devices_text(roles: Roles) -> str:

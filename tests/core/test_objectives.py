@@ -21,7 +21,7 @@ from shoal.config.schema import AlgorithmSection, BatchSection, Config, RewardSe
 from shoal.model.segment_attention import prefill_attention
 from shoal.model.transformer import forward, logits
 from shoal.report.metrics import MetricSet
-from shoal.run.parts import schedule_of
+from shoal.run.derived import schedule_of
 from shoal.run.preflight.settings import algorithm_warnings
 from shoal.run.task import with_overlong
 from shoal.tasks.library import overlong_punishment

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from shoal.config.schema import Config
+from shoal.config.schema import Config, TrainSection
 from shoal.text import count
+from shoal.trainer.schedule import Schedule
 from shoal.types import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.trainer.batch import Shape
 
 MICRO_TOKENS = 2**12
 """On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 28.5 of 31.2 GiB (`benchmarks/aot.py`)."""
 
 CPU_MICRO_TOKENS = 2**11
 """Longer rows leave a CPU's caches, and more of a small update is padding."""
+
+ROUNDS = 64
+"""Publications after which a run is steady, and over which its steps are then averaged."""
 
 
 def for_devices(config: Config, devices: int, platform: str) -> Config:
@@ -70,6 +78,14 @@ def longest_sequence(config: Config) -> int:
     return config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
 
 
+def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
+    """The shapes of micro-batches; nearly all have the first."""
+    from shoal.trainer.update import update_shapes
+
+    return update_shapes(longest_sequence(config), config.sampling.max_completion_tokens, config.batch,
+                         config.algorithm.num_minibatches, row_shards)
+
+
 def max_support(config: Config) -> int:
     """Token ids stored at each position for `match_sampling_support`; 0 for none."""
     s = config.sampling
@@ -98,3 +114,33 @@ def step_sizes(config: Config) -> tuple[int, int]:
     return ((config.batch.prompts_per_device or config.batch.prompts_per_step) * config.batch.group_size,
             config.algorithm.num_epochs * config.algorithm.num_minibatches)
 
+
+# ---- when
+
+
+def schedule_of(t: TrainSection) -> Schedule:
+    """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
+    # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
+    lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
+    return Schedule(lag, t.weight_sync_interval, t.versions == "newest")
+
+
+def step_seconds(schedule: Schedule, sampling: float, training: float, own_devices: bool) -> float:
+    """Mean seconds of a step in a long run.
+
+    Sampling waits for the weights that its step is sampled from, training for its step's samples. Where the sampler has
+    no devices of its own, the two take turns.
+
+    >>> step_seconds(Schedule(lag=0), 3.0, 2.0, own_devices=True), step_seconds(Schedule(lag=1), 3.0, 2.0, True)
+    (5.0, 3.0)
+    """
+    if not own_devices:
+        return sampling + training
+    sampled, trained = 0.0, [0.0]  # when each step's update has ended, the first entry being the start
+    steady = ROUNDS * schedule.weight_sync_interval
+    for step in range(2 * steady):
+        # Asked for as early as its age allows, and answered by the version that was published for it.
+        known = max(trained[max(0, step - schedule.max_staleness)], trained[schedule.version(step)])
+        sampled = max(sampled, known) + sampling
+        trained.append(max(trained[-1], sampled) + training)
+    return (trained[-1] - trained[steady]) / steady

@@ -12,11 +12,10 @@ from shoal.model.hf_config import read_config
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.transformer import Model
 from shoal.report.findings import Findings, seconds_text
-from shoal.run.derived import staleness_text, step_text
+from shoal.run.derived import micro_batch_shapes, staleness_text, step_text
 from shoal.run.engines import places_text
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
-from shoal.run.parts import micro_batch_shapes
 from shoal.run.preflight.inputs import devices_text, set_sizes
 from shoal.run.size import parameter_count
 from shoal.tasks.task import Task

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.config.schema import Config, SamplingSection, TrainSection
+from shoal.config.schema import Config, SamplingSection
 from shoal.mesh import Role
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.rollout.publication import place
-from shoal.run.derived import longest_sequence, max_support, num_updates
+from shoal.run.derived import longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of  # noqa: F401
 from shoal.run.loading import ModelSpec
 from shoal.tasks.task import Task
 from shoal.text import count
-from shoal.trainer.batch import Shape
 from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
 from shoal.trainer.loss import make_objective
-from shoal.trainer.schedule import Schedule
 from shoal.trainer.step import Learner, ModelScorer
-from shoal.trainer.update import Updater, update_shapes
+from shoal.trainer.update import Updater
 from shoal.types import Params, ShoalError
-
-
-def schedule_of(t: TrainSection) -> Schedule:
-    """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
-    # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
-    lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
-    return Schedule(lag, t.weight_sync_interval, t.versions == "newest")
 
 
 def make_learner(config: Config, model: Model) -> Learner:
@@ -50,12 +41,6 @@ def make_updater(config: Config, learner: Learner, reference: ModelScorer | None
         learner, a, config.batch, temperature=config.sampling.temperature, seed=config.seed, reference=reference,
         teacher=teacher, teacher_coef=config.teacher.coef, max_tokens=config.sampling.max_completion_tokens,
         longest=longest_sequence(config), max_support=max_support(config))
-
-
-def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
-    """The shapes of micro-batches; nearly all have the first."""
-    return update_shapes(longest_sequence(config), config.sampling.max_completion_tokens, config.batch,
-                         config.algorithm.num_minibatches, row_shards)
 
 
 def open_prompts(config: Config, task: Task, tokenizer: Tokenizer) -> PromptStream:

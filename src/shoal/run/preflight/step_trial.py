@@ -21,8 +21,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.publication import publish_to
-from shoal.run.derived import max_support
-from shoal.run.parts import micro_batch_shapes
+from shoal.run.derived import max_support, micro_batch_shapes
 from shoal.run.preflight.reward import score
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.tasks.task import Task
